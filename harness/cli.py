@@ -1,0 +1,252 @@
+"""The command line: `harness run | ls | doctor`. Bad input is one line on stderr and exit code 2, never a traceback.
+
+The flags of `run` are the fields of `RunSpec`. Nothing here imports torch: what only the model or the system can judge
+is judged in the run's own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Console
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from harness import store
+from harness.launch import launch, stop_signals
+from harness.record import Record, to_json
+from harness.spec import BadInputError, RunSpec, flag
+from systems import registry
+from systems.messages import invalid_value, one_line, unknown_name
+
+OK, FAILED, BAD_INPUT = 0, 1, 2
+COMMANDS = {
+    "run": "train a model under a system and keep a record",
+    "ls": "list systems, models or runs",
+    "doctor": "say what this machine lacks",
+}
+_Spec = TypeVar("_Spec", bound=BaseModel)
+
+
+class ListSpec(BaseModel):
+    """List what there is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    what: Literal["systems", "models", "runs"] = Field(description="what to list")
+    results: str = Field("results", description="folder of the records, for runs")
+
+
+class DoctorSpec(BaseModel):
+    """Say what this machine lacks, one line each, with what to do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _takes_several(spec: type[BaseModel], field: str) -> bool:
+    return typing.get_origin(spec.model_fields[field].annotation) is tuple
+
+
+def _metavar(annotation: Any) -> str:
+    """STEPS-like placeholder of a type: {cuda,cpu} for choices, INT, FLOAT, TEXT."""
+    if typing.get_origin(annotation) is Literal:
+        return "{" + ",".join(typing.get_args(annotation)) + "}"
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        known = [_metavar(part) for part in typing.get_args(annotation) if part is not type(None)]
+        return "|".join(dict.fromkeys(known))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _metavar(typing.get_args(annotation)[0])
+    return {int: "INT", float: "FLOAT"}.get(annotation, "TEXT")
+
+
+def _text_rule(spec: type[BaseModel]) -> ConstructorRegistry:
+    """tyro hands every value on as text: pydantic alone reads and judges values, so complaints are of one kind."""
+    rules = ConstructorRegistry()
+
+    @rules.primitive_rule
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type is spec:
+            return None
+        several = typing.get_origin(info.type) is tuple and typing.get_args(info.type)[-1:] == (Ellipsis,)
+        return PrimitiveConstructorSpec(
+            nargs="*" if several else 1,
+            metavar="KEY=VALUE" if several else _metavar(info.type),
+            instance_from_str=(lambda texts: tuple(texts)) if several else (lambda texts: texts[0]),
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: [] if value is None or value == () else [str(value)],
+        )
+
+    return rules
+
+
+def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | None) -> list[str]:
+    """The same arguments, each flag once, its values behind it. Raises BadInputError for what fits no field."""
+    fields = {flag(field): field for field in spec.model_fields if field != positional}
+    given: dict[str, list[str]] = {}
+    current = ""
+    for token in arguments:
+        name, equals, value = token.partition("=")
+        if name.startswith("--"):
+            if name not in fields:
+                raise BadInputError(unknown_name("flag", name, fields))
+            current = name
+            if not _takes_several(spec, fields[name]):
+                given[name] = []
+            given.setdefault(name, []).extend([value] if equals else [])
+        elif current and (_takes_several(spec, fields[current]) or not given[current]):
+            given[current].append(token)
+        elif positional and positional not in given:
+            given[positional] = [token]
+        else:
+            raise BadInputError(f"unexpected argument {token!r}" + (f" after {current}" if current else ""))
+    for name, values in given.items():
+        if not values:
+            raise BadInputError(f"{name} needs a value")
+    missing = [positional] if positional and positional not in given else []
+    missing += [name for name, field in fields.items() if spec.model_fields[field].is_required() and name not in given]
+    if missing:
+        field = missing[0].lstrip("-").replace("-", "_")
+        raise BadInputError(f"{missing[0]} is missing: {spec.model_fields[field].description}")
+    return [token for name, values in given.items() for token in ([name] if name in fields else []) + values]
+
+
+def parse(spec: type[_Spec], arguments: Sequence[str], *, prog: str, positional: str | None = None) -> _Spec:
+    """Arguments as a spec. Raises BadInputError with one line; --help prints and exits as usual."""
+    tyro_spec: Any = spec
+    if positional:
+        tyro_spec = typing.Annotated[spec, tyro.conf.PositionalRequiredArgs]
+    if {"-h", "--help"} & set(arguments):
+        with _text_rule(spec):
+            tyro.cli(tyro_spec, prog=prog, args=["--help"])
+    collected = _collect(spec, arguments, positional)
+    complaint = io.StringIO()
+    try:
+        with _text_rule(spec), contextlib.redirect_stderr(complaint):
+            return typing.cast(_Spec, tyro.cli(tyro_spec, prog=prog, args=collected))
+    except SystemExit as error:
+        raise BadInputError(_complaint(error, complaint.getvalue(), positional)) from None
+
+
+def _complaint(error: BaseException, printed: str, positional: str | None) -> str:
+    """The pydantic error behind tyro's exit as one line; failing that, what tyro printed without its frame."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ValidationError):
+        cause = cause.__context__
+    if cause is None:
+        return one_line(printed.translate(str.maketrans("╭╮╰╯─│", "      ")))
+    return invalid_value(cause, lambda field, given: f"{field if field == positional else flag(field)} {given}")
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[list[int]]:
+    """Tell bad input in one line; the exit code is in the list then."""
+    code: list[int] = []
+    try:
+        yield code
+    except BadInputError as error:
+        _complain(str(error))
+        code.append(BAD_INPUT)
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"harness: {one_line(message)}\n")
+
+
+def _say(line: str) -> None:
+    """A line on stdout; a reader that has gone away is no failure of the run."""
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _check_before_work(spec: RunSpec) -> None:
+    """What can be found wrong without torch, before any process is started."""
+    known = registry.find()
+    if spec.system not in known:
+        raise BadInputError(unknown_name("system", spec.system, known))
+    if spec.wandb != "off" and importlib.util.find_spec("wandb") is None:
+        raise BadInputError("--wandb needs the package wandb: pip install wandb, or use --wandb off")
+    store.prepare(Path(spec.results))
+
+
+def run(spec: RunSpec) -> int:
+    """Every replicate in its own process; each record is kept and printed as it ends. The exit code."""
+    _check_before_work(spec)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    code = OK
+    with stop_signals() as stop:
+        for replicate in range(spec.repeat):
+            record = launch(spec, replicate=replicate, console=console, stop=stop)
+            kept = _keep(record, spec, console)
+            _say(to_json(record))
+            if record.status != "ok" or not kept:
+                code = FAILED
+            if not kept or stop.number is not None:
+                break
+    return code
+
+
+def _keep(record: Record, spec: RunSpec, console: Console) -> bool:
+    """Write a record and tell how the run ended. False if it cannot be kept: then no further run is worth its time."""
+    try:
+        path = store.write(record, Path(spec.results))
+        if spec.wandb != "off":
+            from harness.wandb_log import log
+
+            log(record, spec.wandb)
+    except store.StoreError as error:
+        _complain(str(error))
+        return False
+    except Exception as error:  # noqa: BLE001 - the service's own errors are many; the record is written already
+        _complain(f"--wandb {spec.wandb}: {type(error).__name__}: {error}")
+        return False
+    _tell_end(record, path, console)
+    return True
+
+
+def _tell_end(record: Record, path: Path, console: Console) -> None:
+    said = f"{record.status}: {record.reason.message}" if record.reason else record.status
+    console.print(f"{said} ({path})", markup=False)
+    for doubt in record.doubts:
+        console.print(f"doubt: {doubt.code}: {doubt.seen}; may be {doubt.cause}; {doubt.advice}", markup=False)
+
+
+def _usage() -> str:
+    rows = [f"  {name:8}{what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: harness COMMAND [FLAGS]; harness COMMAND --help", *rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point. Returns the exit code: 0 ok, 1 a run failed, 2 bad input."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        _say(_usage())
+        return OK if given else BAD_INPUT
+    command, rest = given[0], given[1:]
+    with _one_line_errors() as code, contextlib.suppress(BrokenPipeError):
+        if command == "run":
+            return run(parse(RunSpec, rest, prog="harness run"))
+        if command == "ls":
+            from harness.listing import list_what
+
+            spec = parse(ListSpec, rest, prog="harness ls", positional="what")
+            return list_what(spec.what, Path(spec.results))
+        if command == "doctor":
+            parse(DoctorSpec, rest, prog="harness doctor")
+            from harness.doctor import examine
+
+            return examine()
+        raise BadInputError(unknown_name("command", command, COMMANDS))
+    return code[0] if code else FAILED

@@ -1,0 +1,111 @@
+"""Every way a run can fail, as a status and a reason: from an exception in the process, or from how it died."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, field
+
+from harness.record import Reason, Status
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnsupportedError
+from systems.messages import one_line
+from systems.registry import UnavailableError
+from systems.sizes import format_size, parse_size
+
+LOG_LINES = 20
+_HOST_ALLOCATION = re.compile(
+    r"can't allocate memory|cannot allocate memory|failed to allocate memory|std::bad_alloc", re.I
+)
+_DEVICE_ALLOCATION = re.compile(
+    r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation", re.I
+)
+
+
+def _first_size(pattern: str, text: str) -> int | None:
+    """Bytes of the first size such as '2.00 GiB' or '17179869184 bytes' that follows the pattern."""
+    match = re.search(pattern + r"\s*([\d.]+)\s*([KMGT]?i?B|bytes)", text)
+    return parse_size(match[1] + match[2].replace("bytes", "")) if match else None
+
+
+def from_exception(error: BaseException, phase: str, rank: int) -> tuple[Status, Reason]:
+    """Status and reason of a run whose own process caught `error` in `phase`."""
+    message = one_line(str(error)) or type(error).__name__
+    if isinstance(error, UnavailableError):
+        return "unavailable", Reason(message=message, phase=phase, rank=rank)
+    if isinstance(error, UnsupportedError):
+        return "refused", Reason(message=message, phase=phase, rank=rank)
+    if isinstance(error, BudgetError | OutOfMemoryError):
+        tier = error.tier if error.tier in ("device", "host", "disk") else None
+        status: Status = "refused" if isinstance(error, BudgetError) else "oom"
+        reason = {
+            "message": message,
+            "phase": phase,
+            "rank": rank,
+            "tier": tier,
+            "need": error.need,
+            "have": error.have,
+        }
+        return status, Reason.model_validate(reason)
+    if isinstance(error, DivergedError):
+        return "diverged", Reason(message=message, phase=phase, rank=rank)
+    if type(error).__name__ == "OutOfMemoryError" or _DEVICE_ALLOCATION.search(message):  # torch's own class
+        need, have = _first_size("Tried to allocate", message), _first_size("of which", message)
+        return "oom", Reason(message=message, phase=phase, rank=rank, tier="device", need=need, have=have)
+    if isinstance(error, MemoryError) or _HOST_ALLOCATION.search(message):
+        need = _first_size("tried to allocate", message)
+        return "oom", Reason(message=message, phase=phase, rank=rank, tier="host", need=need)
+    return "failed", Reason(message=f"{type(error).__name__}: {message}", phase=phase, rank=rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """How the process of a run ended without a record of its own.
+
+    exit_code: as subprocess gives it, negative for a signal. stopped_by: the signal that the parent itself received.
+    oom_kills: processes the kernel killed for memory meanwhile, None if nothing counts them. host_bytes: resident
+    memory when last looked at.
+    """
+
+    exit_code: int
+    phase: str
+    log: list[str] = field(default_factory=list)
+    timed_out_s: float | None = None
+    stopped_by: int | None = None
+    oom_kills: int | None = None
+    host_bytes: int | None = None
+    host_budget: int | None = None
+
+
+def from_death(death: Death) -> tuple[Status, Reason]:
+    """Status and reason of a run whose process told no result."""
+    killed_by = signal.Signals(-death.exit_code).name if death.exit_code < 0 else None
+    status: Status = "failed"
+    tier = None
+    if death.stopped_by is not None:
+        killed_by = signal.Signals(death.stopped_by).name
+        message = f"the run was stopped by {killed_by} in phase {death.phase}"
+    elif death.timed_out_s is not None:
+        status, killed_by = "timeout", None
+        message = f"no end within {death.timed_out_s:g} s: stopped in phase {death.phase}; raise --timeout or do less"
+    elif killed_by == "SIGKILL" and death.oom_kills:
+        status, tier = "oom", "host"
+        seen = f" at {format_size(death.host_bytes)} resident" if death.host_bytes is not None else ""
+        message = f"the kernel killed the process for memory in phase {death.phase}{seen}"
+    elif killed_by == "SIGKILL" and death.oom_kills is None:
+        message = f"killed by SIGKILL in phase {death.phase}; nothing here counts the kernel's own kills for memory"
+    elif killed_by:
+        message = f"killed by {killed_by} in phase {death.phase}"
+    else:
+        message = f"the process ended with exit code {death.exit_code} in phase {death.phase} and left no result"
+    return status, Reason.model_validate(
+        {
+            "message": message,
+            "phase": death.phase,
+            "tier": tier,
+            "have": death.host_budget if tier else None,
+            "rank": 0,
+            "signal": killed_by,
+            "exit_code": death.exit_code if death.exit_code >= 0 else None,
+            "log": death.log[-LOG_LINES:],
+        }
+    )

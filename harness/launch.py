@@ -1,0 +1,281 @@
+"""The parent of a run: one fresh process, watched until it ends; its record, or one written in its stead.
+
+Note [No process is left]
+    The worker leads a process group of its own. Whatever ends the run (its end, a time-out, Ctrl-C, SIGTERM, SIGHUP),
+    the whole group is killed then. A parent that is killed itself cannot do so; for that the worker asks the kernel to
+    die with its parent, and a guard in the same group waits for the end of a pipe that only the parent holds open, and
+    kills the group: processes that the worker started are in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from harness.channel import Job, Lines
+from harness.failures import LOG_LINES, Death, from_death
+from harness.record import Record, build
+from harness.spec import BadInputError, RunSpec
+from harness.store import new_run_id
+from systems.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL_S = 0.1
+_LAST_WORDS_S = 0.5
+_EXIT_GRACE_S = 30.0
+_GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(0, signal.SIGKILL)"
+
+
+@dataclass
+class Stop:
+    """Whether this process was told to stop, and by which signal."""
+
+    number: int | None = None
+
+
+@contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Within, SIGINT, SIGTERM and SIGHUP are noted instead of raised: no moment is a wrong one for them."""
+    stop = Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.number = stop.number or number
+
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Seen:
+    """What the parent has heard and seen of the worker."""
+
+    phase: str = "start"
+    partial: dict[str, Any] = field(default_factory=dict)
+    record: Record | None = None
+    bad_input: str | None = None
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+    rss_bytes: int | None = None
+    rss_peak_bytes: int | None = None
+
+
+class Worker:
+    """The process of one run with its guard and its two pipes: messages, and whatever it prints."""
+
+    def __init__(self, job: Job, messages: tuple[int, int], console: Console) -> None:
+        self.seen = Seen()
+        self._console = console
+        self._held_back: list[str] | None = []  # until the input is known to be good: bad input is one line
+        read_end, write_end = messages
+        root = str(Path(__file__).resolve().parents[1])
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["PYTHONUNBUFFERED"] = "1"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "harness.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=(write_end,),
+            process_group=0,
+        )
+        os.close(write_end)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=self.process.pid,
+        )
+        assert self.process.stdin and self.process.stdout
+        self._selector = selectors.DefaultSelector()
+        for descriptor, take in ((read_end, self._take_message), (self.process.stdout.fileno(), self._take_output)):
+            os.set_blocking(descriptor, False)
+            self._selector.register(descriptor, selectors.EVENT_READ, (Lines(), take))
+        self._message_end = read_end
+        try:
+            self.process.stdin.write(job.model_dump_json().encode())
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it died at once; how is found out below
+
+    def listen(self, seconds: float) -> None:
+        """Take in what arrives within `seconds`, or at once what is there."""
+        for key, _ in self._selector.select(seconds):
+            lines, take = key.data
+            try:
+                data = os.read(key.fd, 1 << 16)
+            except BlockingIOError:
+                continue
+            if not data:
+                self._selector.unregister(key.fd)
+                continue
+            for line in lines.feed(data):
+                take(line)
+
+    def _take_message(self, line: str) -> None:
+        message, seen = json.loads(line), self.seen
+        match message["kind"]:
+            case "phase":
+                seen.phase = message["phase"]
+                if seen.phase == "build":
+                    self._let_go()
+                self._tell(seen.phase)
+            case "step":
+                loss = "" if message["loss"] is None else f"  loss {message['loss']:.4f}"
+                self._tell(f"step {message['done']}/{message['steps']}{loss}")
+            case "partial":
+                seen.partial = message["fields"]
+            case "bad_input":
+                seen.bad_input = message["message"]
+            case "record":
+                seen.record = Record.model_validate(message["record"])
+
+    def _take_output(self, line: str) -> None:
+        self.seen.log.append(line)
+        self._tell(line)
+
+    def _tell(self, line: str) -> None:
+        if self._held_back is None:
+            self._console.print(line, markup=False)
+        else:
+            self._held_back.append(line)
+
+    def _let_go(self) -> None:
+        held_back, self._held_back = self._held_back or [], None
+        for line in held_back:
+            self._tell(line)
+
+    def look(self) -> None:
+        """The worker's resident memory, for the record of one that is killed."""
+        memory = process_memory(self.process.pid)
+        self.seen.rss_bytes = memory.get("VmRSS", self.seen.rss_bytes)
+        self.seen.rss_peak_bytes = memory.get("VmHWM", self.seen.rss_peak_bytes)
+
+    def ask_where_it_is(self) -> None:
+        """Have the worker print its stack, and wait for it a moment."""
+        self.process.send_signal(signal.SIGUSR1)
+        until = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < until:
+            self.listen(_POLL_S)
+
+    def put_away(self) -> int:
+        """Kill whatever is left of the group, take in the last words, reap. The worker's exit code."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self._guard.wait()
+        for _ in range(1000):  # everything written is in the pipes now
+            if not self._selector.select(0):
+                break
+            self.listen(0)
+        if self.seen.bad_input is None:
+            self._let_go()
+        self._selector.close()
+        os.close(self._message_end)
+        for pipe in (self.process.stdout, self._guard.stdin):
+            assert pipe
+            pipe.close()
+        return code
+
+
+def launch(
+    spec: RunSpec, *, replicate: int = 0, console: Console, stop: Stop | None = None, cgroup_root: Path = CGROUP_ROOT
+) -> Record:
+    """Run a spec in a fresh process and return its record, whatever becomes of the process. Raises BadInputError."""
+    now, started_s = datetime.now(UTC), time.monotonic()
+    messages = os.pipe()
+    job = Job(
+        spec=spec,
+        run_id=new_run_id(spec.system, spec.model, now),
+        started_at=now.isoformat(),
+        replicate=replicate,
+        parent_pid=os.getpid(),
+        descriptor=messages[1],
+        host_budget_bytes=read_limits(cgroup_root=cgroup_root).host_budget_bytes,
+        cgroup_root=str(cgroup_root),
+    )
+    kills_before = oom_kills(cgroup_root=cgroup_root)
+    worker = Worker(job, messages, console)
+    stop = stop or Stop()
+    try:
+        timed_out = _watch(worker, spec.timeout, stop)
+        exited = worker.process.poll() is not None
+    finally:
+        code = worker.put_away()
+    seen = worker.seen
+    if seen.bad_input is not None:
+        raise BadInputError(seen.bad_input)
+    kills_after = oom_kills(cgroup_root=cgroup_root)
+    death = Death(
+        exit_code=code,
+        phase=seen.phase,
+        log=list(seen.log),
+        timed_out_s=spec.timeout if timed_out else None,
+        stopped_by=stop.number,
+        oom_kills=None if kills_before is None or kills_after is None else kills_after - kills_before,
+        host_bytes=seen.rss_bytes,
+        host_budget=job.host_budget_bytes if spec.host_memory is None else spec.host_memory,
+    )
+    return _finish(job, seen, death, exited=exited, wall_s=time.monotonic() - started_s)
+
+
+def _watch(worker: Worker, timeout_s: float | None, stop: Stop) -> bool:
+    """Listen until the worker ends, or must be ended. True if its time is up."""
+    started_s = time.monotonic()
+    told_s: float | None = None
+    while worker.process.poll() is None and stop.number is None:
+        worker.listen(_POLL_S)
+        worker.look()
+        now = time.monotonic()
+        if worker.seen.record or worker.seen.bad_input:
+            told_s = told_s or now
+            if now - told_s > _EXIT_GRACE_S:
+                return False
+        elif timeout_s is not None and now - started_s > timeout_s:
+            worker.ask_where_it_is()
+            return True
+    return False
+
+
+def _finish(job: Job, seen: Seen, death: Death, *, exited: bool, wall_s: float) -> Record:
+    """The worker's record with what only the parent knows, or one in its stead."""
+    if seen.record is None:
+        status, reason = from_death(death)
+        identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": job.spec}
+        memory = {"host_rss_peak_bytes": seen.rss_peak_bytes}
+        return build(
+            {**identity, **seen.partial, "status": status, "reason": reason, "memory": memory, "wall_s": wall_s}
+        )
+    changes: dict[str, Any] = {"wall_s": wall_s}
+    if seen.record.reason is not None:
+        changes["reason"] = seen.record.reason.model_copy(update={"log": death.log})
+    if not exited:
+        why = (
+            "was stopped"
+            if death.stopped_by
+            else f"did not end within {_EXIT_GRACE_S:g} s of its result and was killed"
+        )
+        changes["notes"] = [*seen.record.notes, f"the process {why}"]
+    elif death.exit_code != 0:
+        changes["notes"] = [*seen.record.notes, f"the process ended with exit code {death.exit_code} after its result"]
+    return seen.record.model_copy(update=changes)

@@ -1,0 +1,227 @@
+"""The one clock, and the training loop it stands around.
+
+Note [The timed region]
+    The region is the last `steps - warmup` steps between two full drains of the engine, the optimizer work that an
+    engine defers included; validation inside it is cut out by two more drains. Nothing is printed or waited for
+    between the steps: single step times come from boundaries at which nothing was drained, and losses are read one
+    step late, when the device has long computed them. So the region divided by its steps is the step time to quote,
+    and the single times show its course.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from harness.spec import Schedule
+from systems.system import Engine, StepOutcome
+
+EVAL_BATCHES = 4
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step trains on.
+
+    batch: (step, micro_step, split) to a batch on the compute device. loss: (call, batch, label_count) to a scalar,
+    already divided by label_count. count_labels: label tokens of a batch.
+    """
+
+    batch: Callable[[int, int, str], Batch]
+    loss: Callable[[Callable[..., Any], Batch, int], torch.Tensor]
+    count_labels: Callable[[Batch], int]
+    accumulate: int
+    lr: float
+    schedule: Schedule = "constant"
+
+
+def schedule_factor(schedule: Schedule, done: int, steps: int) -> float:
+    """Share of the full learning rate after `done` of `steps` useful steps: from 1 to near 0, unless constant."""
+    if schedule == "linear":
+        return 1.0 - done / steps
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done / steps))
+    return 1.0
+
+
+class LateReader:
+    """Takes small tensors off the device without waiting, and gives their values a step later."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def put(self, values: torch.Tensor) -> None:
+        assert self._pending is None, "the last values were never read"
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending = host, event
+        else:
+            self._pending = values.clone(), None
+
+    def take(self) -> list[float] | None:
+        """The values of the last `put`, or None if they were taken already."""
+        if self._pending is None:
+            return None
+        (values, event), self._pending = self._pending, None
+        if event is not None:
+            event.synchronize()  # work queued after the copy goes on meanwhile
+        return [float(value) for value in values.tolist()]
+
+
+@dataclass
+class Measured:
+    """Raw results, filled as the run goes, so that a failed one keeps what it had. One entry per finished step."""
+
+    step_time_s: list[float] = field(default_factory=list)
+    micro_batch_loss: list[list[float]] = field(default_factory=list)
+    learning_rate: list[float] = field(default_factory=list)
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    eval_step: list[int] = field(default_factory=list)
+    eval_loss: list[float] = field(default_factory=list)
+    timed_s: float | None = None
+    timed_counters: Counter[str] = field(default_factory=Counter)
+    timed_joules: float | None = None
+    warmup_s: float | None = None
+    eval_s: float = 0.0
+    complete: bool = False
+
+
+class Measurement:
+    """Runs an engine for `steps` steps and times all but the first `warmup`.
+
+    enter: told the phase (warm-up, step, eval). on_step: told (steps done, the last loss that is known). energy: joules
+    the device has used so far, None if not known.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        work: Work,
+        *,
+        steps: int,
+        warmup: int,
+        eval_every: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        energy: Callable[[], float | None] = lambda: None,
+        enter: Callable[[str], None] = lambda phase: None,
+        on_step: Callable[[int, float | None], None] = lambda done, loss: None,
+    ) -> None:
+        if warmup >= steps:
+            raise ValueError(f"a warm-up of {warmup} leaves nothing to time in {steps} steps")
+        self.engine, self.work, self.steps, self.warmup, self.eval_every = engine, work, steps, warmup, eval_every
+        self.measured = Measured()
+        self._clock, self._energy, self._enter, self._on_step = clock, energy, enter, on_step
+        self._late = LateReader()
+        self._boundary_s = self._span_start_s = 0.0
+        self._span_counters: Mapping[str, int] = {}
+        self._span_joules: float | None = None
+
+    def run(self) -> Measured:
+        self._enter("warm-up" if self.warmup else "step")
+        started_s = self._boundary_s = self._clock()
+        for step in range(self.steps):
+            if step == self.warmup:
+                self._start_span()
+                self.measured.warmup_s = self._span_start_s - started_s - self.measured.eval_s
+                self._enter("step")
+            self._train(step)
+            if self.eval_every and (step + 1) % self.eval_every == 0:
+                self._validate(step)
+        if self.measured.eval_step[-1:] != [self.steps]:
+            self._stop_span()
+        self._read_losses()
+        self.measured.outcomes = list(self.engine.outcomes)
+        self.measured.complete = True
+        return self.measured
+
+    def _start_span(self) -> None:
+        """A full drain, then the clock: nothing queued before is paid for after."""
+        self.engine.drain()
+        self._read_losses()
+        self._span_counters, self._span_joules = self.engine.counters(), self._energy()
+        self._span_start_s = self._boundary_s = self._clock()
+
+    def _stop_span(self) -> None:
+        """A full drain inside the clock: what the steps left to do is paid for by them."""
+        self.engine.drain()
+        measured = self.measured
+        measured.timed_s = (measured.timed_s or 0.0) + self._clock() - self._span_start_s
+        joules = self._energy()
+        if joules is not None and self._span_joules is not None:
+            measured.timed_joules = (measured.timed_joules or 0.0) + joules - self._span_joules
+        for key, total in self.engine.counters().items():
+            measured.timed_counters[key] += total - self._span_counters.get(key, 0)
+
+    def _train(self, step: int) -> None:
+        """One optimizer step up to its undrained boundary; then the loss of the step before is read."""
+        batches = [self.work.batch(step, micro, "train") for micro in range(self.work.accumulate)]
+        label_count = sum(self.work.count_labels(batch) for batch in batches)
+        losses = []
+        for batch in batches:
+            loss = self.work.loss(self.engine, batch, label_count)
+            losses.append(loss.detach())
+            self.engine.backward(loss)
+        rate = self._set_learning_rate(step)
+        self.engine.step()
+        self._read_losses()
+        self._late.put(torch.stack(losses).float())
+        now = self._clock()
+        self.measured.step_time_s.append(now - self._boundary_s)
+        self.measured.learning_rate.append(rate)
+        self._boundary_s = now
+        known = self.measured.micro_batch_loss
+        self._on_step(step + 1, sum(known[-1]) if known else None)
+
+    def _set_learning_rate(self, step: int) -> float:
+        """The rate of this step. Skipped steps, as far as the engine has told of them, do not advance the schedule."""
+        useful = step - sum(outcome.skipped for outcome in self.engine.outcomes)
+        rate = self.work.lr * schedule_factor(self.work.schedule, useful, self.steps)
+        if self.work.schedule != "constant":
+            self.engine.set_lr(rate)
+        return rate
+
+    def _read_losses(self) -> None:
+        values = self._late.take()
+        if values is not None:
+            self.measured.micro_batch_loss.append(values)
+
+    def _validate(self, step: int) -> None:
+        """A pass over the validation split, outside the region: its time and traffic are no training step's."""
+        timed = step >= self.warmup
+        if timed:
+            self._stop_span()
+        else:
+            self.engine.drain()
+        self._read_losses()
+        self._enter("eval")
+        started_s = self._clock()
+        self.measured.eval_loss.append(self._validation_loss())
+        self.measured.eval_step.append(step + 1)
+        self.measured.eval_s += self._clock() - started_s
+        self._enter("step" if timed else "warm-up")
+        if timed and step + 1 < self.steps:
+            self._start_span()
+        self._boundary_s = self._clock()
+
+    def _validation_loss(self) -> float:
+        """Mean over the label tokens of a few fixed batches."""
+        self.engine.eval()
+        total, labels = 0.0, 0
+        with torch.no_grad():
+            for index in range(EVAL_BATCHES):
+                batch = self.work.batch(index, 0, "validation")
+                count = self.work.count_labels(batch)
+                total += float(self.work.loss(self.engine, batch, count)) * count
+                labels += count
+        self.engine.train()
+        return total / labels

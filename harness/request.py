@@ -1,0 +1,116 @@
+"""From a spec to everything a run needs, looked up and checked but not built: finds what is wrong with the input."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel
+
+from harness import environment
+from harness.channel import Job
+from harness.record import Resolved, build_part
+from harness.spec import Device, RunSpec
+from models import registry as models_registry
+from models.data import Dataset, open_dataset
+from models.shape import ModelShape
+from systems import registry
+from systems.limits import Limits
+from systems.system import AdamSettings, Settings, System
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job, resolved. needs_model: False for a system that runs without one being built."""
+
+    system: System
+    options: BaseModel
+    shape: ModelShape
+    dataset: Dataset
+    settings: Settings
+    resolved: Resolved
+
+    @property
+    def needs_model(self) -> bool:
+        return bool(getattr(self.system, "needs_model", True))
+
+
+def choose_device(asked: Device | None) -> Device:
+    """cuda if there is one, unless the user says otherwise. Asked for and not there, it makes the run unavailable."""
+    found = torch.cuda.is_available()
+    if asked == "cuda" and not found:
+        raise registry.UnavailableError(
+            "--device cuda: torch finds no CUDA device here: see harness doctor, or use --device cpu"
+        )
+    return asked or ("cuda" if found else "cpu")
+
+
+def set_threads(limits: Limits) -> None:
+    """As many as there are usable cores, unless the user's OMP_NUM_THREADS asks for another number."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 0 else limits.cores)
+
+
+def _check_steps(spec: RunSpec, device: Device, shape: ModelShape) -> tuple[int, int]:
+    """(steps, warm-up steps). Raises ValueError for numbers that only the model or the device shows to be wrong."""
+    steps, warmup = spec.resolve_steps(device)
+    if spec.eval_every and spec.eval_every > steps:
+        raise ValueError(f"--eval-every {spec.eval_every} is never reached in {steps} steps: lower it or raise --steps")
+    if isinstance(spec.recompute, tuple) and max(spec.recompute) >= shape.num_layers:
+        raise ValueError(f"--recompute names block {max(spec.recompute)}, {shape.name} has 0-{shape.num_layers - 1}")
+    return steps, warmup
+
+
+def _open_data(spec: RunSpec, shape: ModelShape, seq_len: int) -> Dataset:
+    dataset = open_dataset(spec.data, vocab_size=shape.vocab_size, seed=spec.seed)
+    dataset.check(seq_len)
+    if spec.eval_every:
+        dataset.check(seq_len, split="validation")
+    return dataset
+
+
+def resolve(job: Job, device: Device) -> Request:
+    """Raises ValueError, one line, for bad input, and UnavailableError for a system that does not load."""
+    spec = job.spec
+    system = registry.get(spec.system)
+    options = registry.parse_options(system, spec.option)
+    shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
+    batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
+    shape.check_run(batch_size=batch_size, seq_len=seq_len)
+    steps, warmup = _check_steps(spec, device, shape)
+    dataset = _open_data(spec, shape, seq_len)
+    label = "cpu-emulated" if device == "cpu" else torch.cuda.get_device_name()
+    settings = Settings(
+        device=device,
+        device_memory=spec.device_memory,
+        host_memory=job.host_budget_bytes if spec.host_memory is None else spec.host_memory,
+        dtype=spec.dtype,
+        accumulate=spec.accumulate,
+        clip=spec.clip,
+        recompute=spec.recompute,
+        seed=spec.seed,
+        ranks=spec.ranks,
+        adam=AdamSettings(lr=spec.lr, weight_decay=spec.weight_decay),
+        initial_weights=models_registry.initial_weights(shape, spec.seed),
+    )
+    samples = batch_size * spec.accumulate * spec.ranks
+    resolved = build_part(
+        Resolved,
+        device=device,
+        device_label=label,
+        steps=steps,
+        warmup_steps=warmup,
+        timed_steps=steps - warmup,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        global_batch_samples=samples,
+        tokens_per_step=samples * seq_len,
+        host_budget_bytes=settings.host_memory,
+        shape=dataclasses.asdict(shape),
+        options=options,
+        data={"source": dataset.source, "sha256": dataset.sha256},
+        peak_flops_per_s=environment.peak_flops_per_s(label, spec.dtype),
+    )
+    return Request(system=system, options=options, shape=shape, dataset=dataset, settings=settings, resolved=resolved)

@@ -1,0 +1,264 @@
+"""Inside the process of a run: resolve, build, initialize, measure, and make a record of it, whatever happens.
+
+Up to the phase `build` a ValueError is the user's input and is told in one line without a record. From there on every
+exception ends in one.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import derive, doubts, environment, record
+from harness.channel import Channel, Job
+from harness.failures import from_exception
+from harness.measure import Batch, Measured, Measurement, Work
+from harness.nvml import Watch
+from harness.record import Memory, PlanFigures, Reason, Record, Status
+from harness.request import Request, choose_device, resolve, set_threads
+from harness.spec import BadInputError
+from models import registry as models_registry
+from models.flops import count
+from models.loss import count_labels, token_loss
+from systems.limits import Limits, process_memory, read_limits
+from systems.messages import one_line
+from systems.system import Engine
+
+
+@dataclass
+class Known:
+    """What is known of a run so far. A record can be made of it at any moment."""
+
+    phases_s: dict[str, float]
+    limits: Limits
+    request: Request | None = None
+    environment: record.Environment = field(default_factory=record.Environment)
+    work: derive.StepWork = field(default_factory=derive.StepWork)
+    measured: Measured = field(default_factory=Measured)
+    watch: Watch = field(default_factory=lambda: Watch(None))
+    engine: Engine | None = None
+    engine_fields: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def resolved(self) -> record.Resolved:
+        if self.request is None:
+            return record.Resolved()
+        return self.request.resolved.model_copy(update={"parameters": self.work.parameters})
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases_s[phase] = time.perf_counter() - started_s
+
+
+def run(job: Job, channel: Channel, import_s: float) -> Record:
+    """The record of this job. Raises BadInputError."""
+    known = Known(phases_s={"import": import_s}, limits=read_limits(cgroup_root=Path(job.cgroup_root)))
+    status: Status = "ok"
+    reason: Reason | None = None
+    try:
+        _train(job, channel, known)
+        why = derive.diverged(known.measured, known.resolved.warmup_steps or 0)
+        if why:
+            status, reason = "diverged", Reason(message=why, phase="step", rank=0)
+    except BadInputError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes the record's reason
+        status, reason = from_exception(error, channel.phase, rank=0)
+        if status not in ("refused", "unavailable"):  # there the message says it all
+            traceback.print_exc()
+    try:
+        _close(channel, known)
+    except Exception as error:  # noqa: BLE001 - whatever it is becomes the record's reason
+        traceback.print_exc()
+        if status == "ok":
+            status, reason = from_exception(error, channel.phase, rank=0)
+    return _record(job, known, status, reason)
+
+
+def _train(job: Job, channel: Channel, known: Known) -> None:
+    channel.enter("resolve")
+    set_threads(known.limits)
+    device = choose_device(job.spec.device)
+    try:
+        known.request = request = resolve(job, device)
+    except ValueError as error:
+        raise BadInputError(one_line(str(error))) from error
+    device_nvml = environment.open_nvml() if device == "cuda" else None
+    known.watch = Watch(device_nvml)
+    known.environment = environment.describe(device, known.limits, job.spec.seed, device_nvml)
+    torch.manual_seed(job.spec.seed)
+
+    channel.enter("build")
+    with known.timing("build"):
+        model = _build(job, known, request)
+    channel.partial(
+        {"resolved": known.resolved.model_dump(mode="json"), "environment": known.environment.model_dump(mode="json")}
+    )
+
+    channel.enter("initialize")
+    with known.timing("initialize"):
+        known.engine = engine = request.system.initialize(model, request.settings, request.options)
+    work = _work(job, request)
+    measurement = _measurement(engine, work, job, channel, known)
+    known.measured = measurement.measured
+    measurement.run()
+    known.watch.look()
+
+
+def _build(job: Job, known: Known, request: Request) -> torch.nn.Module:
+    """The model on the meta device, its parameters and FLOPs counted."""
+    spec, resolved = job.spec, request.resolved
+    if not request.needs_model:
+        return torch.nn.Module()
+    model = models_registry.build(request.shape)
+    assert resolved.batch_size is not None and resolved.seq_len is not None
+    try:
+        flops = count(model, batch_size=resolved.batch_size, seq_len=resolved.seq_len)
+    except ValueError as error:
+        flops = None
+        known.notes.append(one_line(str(error)))
+    known.work = derive.StepWork(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops=flops,
+        accumulate=spec.accumulate,
+        recompute=spec.recompute,
+    )
+    return model
+
+
+def _work(job: Job, request: Request) -> Work:
+    spec, resolved = job.spec, request.resolved
+
+    def batch(step: int, micro_step: int, split: str) -> Batch:
+        on_host = request.dataset.batch(
+            step,
+            micro_step=micro_step,
+            ranks=spec.ranks,
+            batch_size=resolved.batch_size or 1,
+            seq_len=resolved.seq_len or 1,
+            split="validation" if split == "validation" else "train",
+        )
+        if resolved.device == "cpu":
+            return on_host
+        return {name: tensor.pin_memory().to("cuda", non_blocking=True) for name, tensor in on_host.items()}
+
+    return Work(
+        batch=batch,
+        loss=token_loss,
+        count_labels=count_labels,
+        accumulate=spec.accumulate,
+        lr=spec.lr,
+        schedule=spec.schedule,
+    )
+
+
+def _measurement(engine: Engine, work: Work, job: Job, channel: Channel, known: Known) -> Measurement:
+    resolved = known.resolved
+    steps, warmup = resolved.steps or 1, resolved.warmup_steps or 0
+    energy: Callable[[], float | None] = known.watch.device.energy_joules if known.watch.device else lambda: None
+
+    def on_step(done: int, loss: float | None) -> None:
+        if done == warmup:  # the device is under load here, and the clock is not running yet
+            known.watch.look()
+        channel.step(done, steps, loss)
+
+    return Measurement(
+        engine, work, steps=steps, warmup=warmup, eval_every=job.spec.eval_every,
+        energy=energy, enter=channel.enter, on_step=on_step,
+    )  # fmt: skip
+
+
+def _close(channel: Channel, known: Known) -> None:
+    """Take the engine's own figures, then close it."""
+    engine = known.engine
+    if engine is None:
+        return
+    known.measured.outcomes = known.measured.outcomes or list(engine.outcomes)
+    try:
+        known.engine_fields = _engine_fields(engine)
+    except Exception as error:  # after a failure an engine may not know its figures any more; the failure is the news
+        if known.measured.complete:
+            raise
+        known.notes.append(one_line(f"the engine's figures are missing: {type(error).__name__}: {error}"))
+    channel.enter("close")
+    with known.timing("close"):
+        engine.close()
+
+
+def _engine_fields(engine: Engine) -> dict[str, Any]:
+    return {
+        "memory": vars(engine.memory()),
+        "counters": {key: value for key, value in engine.counters().items() if key not in derive.TRAFFIC_KEYS},
+        "plan": vars(engine.plan_report()),
+        "strategy": engine.statistics(),
+        "startup": engine.startup_s(),
+    }
+
+
+def _memory(engine_memory: dict[str, Any], device: str | None) -> Memory:
+    """The engine's accounts and, beside them, what torch and the operating system saw."""
+    seen: dict[str, Any] = {"host_rss_peak_bytes": process_memory("self").get("VmHWM")}
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        seen |= {
+            "device_allocated_peak_bytes": torch.cuda.max_memory_allocated(),
+            "device_reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+            "device_used_bytes": total - free,
+        }
+    return record.build_part(Memory, **engine_memory, **seen)
+
+
+def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Record:
+    measured, resolved, fields = known.measured, known.resolved, known.engine_fields
+    warmup = resolved.warmup_steps or 0
+    metrics = derive.metrics(measured, resolved, known.work, job.spec.ranks) if known.request else {}
+    phases = dict(known.phases_s)
+    if measured.complete:
+        phases |= {"warm_up": measured.warmup_s or 0.0, "timed": measured.timed_s or 0.0, "eval": measured.eval_s}
+    phases |= {f"startup.{name}": seconds for name, seconds in fields.get("startup", {}).items()}
+    seen = doubts.Seen(
+        timed_step_s=measured.step_time_s[warmup:] if measured.complete else (),
+        threads=torch.get_num_threads(),
+        cores=known.limits.cores,
+        swap_bytes=process_memory("self").get("VmSwap"),
+        other_processes=known.watch.other_processes,
+        throttled_by=sorted(known.watch.throttled_by),
+        link=known.watch.best_link,
+        mfu=metrics.get("mfu"),  # type: ignore[arg-type]
+    )
+    return record.build(
+        {
+            "run_id": job.run_id,
+            "status": status,
+            "reason": reason,
+            "started_at": job.started_at,
+            "replicate": job.replicate,
+            "spec": job.spec,
+            "resolved": resolved,
+            "environment": known.environment,
+            "samples": derive.samples(measured),
+            "metrics": metrics,
+            "phases_s": phases,
+            "traffic": derive.traffic(measured, warmup),
+            "memory": _memory(fields.get("memory", {}), resolved.device),
+            "counters": fields.get("counters", {}),
+            "timed_counters": {k: v for k, v in measured.timed_counters.items() if k not in derive.TRAFFIC_KEYS},
+            "plan": PlanFigures(**fields.get("plan", {})),
+            "strategy": fields.get("strategy"),
+            "energy": derive.energy(measured, resolved),
+            "doubts": doubts.judge(seen),
+            "notes": known.notes + derive.notes(measured, warmup),
+        }
+    )

@@ -1,0 +1,123 @@
+"""What a user asks of one run: the fields of `RunSpec` are the flags of `harness run`, and nothing else is.
+
+None means "not said": the worker resolves it from the model, the machine or the other flags, and the record's
+`resolved` holds what came of it. Nothing here imports torch, so bad input is told at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from systems.registry import split_assignments
+from systems.sizes import Size
+
+Device = Literal["cuda", "cpu"]
+DType = Literal["bf16", "fp16", "fp32"]
+Schedule = Literal["constant", "linear", "cosine"]
+Recompute = Literal["none", "full"] | tuple[int, ...]
+
+DEFAULT_WARMUP_STEPS = 3
+DEFAULT_TIMED_STEPS: Mapping[str, int] = {"cuda": 10, "cpu": 3}
+
+
+class BadInputError(ValueError):
+    """The request cannot be understood, or cannot hold on any machine: told in one line, exit code 2, no record."""
+
+
+def parse_recompute(given: Any) -> Any:
+    """'none', 'full', or blocks such as '0-3,7' -> (0, 1, 2, 3, 7)."""
+    if not isinstance(given, str) or given in ("none", "full"):
+        return given
+    blocks: set[int] = set()
+    for part in given.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError("write none, full, or block numbers such as 0-3,7")
+        blocks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(blocks))
+
+
+class RunSpec(BaseModel):
+    """Train a model under a system, by one clock, in a fresh process, and keep a record of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    system: str = Field(description="name of a system: `harness ls systems`")
+    model: str = Field(description="name of a model: `harness ls models`")
+    set: tuple[str, ...] = Field(
+        (), description="field=value: changes a field of the model's shape, such as num_layers=12"
+    )
+    device: Device | None = Field(
+        None, description="cpu is an emulated device with a budget; default: cuda if there is one"
+    )
+    device_memory: Size | None = Field(
+        None, description="device budget (40GiB, 64MiB, bytes); default: what the device has"
+    )
+    host_memory: Size | None = Field(None, description="host budget; default: smallest of cgroup, ulimit and machine")
+    ranks: int = Field(1, ge=1, description="data-parallel processes; this version runs one")
+    batch_size: int | None = Field(None, ge=1, description="samples per rank and micro-batch; default: the model's")
+    seq_len: int | None = Field(None, ge=1, description="tokens per sample; default: the model's")
+    accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    steps: int | None = Field(
+        None, ge=1, description="optimizer steps, warm-up included; default: warm-up + 10 (cpu: 3)"
+    )
+    warmup: int | None = Field(None, ge=0, description="first steps left out of every timing; default: at most 3")
+    dtype: DType = Field("bf16", description="type of weights and gradients as computed with; masters are fp32")
+    recompute: Annotated[Recompute, BeforeValidator(parse_recompute)] = Field(
+        "none", description="blocks whose activations are recomputed: none, full, or numbers such as 0-3,7"
+    )
+    clip: float = Field(0.0, ge=0, description="gradient norm to clip to; 0 is off")
+    lr: float = Field(1e-4, ge=0, description="learning rate of AdamW")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    schedule: Schedule = Field("constant", description="learning rate over the steps; linear and cosine fall to zero")
+    data: str = Field("text", description="text (the Python library's sources), synthetic, or a file or folder of text")
+    eval_every: int | None = Field(None, ge=1, description="steps between validation passes, which no timing includes")
+    seed: int = Field(0, ge=0, description="seed of weights, data order and dropout")
+    option: tuple[str, ...] = Field((), description="key=value: an option of the system's own")
+    repeat: int = Field(1, ge=1, description="runs of the same spec, each in its own process, each with its own record")
+    timeout: float | None = Field(
+        None, gt=0, description="seconds after which a run is ended and recorded as timed out"
+    )
+    results: str = Field("results", description="folder the records are kept in, one JSON file a run")
+    tag: str | None = Field(None, description="a word to find this run's records by")
+    wandb: Literal["off", "offline", "online"] = Field(
+        "off", description="also log the finished record to Weights & Biases"
+    )
+
+    @field_validator("ranks")
+    @classmethod
+    def _one_rank(cls, ranks: int) -> int:
+        if ranks > 1:
+            raise ValueError("several ranks are not supported in this version: use 1")
+        return ranks
+
+    @field_validator("set", "option")
+    @classmethod
+    def _assignments(cls, texts: tuple[str, ...], info: Any) -> tuple[str, ...]:
+        split_assignments(info.field_name, texts)
+        return texts
+
+    @model_validator(mode="after")
+    def _something_is_timed(self) -> RunSpec:
+        if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
+            raise ValueError(
+                f"--warmup {self.warmup} leaves nothing to time in --steps {self.steps}: "
+                f"use a warm-up below {self.steps} or more steps"
+            )
+        return self
+
+    def resolve_steps(self, device: Device) -> tuple[int, int]:
+        """(steps, warm-up steps) on that device. There is always at least one timed step."""
+        if self.steps is None:
+            warmup = DEFAULT_WARMUP_STEPS if self.warmup is None else self.warmup
+            return warmup + DEFAULT_TIMED_STEPS[device], warmup
+        return self.steps, min(DEFAULT_WARMUP_STEPS, self.steps - 1) if self.warmup is None else self.warmup
+
+
+def flag(field: str) -> str:
+    """'batch_size' -> '--batch-size'."""
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,172 @@
+"""The results folder: one JSON file a run, written once, never edited, never overwritten.
+
+A file appears whole or not at all: it is written beside its place, flushed to the disk, and linked to its name, which
+fails if the name is taken. What is wrong with a folder is found by `prepare`, before any work.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from harness.record import SCHEMA_VERSION, Record, to_json
+from harness.spec import BadInputError
+from systems.messages import invalid_value, one_line
+
+if TYPE_CHECKING:
+    import pandas
+
+_ROOM_BYTES = 1 << 20  # far more than one record
+UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType({})  # version n -> n + 1
+
+
+class StoreError(BadInputError):
+    """The results folder cannot take a record. The message is one line and says what to change."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file in the folder that is no record, and why. It is reported and left alone."""
+
+    path: Path
+    why: str
+
+
+def new_run_id(system: str, model: str, now: datetime) -> str:
+    """Sortable by start time and unique: 20261128T101530.123456Z-elixir-opt-tiny-9f3a61."""
+    label = re.sub(r"[^A-Za-z0-9]+", "-", f"{system}-{model}").strip("-")[:60]
+    return f"{now:%Y%m%dT%H%M%S.%fZ}-{label}-{secrets.token_hex(3)}"
+
+
+def prepare(folder: Path) -> None:
+    """Create the folder if need be and prove that a record can be written there. Raises StoreError."""
+    if folder.name.endswith(".json"):
+        raise StoreError(f"--results {folder} names a file, records go one a file into a folder: use {folder.parent}")
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"--results {folder} is a file, not a folder: name another folder")
+    probe = folder / f".probe-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_flushed(probe, b"\0" * _ROOM_BYTES)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(_explain(folder, error)) from None
+
+
+def _explain(folder: Path, error: OSError) -> str:
+    cause = {
+        errno.ENOSPC: "is full",
+        errno.EDQUOT: "is over its quota",
+        errno.EROFS: "is on a read-only file system",
+        errno.EACCES: "is not writable for this user",
+        errno.EPERM: "is not writable for this user",
+        errno.ENOTDIR: "lies below a file, not a folder",
+        errno.EEXIST: "lies below a file, not a folder",
+    }.get(error.errno or 0, f"cannot be written: {error.strerror}")
+    return f"--results {folder} {cause}: name a folder that takes a file of {_ROOM_BYTES >> 20} MiB"
+
+
+def _write_flushed(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write(record: Record, folder: Path) -> Path:
+    """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
+    path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{os.getpid()}.tmp"
+    try:
+        _write_flushed(beside, to_json(record).encode() + b"\n")
+        try:
+            _name_once(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        _flush_folder(folder)
+    except FileExistsError:
+        raise StoreError(f"{path} exists already, and records are never overwritten") from None
+    except OSError as error:
+        raise StoreError(_explain(folder, error)) from None
+    return path
+
+
+def _name_once(beside: Path, path: Path) -> None:
+    """Give the file its name unless that is taken: a rename would overwrite, a link does not."""
+    try:
+        os.link(beside, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if path.exists():  # a file system without links: unique run ids make this enough
+            raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
+        beside.rename(path)
+
+
+def upgrade(tree: dict[str, Any]) -> dict[str, Any]:
+    """A record as read, of any earlier version, in today's form. ValueError for a later one."""
+    version = tree.get("schema_version")
+    if not isinstance(version, int):
+        raise ValueError("it has no schema_version")
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"it has schema_version {version}, this program reads up to {SCHEMA_VERSION}: update the program"
+        )
+    while version < SCHEMA_VERSION:
+        if version not in UPGRADES:
+            raise ValueError(f"nothing reads schema_version {version}")
+        tree, version = UPGRADES[version](tree), version + 1
+    return tree | {"schema_version": SCHEMA_VERSION}
+
+
+def read(path: Path) -> Record | Unreadable:
+    """One file. A broken or foreign one is told, not raised: one bad file must not hide the others."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError("it is not a JSON object")
+        return Record.model_validate(upgrade(tree))
+    except ValidationError as error:
+        return Unreadable(path, invalid_value(error, lambda field, _: field))
+    except json.JSONDecodeError as error:
+        return Unreadable(path, one_line(f"not valid JSON (cut short?): {error}"))
+    except (ValueError, OSError) as error:
+        return Unreadable(path, one_line(str(error)))
+
+
+def read_all(folder: Path) -> tuple[list[Record], list[Unreadable]]:
+    """Every record of a folder by run_id, and every file that is none. A missing folder is an empty one."""
+    found = [read(path) for path in sorted(folder.glob("*.json"))]
+    return [one for one in found if isinstance(one, Record)], [one for one in found if isinstance(one, Unreadable)]
+
+
+def frame(folder: Path) -> pandas.DataFrame:
+    """One row a record, nested fields as dotted columns (metrics.tokens_per_s), lists kept as lists."""
+    import pandas  # half a second that no run needs
+
+    records, _ = read_all(folder)
+    return pandas.json_normalize([record.model_dump(mode="json") for record in records])

@@ -1,0 +1,23 @@
+"""Which modules are a model's transformer blocks: the unit of recomputation, and of FLOPs that are spent twice."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Name to module of every block, in module order: block number i of a run is entry i.
+
+    A block is an element, with parameters, of an outermost ModuleList of two or more modules of one type. Lists one
+    behind the other (an encoder's and a decoder's) are numbered on.
+    """
+    found: dict[str, nn.Module] = {}
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in lists):
+            continue
+        if isinstance(module, nn.ModuleList) and len(module) >= 2 and len({type(child) for child in module}) == 1:
+            lists.append(f"{name}." if name else "")
+            prefix = f"{name}." if name else ""
+            found |= {f"{prefix}{i}": child for i, child in enumerate(module) if any(True for _ in child.parameters())}
+    return found

@@ -1,0 +1,226 @@
+"""Models from outside the tables: a user's own `module:function`, and a folder in transformers' format.
+
+A function brings its module as it is: weights it holds are kept, parameters it left on the meta device start by a
+general law. A folder's config.json is built without memory; its *.safetensors, where there are any, are read tensor
+by tensor when asked for, and otherwise the general law holds. Only causal language models: token ids in, logits out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from models.blocks import find_blocks
+from models.family import Family, FillWeights, from_config, parameters_on_meta
+from models.shape import ModelShape
+from models.weights import InitialWeights, law_of
+
+# Our names for what transformers' configs call by several.
+_CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_heads": ("num_attention_heads",),
+    "ffn_size": ("intermediate_size", "ffn_dim", "n_inner", "d_ff"),
+    "vocab_size": ("vocab_size",),
+    "max_positions": ("max_position_embeddings",),
+    "tied": ("tie_word_embeddings",),
+}
+_OF_THE_RUN = frozenset({"batch_size", "seq_len", "vocab_size", "max_positions", "label", "notes"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalShape(ModelShape):
+    """name is the text given to --model. num_layers counts the blocks found; 0 where there are none."""
+
+    heads_divide_width: ClassVar[bool] = False  # newer architectures choose the width of a head freely
+    batch_size: int = 1
+
+
+def is_external(name: str) -> bool:
+    return ":" in name or os.path.isdir(name)
+
+
+def resolve_external(name: str, overrides: Mapping[str, object]) -> ExternalShape:
+    """The shape of `module:function` or of a folder. A function is called once for it, and again by each build."""
+    if os.path.isdir(name):
+        return _folder_shape(name).with_overrides(overrides)
+    fixed = sorted(set(overrides) - _OF_THE_RUN)
+    if fixed:
+        raise ValueError(f"{name} builds its own shape: --set {fixed[0]} has no effect there, change the function")
+    return _module_shape(name).with_overrides(overrides)
+
+
+def _module_shape(name: str) -> ExternalShape:
+    module = _call(name)
+    config = getattr(module, "config", None)
+    embedding = next((m for m in module.modules() if isinstance(m, nn.Embedding)), None)
+    if embedding is None:
+        raise ValueError(f"{name} has no nn.Embedding: a model that takes token ids is needed")
+    max_positions = _from(config, "max_positions")
+    return ExternalShape(
+        name=name,
+        family="module",
+        num_layers=len(find_blocks(module)),
+        hidden_size=_from(config, "hidden_size") or embedding.embedding_dim,
+        num_heads=_from(config, "num_heads"),
+        ffn_size=_from(config, "ffn_size"),
+        vocab_size=_from(config, "vocab_size") or embedding.num_embeddings,
+        max_positions=max_positions,
+        seq_len=min(1024, max_positions or 1024),
+        tied=bool(_from(config, "tied")),
+    )
+
+
+def _call(name: str) -> nn.Module:
+    """What `module:function` returns; the current folder is importable. Any failure is a one-line ValueError."""
+    module_name, _, function_name = name.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+        made = function()
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--model {name} cannot be built: {type(error).__name__}: {reason}") from error
+    finally:
+        sys.path.remove(here)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"--model {name} returned {type(made).__name__}: it must return an nn.Module")
+    return made
+
+
+def _module_weights(shape: ExternalShape, seed: int) -> FillWeights | None:
+    module = _call(shape.name)
+    on_meta = {p.is_meta for p in module.parameters()}
+    if on_meta == {True, False}:
+        raise ValueError(f"{shape.name} has some parameters on the meta device and some not: put all or none there")
+    return InitialWeights(law_of(module), seed) if True in on_meta else None
+
+
+def _config(folder: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model {folder} is no model folder: {str(error).partition(chr(10))[0]}") from error
+
+
+def _folder_shape(folder: str) -> ExternalShape:
+    config = _config(folder)
+    if _from(config, "hidden_size") is None or _from(config, "vocab_size") is None:
+        raise ValueError(
+            f"--model {folder}: {config.model_type} is not a language model by itself, it has no vocabulary"
+        )
+    max_positions = _from(config, "max_positions")
+    return ExternalShape(
+        name=folder,
+        family="folder",
+        num_layers=_from(config, "num_layers") or 0,
+        hidden_size=_from(config, "hidden_size"),
+        num_heads=_from(config, "num_heads"),
+        ffn_size=_from(config, "ffn_size"),
+        vocab_size=_from(config, "vocab_size"),
+        max_positions=max_positions,
+        seq_len=min(1024, max_positions or 1024),
+        tied=bool(_from(config, "tied")),
+    )
+
+
+def _build_folder(shape: ExternalShape) -> nn.Module:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = _config(shape.name)
+    for field in _CONFIG_NAMES:
+        if getattr(shape, field) != _from(config, field):
+            setattr(config, _config_name(config, field), getattr(shape, field))
+    for key in config.to_dict():
+        if "dropout" in key or key.endswith("pdrop") or key == "layerdrop":
+            setattr(config, key, shape.dropout)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if model_class is None:
+        raise ValueError(f"--model {shape.name}: transformers has no causal language model of type {config.model_type}")
+    return from_config(model_class, config)
+
+
+def _folder_weights(shape: ExternalShape, seed: int) -> FillWeights:
+    with parameters_on_meta():
+        model = _build_folder(shape)
+    if any(Path(shape.name).glob("*.safetensors")):
+        return FolderWeights(Path(shape.name), base_prefix=str(getattr(model, "base_model_prefix", "")))
+    std = next((getattr(model.config, n) for n in ("initializer_range", "init_std") if hasattr(model.config, n)), 0.02)
+    return InitialWeights(law_of(model, std=std), seed)
+
+
+class FolderWeights:
+    """Fills parameters from a folder's safetensors files, one tensor at a time.
+
+    base_prefix: transformers' name of the model under its head; files leave it out or not.
+    """
+
+    def __init__(self, folder: Path, *, base_prefix: str) -> None:
+        self._folder, self._prefix = folder, f"{base_prefix}."
+        self._files = _files_by_tensor(folder)
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill `tensor` in place. Raises ValueError for a tensor that is missing or of another shape."""
+        from safetensors import safe_open
+
+        stored = next((n for n in (name, name.removeprefix(self._prefix)) if n in self._files), None)
+        if stored is None:
+            raise ValueError(f"{self._folder} holds no weights for {name}")
+        with safe_open(self._files[stored], framework="pt") as file:
+            value = file.get_tensor(stored)
+        if value.shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)} in {self._folder}, {tuple(tensor.shape)} here")
+        with torch.no_grad():
+            tensor.copy_(value)
+
+
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def _config_name(config: Any, field: str) -> str:
+    names = _CONFIG_NAMES[field]
+    return next((n for n in names if hasattr(config, n)), names[0])
+
+
+def _from(config: Any, field: str) -> Any:
+    return getattr(config, _config_name(config, field), None)
+
+
+FAMILIES = (
+    Family(
+        name="module",
+        summary="a user's own function, given as module:function",
+        sizes=(),
+        build=lambda shape: _call(shape.name),
+        weights=_module_weights,
+    ),
+    Family(
+        name="folder",
+        summary="a folder in transformers' format",
+        sizes=(),
+        build=_build_folder,
+        weights=_folder_weights,
+    ),
+)

@@ -1,0 +1,222 @@
+"""The one count of floating-point operations, and every TFLOPS figure made from it.
+
+The count runs the model's own forward on the meta device, where no arithmetic is done and no memory used, and adds up
+2 m n k for each matrix product it sees. So it holds for any architecture, and counts what is really multiplied: the
+output head, projections, both products of attention; not embedding look-ups, norms or element-wise work.
+
+Note [What a step costs]
+    Backward is twice forward (a product for each operand's gradient). A recomputed block adds its forward once more.
+    Causal attention needs half of the score products; a count with that half left out is `causal`, without is `full`.
+    model_tflops      3 x forward, recomputation not counted: what the mathematics needs
+    hardware_tflops   the same plus recomputed forwards: what the device was asked to do
+    relative_tflops   Elixir's equation (1): 8 x tokens x parameters, whether or not anything is recomputed
+    tflops_6n         6 x tokens x parameters
+    All are per device: of one rank's tokens and step time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.blocks import find_blocks
+from models.registry import build
+from models.shape import ModelShape
+
+FORMULA_VERSION = "matmul-1"
+
+Recompute = Literal["none", "full"] | tuple[int, ...]
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """One forward pass.
+
+    scores: both products of attention, over all pairs of tokens. causal_scores: those that a causal mask leaves over.
+    other: every other matrix product.
+    """
+
+    other: int = 0
+    scores: int = 0
+    causal_scores: int = 0
+
+    @property
+    def full(self) -> int:
+        return self.other + self.scores
+
+    @property
+    def causal(self) -> int:
+        return self.other + self.causal_scores
+
+    def __add__(self, more: ForwardFlops) -> ForwardFlops:
+        return ForwardFlops(self.other + more.other, self.scores + more.scores, self.causal_scores + more.causal_scores)
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """One micro-batch on one rank. blocks: each block's share of `forward`, by block number."""
+
+    forward: ForwardFlops
+    blocks: tuple[ForwardFlops, ...]
+    formula_version: str = FORMULA_VERSION
+
+    @property
+    def forward_full(self) -> int:
+        return self.forward.full
+
+    @property
+    def forward_causal(self) -> int:
+        return self.forward.causal
+
+    def recomputed(self, recompute: Recompute) -> ForwardFlops:
+        """Forwards run a second time: of no block, of all, or of the blocks given by number.
+
+        Torch may stop recomputing a block once it has what backward needs, before its last product: not taken off here.
+        """
+        numbers = {"none": (), "full": range(len(self.blocks))}[recompute] if isinstance(recompute, str) else recompute
+        return sum((self.blocks[i] for i in numbers), ForwardFlops())
+
+
+def count(model: ModelShape | nn.Module, *, batch_size: int, seq_len: int) -> FlopCount:
+    """Count a micro-batch of token ids (batch_size, seq_len). A module may have real weights; it is left as it is.
+
+    Raises ValueError, one line, if the forward pass cannot run on ids alone or depends on computed values.
+    """
+    module = _on_meta(build(model) if isinstance(model, ModelShape) else model).eval()
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
+    counter = _Counter()
+    blocks: dict[int, nn.Module] = {id(block): block for block in find_blocks(module).values()}
+    for number, block in enumerate(blocks.values(), start=1):
+        block.register_forward_pre_hook(lambda *_, number=number: counter.enter(number))
+        block.register_forward_hook(lambda *_: counter.leave())
+    try:
+        with torch.no_grad(), counter, _Attention(counter):
+            module(input_ids=ids)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"FLOPs of {type(module).__name__} cannot be counted on the meta device: {reason}") from error
+    per_block = tuple(counter.spent.get(number, ForwardFlops()) for number in range(1, len(blocks) + 1))
+    return FlopCount(sum(counter.spent.values(), ForwardFlops()), per_block)
+
+
+def step_flops(flops: FlopCount, *, accumulate: int = 1, recompute: Recompute = "none", causal: bool = True) -> int:
+    """One optimizer step of one rank: `accumulate` micro-batches forward and backward, and what is recomputed."""
+    again = flops.recomputed(recompute)
+    forward, extra = (flops.forward.causal, again.causal) if causal else (flops.forward.full, again.full)
+    return accumulate * (3 * forward + extra)
+
+
+def model_tflops(flops: FlopCount, *, step_time_s: float, accumulate: int = 1, causal: bool = True) -> float:
+    return step_flops(flops, accumulate=accumulate, causal=causal) / 1e12 / step_time_s
+
+
+def hardware_tflops(
+    flops: FlopCount, *, recompute: Recompute, step_time_s: float, accumulate: int = 1, causal: bool = True
+) -> float:
+    return step_flops(flops, accumulate=accumulate, recompute=recompute, causal=causal) / 1e12 / step_time_s
+
+
+def relative_tflops(*, parameters: int, tokens: int, step_time_s: float) -> float:
+    """Elixir's equation (1). tokens: of one rank in one optimizer step (BS x SL)."""
+    return 8 * tokens * parameters / 1e12 / step_time_s
+
+
+def tflops_6n(*, parameters: int, tokens: int, step_time_s: float) -> float:
+    """tokens: of one rank in one optimizer step."""
+    return 6 * tokens * parameters / 1e12 / step_time_s
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are meta tensors, shared where the original's are; no weight is copied."""
+    memo: dict[int, Any] = {}
+    for p in module.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in module.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up matrix products under the number of the block they run in, 0 outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spent: dict[int, ForwardFlops] = {}
+        self._inside = [0]
+
+    def enter(self, number: int) -> None:
+        self._inside.append(number)
+
+    def leave(self) -> None:
+        self._inside.pop()
+
+    def add(self, flops: ForwardFlops) -> None:
+        self.spent[self._inside[-1]] = self.spent.get(self._inside[-1], ForwardFlops()) + flops
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            # A model asks whether all is as usual (no padding, no packed sequences): in training here it is.
+            return True
+        if func in _PRODUCTS:
+            self.add(ForwardFlops(other=_PRODUCTS[func](*args)))
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(TorchFunctionMode):
+    """Takes fused attention as one thing, before it falls apart into products that no longer say they are causal."""
+
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Grouped heads need no care: every query head multiplies with some key and value head."""
+        rows = math.prod(query.shape[:-1])
+        scores = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        self._counter.add(ForwardFlops(scores=scores, causal_scores=scores // 2 if is_causal else scores))
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    return 2 * math.prod(a.shape) * b.shape[-1]
+
+
+def _addmm(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any) -> int:
+    return _mm(a, b)
+
+
+_PRODUCTS: Mapping[Any, Callable[..., int]] = {
+    _aten.mm.default: _mm,
+    _aten.bmm.default: _mm,
+    _aten.addmm.default: _addmm,
+    _aten.baddbmm.default: _addmm,
+    _aten.mv.default: lambda a, b: 2 * math.prod(a.shape),
+    _aten.dot.default: lambda a, b: 2 * math.prod(a.shape),
+}

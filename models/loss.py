@@ -1,0 +1,72 @@
+"""The loss every system trains on: summed token cross entropy over the global number of label tokens.
+
+Dividing by the global count, not by each micro-batch's own, makes the loss and its gradient independent of how a batch
+is cut into ranks and micro-batches. Logits are the largest activation of a small model, so they are never copied to
+fp32 as a whole: rows are worked off in slabs, forward and backward, with fp32 arithmetic inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+IGNORED = -100  # a label that counts for nothing
+_SLAB_ELEMENTS = 1 << 24  # 64 MiB of fp32
+
+
+def count_labels(batch: Mapping[str, torch.Tensor]) -> int:
+    """Tokens of this micro-batch that a causal model is to predict: all labels but each sequence's first."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def token_loss(model: Callable[..., Any], batch: Mapping[str, torch.Tensor], label_count: int) -> torch.Tensor:
+    """This micro-batch's share of the step's loss, a fp32 scalar: sum over its label tokens / label_count.
+
+    model: called with the batch less its labels; returns logits (batch, seq, vocab) or an output with them as .logits.
+    batch: input_ids and labels, both (batch, seq). Token i predicts label i + 1.
+    label_count: of the whole step, over all ranks and micro-batches.
+    """
+    output = model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    # Shifting the labels instead of the logits leaves the logits contiguous, so that they need not be copied.
+    targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    losses = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    return losses.sum() / label_count
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """(rows, vocab) logits and (rows,) targets to (rows,) fp32 losses, 0 for ignored rows."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
+        normalizers = torch.empty_like(losses)
+        for rows in _slabs(logits):
+            part, target = logits[rows].float(), targets[rows]
+            normalizers[rows] = torch.logsumexp(part, dim=-1)
+            picked = part.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+            losses[rows] = (normalizers[rows] - picked).masked_fill_(target == IGNORED, 0.0)
+        ctx.save_for_backward(logits, targets, normalizers)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Softmax minus one at the target, times the incoming gradient, rounded once to the logits' dtype."""
+        logits, targets, normalizers = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for rows in _slabs(logits):
+            target = targets[rows]
+            part = logits[rows].float().sub_(normalizers[rows].unsqueeze(1)).exp_()
+            part.scatter_add_(1, target.clamp(min=0).unsqueeze(1), torch.full_like(part[:, :1], -1.0))
+            grad[rows] = part.mul_(grad_losses[rows].masked_fill(target == IGNORED, 0.0).unsqueeze(1))
+        return grad, None
+
+
+def _slabs(logits: torch.Tensor) -> Iterator[slice]:
+    rows = max(1, _SLAB_ELEMENTS // logits.shape[1])
+    for start in range(0, logits.shape[0], rows):
+        yield slice(start, start + rows)

@@ -1,0 +1,76 @@
+"""Finds a model by name and builds it: the entry to this package.
+
+`resolve` turns what was given to --model into a shape, `build` turns a shape into a module without memory, and
+`initial_weights` says what its parameters start as. A family is known because its file is in this folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache, lru_cache
+
+from torch import nn
+
+import models
+from models import external
+from models.family import Family, FillWeights, parameters_on_meta
+from models.shape import ModelShape, did_you_mean
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Families with a table of sizes, by name: every module of this package that defines FAMILY."""
+    modules = (importlib.import_module(f"models.{m.name}") for m in pkgutil.iter_modules(models.__path__))
+    found = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
+    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
+
+
+@cache
+def _sizes() -> dict[str, ModelShape]:
+    listed = [size for family in families().values() for size in family.sizes]
+    assert len({size.name for size in listed}) == len(listed), "two sizes have one name"
+    return {size.name: size for size in listed}
+
+
+def names() -> tuple[str, ...]:
+    """Every size that `resolve` knows by name, family by family, in table order."""
+    return tuple(_sizes())
+
+
+def resolve(name: str, overrides: Mapping[str, object] | None = None) -> ModelShape:
+    """The shape of a size by name, of a folder in transformers' format or of a user's `module:function`.
+
+    overrides: field to value or text, as in --set. Raises ValueError, one line, for whatever cannot be.
+    """
+    sizes = _sizes()
+    if name in sizes:
+        return sizes[name].with_overrides(overrides or {})
+    if external.is_external(name):
+        return external.resolve_external(name, overrides or {})
+    raise ValueError(
+        f"unknown model '{name}': {did_you_mean(name, sizes)} (or a folder in transformers' format, or module:function)"
+    )
+
+
+def _family(shape: ModelShape) -> Family:
+    return {**families(), **{f.name: f for f in external.FAMILIES}}[shape.family]
+
+
+def build(shape: ModelShape) -> nn.Module:
+    """The module, in training mode, its parameters on the meta device (a user's own function: wherever it put them)."""
+    with nullcontext() if shape.family == "module" else parameters_on_meta():
+        return _family(shape).build(shape).train()
+
+
+def initial_weights(shape: ModelShape, seed: int) -> FillWeights | None:
+    """What fills (name, fp32 tensor) in place; None for a module that already has its weights."""
+    return _family(shape).weights(shape, seed)
+
+
+@lru_cache(maxsize=256)
+def parameter_count(shape: ModelShape) -> int:
+    """Exact number of parameters, a tied one counted once."""
+    return sum(p.numel() for p in build(shape).parameters())

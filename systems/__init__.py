@@ -1,0 +1,55 @@
+"""Train a model whose states do not fit on its device: `engine = systems.initialize(model, system="elixir", ...)`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from systems.system import Engine
+
+
+def initialize(
+    model: torch.nn.Module,
+    *,
+    system: str = "elixir",
+    optimizer: torch.optim.Optimizer | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    accumulate: int = 1,
+    clip: float = 0.0,
+    recompute: Literal["none", "full"] | tuple[int, ...] = "none",
+    seed: int = 0,
+    options: dict[str, Any] | None = None,
+) -> Engine:
+    """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
+
+    optimizer: a fresh torch.optim.AdamW or Adam over model.parameters(); its groups are read at every step, so schedulers
+    work on it. device_memory, host_memory: budgets, bytes or "40GiB"; None takes the smallest limit of the machine.
+    accumulate: backward passes a step. clip: norm to clip gradients to, 0 for off. recompute: as in Settings.
+    options: the system's own, as --option takes them, e.g. {"prefetch": 4}.
+    Raises ValueError for a bad argument, BudgetError and UnsupportedError (ValueErrors too) if it cannot be done.
+    """
+    from systems.registry import get, parse_options
+    from systems.sizes import parse_size
+    from systems.system import Settings
+
+    def size(value: int | str | None) -> int | None:
+        return parse_size(value) if isinstance(value, str) else value
+
+    chosen = get(system)
+    settings = Settings(
+        device=device,
+        device_memory=size(device_memory),
+        host_memory=size(host_memory),
+        dtype=dtype,
+        accumulate=accumulate,
+        clip=clip,
+        recompute=recompute,
+        seed=seed,
+        optimizer=optimizer,
+    )
+    return chosen.initialize(model, settings, parse_options(chosen, [f"{k}={v}" for k, v in (options or {}).items()]))

@@ -1,0 +1,185 @@
+"""A scripted system that trains nothing: it sleeps known times and fails on demand, so that the harness can be tested.
+
+Every figure the harness derives from it has a known right answer. Steps are counted from 1 in the options.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnsupportedError
+from systems.sizes import Size, format_size
+from systems.system import Engine, MemoryReport, Settings, StepOutcome
+
+COUNTERS = (
+    "h2d_bytes", "d2h_bytes", "gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes",
+    "skipped_steps", "fallbacks", "retraces", "host_syncs",
+)  # fmt: skip
+NORM = 2.0
+_HOUR_S = 3600.0
+
+
+class DummyOptions(BaseModel):
+    """What happens when. Times in seconds; the *_at options name a step, from 1; null is never."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step_time_s: float = Field(0.0, ge=0, description="slept in each optimizer step")
+    micro_step_time_s: float = Field(0.0, ge=0, description="slept in each micro-batch's backward pass")
+    eval_time_s: float = Field(0.0, ge=0, description="slept in each forward pass of a validation batch")
+    startup_time_s: float = Field(0.0, ge=0, description="slept in initialize")
+    slow_steps: int = Field(0, ge=0, description="the first so many steps take slow_factor times as long")
+    slow_factor: float = Field(10.0, gt=0)
+    drain_time_s: float = Field(0.0, ge=0, description="work each step queues in the background and does not wait for")
+    bytes_per_step: int = Field(0, ge=0, description="counted as h2d_bytes in each step")
+    skip_at: int | None = Field(None, ge=1, description="this step is skipped")
+    nan_at: int | None = Field(None, ge=1, description="the loss of this step is NaN")
+    diverge_at: int | None = Field(None, ge=1)
+    oom_at: int | None = Field(None, ge=1)
+    oom_tier: Literal["device", "host"] = "device"
+    crash_at: int | None = Field(None, ge=1, description="this step raises RuntimeError")
+    exit_at: int | None = Field(None, ge=1, description="this step ends the process with exit_code, without a word")
+    exit_code: int = Field(3, ge=0, le=255)
+    signal_at: int | None = Field(None, ge=1, description="this step sends the process `signal`")
+    signal: int = Field(int(signal.SIGKILL), ge=1, le=64)
+    segfault_at: int | None = Field(None, ge=1, description="this step reads a null pointer")
+    hang_at: int | None = Field(None, ge=1, description="this step never ends")
+    child_at: int | None = Field(None, ge=1, description="this step starts a process that outlives it")
+    host_need: Size = Field(0, description="refused if the host budget is smaller")
+    refuse: Literal["never", "budget", "unsupported"] = "never"
+
+
+class DummyEngine(Engine):
+    """Sleeps through the steps that its options describe. sleep: stands in for time.sleep in tests."""
+
+    def __init__(self, options: DummyOptions, settings: Settings, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.module = torch.nn.Module()
+        self.outcomes: list[StepOutcome] = []
+        self.learning_rates: list[float] = []  # as set, for tests of the schedule
+        self._options, self._settings, self._sleep = options, settings, sleep
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._done = 0
+        self._weight = torch.zeros((), device=settings.device, requires_grad=True)
+        self._background: queue.Queue[float | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work_in_background, daemon=True)
+        self._thread.start()
+
+    def _work_in_background(self) -> None:
+        while (seconds := self._background.get()) is not None:
+            self._sleep(seconds)
+            self._background.task_done()
+
+    @property
+    def _pace(self) -> float:
+        return self._options.slow_factor if self._done < self._options.slow_steps else 1.0
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        """Logits that give every token the same probability: the loss is ln(vocabulary), here the largest id + 1."""
+        vocabulary = int(input_ids.max()) + 1
+        if not torch.is_grad_enabled():
+            self._sleep(self._options.eval_time_s)
+        weight = self._weight * float("nan") if self._options.nan_at == self._done + 1 else self._weight
+        return SimpleNamespace(logits=weight.expand(*input_ids.shape, vocabulary).clone())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self._sleep(self._options.micro_step_time_s * self._pace)
+
+    def step(self) -> None:
+        self._misbehave(self._done + 1)
+        self._sleep(self._options.step_time_s * self._pace)
+        if self._options.drain_time_s:
+            self._background.put(self._options.drain_time_s)
+        self._done += 1
+        skipped = self._options.skip_at == self._done
+        self._counters["skipped_steps"] += skipped
+        self._counters["h2d_bytes"] += self._options.bytes_per_step
+        clip = self._settings.clip
+        factor = min(1.0, clip / NORM) if clip else 1.0
+        self.outcomes.append(
+            StepOutcome(step=self._done, norm=NORM, clip_factor=factor, loss_scale=1.0, skipped=skipped)
+        )
+
+    def _misbehave(self, step: int) -> None:
+        options = self._options
+        if options.oom_at == step:
+            raise OutOfMemoryError("the script says so", tier=options.oom_tier, need=1 << 30, have=1 << 20)
+        if options.diverge_at == step:
+            raise DivergedError(f"the script says that step {step} diverges")
+        if options.crash_at == step:
+            raise RuntimeError(f"the script says that step {step} crashes")
+        if options.child_at == step and os.fork() == 0:
+            time.sleep(_HOUR_S)
+            os._exit(0)
+        if options.exit_at == step:
+            os._exit(options.exit_code)
+        if options.signal_at == step:
+            os.kill(os.getpid(), options.signal)
+        if options.segfault_at == step:
+            ctypes.string_at(0)
+        if options.hang_at == step:
+            time.sleep(_HOUR_S)
+
+    def drain(self) -> None:
+        self._background.join()
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._counters)
+
+    def memory(self) -> MemoryReport:
+        return MemoryReport(
+            device_budget_bytes=self._settings.device_memory, host_budget_bytes=self._settings.host_memory
+        )
+
+    def startup_s(self) -> dict[str, float]:
+        return {"scripted": self._options.startup_time_s}
+
+    def set_lr(self, lr: float) -> None:
+        self.learning_rates.append(lr)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.drain()
+            self._background.put(None)
+            self._thread.join()
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        yield {}
+
+
+class Dummy:
+    """needs_model: the harness need not build one for it, which saves a test's time."""
+
+    name = "dummy"
+    summary = "scripted times and failures, trains nothing; for testing the harness"
+    Options = DummyOptions
+    needs_model = False
+
+    def initialize(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> DummyEngine:
+        assert isinstance(options, DummyOptions)
+        have = settings.host_memory
+        if options.refuse == "budget" or (have is not None and options.host_need > have):
+            need, have = options.host_need, have or 0
+            message = f"the script needs {format_size(need)} of host memory, the budget is {format_size(have)}"
+            raise BudgetError(message + ": raise --host-memory or lower host_need", tier="host", need=need, have=have)
+        if options.refuse == "unsupported":
+            raise UnsupportedError("the script cannot do this: leave out --option refuse=unsupported")
+        time.sleep(options.startup_time_s)
+        return DummyEngine(options, settings)
+
+
+SYSTEM = Dummy()

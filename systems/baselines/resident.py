@@ -1,0 +1,223 @@
+"""The reference recipe with everything on the device: plain PyTorch parameters and gradients, 16 bytes a parameter in bf16.
+
+This is the oracle of every strategy, so it shares with them only the recipe's arithmetic (loss scale, norm, factor, Adam
+kernel) and the memory accounts, none of the machinery that moves bytes. It is itself checked against torch's AdamW.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from torch.profiler import record_function
+
+from systems.errors import BudgetError, UnsupportedError
+from systems.machine import device_budget, make_device
+from systems.substrate.activations import apply_recompute
+from systems.substrate.adoption import initial_values, place_buffers
+from systems.substrate.events import EventLog
+from systems.substrate.recipe import StepControl
+from systems.substrate.units import find_units
+from systems.system import TORCH_DTYPE, Engine, MemoryReport, Settings
+
+
+class ResidentOptions(BaseModel):
+    """resident takes no options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ResidentEngine(Engine):
+    """Raises BudgetError when parameters, master weights, moments and gradients alone exceed the device budget."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        started = time.perf_counter()
+        if settings.ranks != 1:
+            raise UnsupportedError("resident runs on one rank: leave --ranks at 1")
+        self.module, self.settings = model, settings
+        self.log = EventLog(keep=settings.log_events)
+        found = find_units(model)
+        self._names = [p.name for p in found.index.parameters]
+        self._undo_recompute = apply_recompute(found, settings.recompute)
+        self.device = make_device(settings, device_budget(settings), self.log)
+        dtype = TORCH_DTYPE[settings.dtype]
+        numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
+        accumulator = 4 if settings.accumulate > 1 else 0
+        states = numel * dtype.itemsize + trainable * (12 + accumulator)
+        need = states + trainable * dtype.itemsize
+        if need > self.device.account.budget:
+            have = self.device.account.budget
+            self.close()
+            raise BudgetError(
+                f"resident needs {need} bytes of device memory for model states, {have} are there: raise "
+                "--device-memory, take a smaller model, or a system that offloads",
+                tier="device",
+                need=need,
+                have=have,
+            )
+        self._control = StepControl(settings, found.index, found.parameters)
+        self.outcomes = self._control.outcomes
+        self._place(found, settings, dtype)
+        self.device.account.add_pool(states, "model states")
+        self.device.account.add_other(place_buffers(model, self.device.torch_device), "buffers")
+        self._states = states
+        self._micro_step = 0
+        self._fired: set[int] = set()
+        self._startup = {"initialize": time.perf_counter() - started}
+
+    def _place(self, found: Any, settings: Settings, dtype: torch.dtype) -> None:
+        """Give every parameter its compute copy, and every trainable one its fp32 state, on the device."""
+        device = self.device.torch_device
+        fill = initial_values(found, settings)
+        self.parameters: list[nn.Parameter] = []
+        self._masters: list[torch.Tensor | None] = []
+        self._moments: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self._accumulators: list[torch.Tensor | None] = []
+        for number, old in enumerate(found.parameters):
+            value = torch.empty(old.shape, dtype=torch.float32)
+            fill(number, value)
+            value = value.to(device)
+            compute = value.to(dtype) if dtype != torch.float32 else value.clone()
+            if old.is_meta:
+                parameter = nn.Parameter(compute, requires_grad=old.requires_grad)
+                for module, attribute in found.owners[number]:
+                    module._parameters[attribute] = parameter
+            else:
+                old.data, old.grad, parameter = compute, None, old
+            self.parameters.append(parameter)
+            flat = value.reshape(-1) if old.requires_grad else None
+            self._masters.append(flat)
+            self._moments.append(None if flat is None else (torch.zeros_like(flat), torch.zeros_like(flat)))
+            many = flat is not None and settings.accumulate > 1
+            self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
+            self.device.exempt(compute.untyped_storage())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.device.metered(), record_function("forward"):
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._micro_step >= self.settings.accumulate:
+            raise ValueError(f"backward was called more than accumulate={self.settings.accumulate} times: call step()")
+        scale = self._control.scaler.scale
+        with self.device.metered(), record_function("backward"):
+            (loss if scale == 1.0 else loss * scale).backward()
+        self._micro_step += 1
+        if self.settings.accumulate > 1:
+            for number, parameter in enumerate(self.parameters):
+                if parameter.grad is not None:
+                    self._fired.add(number)
+                    accumulator = self._accumulators[number]
+                    assert accumulator is not None
+                    self.device.kernel.accumulate(accumulator, parameter.grad.reshape(-1))
+                    parameter.grad = None
+
+    def step(self) -> None:
+        if self._micro_step != self.settings.accumulate:
+            raise ValueError(f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward")
+        with record_function("step"):
+            self._step()
+        self._micro_step = 0
+
+    def _step(self) -> None:
+        gradients = {}
+        for number, parameter in enumerate(self.parameters):
+            if self.settings.accumulate > 1:
+                accumulator = self._accumulators[number]
+                if number in self._fired and accumulator is not None:
+                    gradients[number] = accumulator
+            elif parameter.grad is not None:
+                gradients[number] = parameter.grad.reshape(-1)
+        kernel = self.device.kernel
+        values = self.device.read_partials([kernel.sum_squares(g) for g in gradients.values()])
+        outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
+        if outcome.skipped:
+            self.log.count("skipped_steps")
+        else:
+            self._control.begin_updates(list(gradients))
+            for number, gradient in gradients.items():
+                master, moments = self._masters[number], self._moments[number]
+                assert master is not None and moments is not None
+                kernel.update(
+                    master=master,
+                    exp_avg=moments[0],
+                    exp_avg_sq=moments[1],
+                    gradient=gradient,
+                    out=self.parameters[number].data.reshape(-1),
+                    ranges=[self._control.adam_range(number, 0, master.numel())],
+                    factor=self._control.multiplier(outcome),
+                )
+        for number in gradients:
+            self.parameters[number].grad = None
+            accumulator = self._accumulators[number]
+            if accumulator is not None:
+                accumulator.zero_()
+        self._fired.clear()
+        self._control.record(outcome)
+
+    def drain(self) -> None:
+        self.device.drain()
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.log.totals)
+
+    def memory(self) -> MemoryReport:
+        account = self.device.account
+        return MemoryReport(
+            device_peak_bytes=self.device.peak_bytes(),
+            device_budget_bytes=account.budget,
+            device_model_peak_bytes=account.pool_peak,
+            host_peak_bytes=0,
+            host_pinned_bytes=0,
+            disk_peak_bytes=0,
+        )
+
+    def startup_s(self) -> dict[str, float]:
+        return dict(self._startup)
+
+    def set_lr(self, lr: float) -> None:
+        self._control.set_lr(lr)
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        values = {}
+        for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
+            source = parameter.detach() if master is None else master
+            values[name] = source.float().cpu().clone().view(parameter.shape)
+        yield values
+        if not write:
+            return
+        for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
+            if master is not None:
+                master.copy_(values[name].reshape(-1))
+            parameter.data.copy_(values[name])
+
+    def close(self) -> None:
+        if getattr(self, "_closed", False):
+            return
+        self._closed = True
+        self._undo_recompute()
+        self.device.account.add_pool(-getattr(self, "_states", 0), "close")
+        self._masters, self._moments, self._accumulators = [], [], []
+        for parameter in getattr(self, "parameters", []):
+            parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
+        self.device.close()
+
+
+class Resident:
+    """See the module's docstring."""
+
+    name = "resident"
+    summary = "reference recipe, everything on the device"
+    Options = ResidentOptions
+
+    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
+        return ResidentEngine(model, settings)
+
+
+SYSTEM = Resident()

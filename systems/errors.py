@@ -1,0 +1,36 @@
+"""The ways a system can fail that its user should hear about in one line.
+
+Each error carries what a record needs (tier, need, have in bytes). `assert` is for our own bugs, never for these.
+"""
+
+from __future__ import annotations
+
+
+class UnsupportedError(ValueError):
+    """The request is well formed, but this system or machine cannot carry it out. The message says what to change."""
+
+
+class BudgetError(ValueError):
+    """A memory budget is too small, found before training starts.
+
+    tier: "device", "host" or "disk"; need and have are bytes.
+    """
+
+    def __init__(self, message: str, *, tier: str, need: int, have: int) -> None:
+        super().__init__(message)
+        self.tier, self.need, self.have = tier, need, have
+
+
+class OutOfMemoryError(RuntimeError):
+    """A tier ran out of memory during a step, with nothing left to evict.
+
+    tier: "device", "host" or "disk"; need is the bytes asked for, have is what the tier could still give.
+    """
+
+    def __init__(self, message: str, *, tier: str, need: int, have: int) -> None:
+        super().__init__(message)
+        self.tier, self.need, self.have = tier, need, have
+
+
+class DivergedError(RuntimeError):
+    """Too many steps in a row were skipped for a non-finite gradient, or one that may not be skipped was seen."""

@@ -1,0 +1,36 @@
+"""From settings to a device and its budgets: what the user gave is trusted, otherwise the machine's smallest limit counts."""
+
+from __future__ import annotations
+
+import torch
+
+from systems.errors import UnsupportedError
+from systems.limits import read_limits
+from systems.substrate.device import CudaDevice, Device, EmulatedDevice
+from systems.substrate.events import EventLog
+from systems.system import Settings
+
+
+def host_budget(settings: Settings) -> int:
+    """Bytes the host tier may hold."""
+    if settings.host_memory is not None:
+        return settings.host_memory
+    limit = read_limits().host_budget_bytes
+    if limit is None:
+        raise UnsupportedError("this machine's memory limit cannot be read: give it with --host-memory")
+    return limit
+
+
+def device_budget(settings: Settings) -> int:
+    """Bytes the device may hold. The emulated device is host memory, so its default is the host's limit."""
+    if settings.device_memory is not None:
+        return settings.device_memory
+    if settings.device == "cpu":
+        return host_budget(settings)
+    if not torch.cuda.is_available():
+        raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def make_device(settings: Settings, budget: int, log: EventLog) -> Device:
+    return EmulatedDevice(budget, log) if settings.device == "cpu" else CudaDevice(budget, log)

@@ -1,0 +1,46 @@
+"""Turns a strategy into a system: the one place where policy and mechanism meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from systems.errors import UnsupportedError
+from systems.machine import device_budget, host_budget, make_device
+from systems.planning.strategy import Strategy
+from systems.substrate.device import Device
+from systems.substrate.engine import ManagedEngine
+from systems.substrate.events import EventLog
+from systems.system import Engine, Settings
+
+
+class ManagedSystem:
+    """A strategy run on the substrate; obeys systems.system.System."""
+
+    def __init__(self, strategy: type[Strategy]) -> None:
+        self.strategy = strategy
+        self.name, self.summary, self.Options = strategy.name, strategy.summary, strategy.Options
+
+    def initialize(
+        self,
+        model: torch.nn.Module,
+        settings: Settings,
+        options: BaseModel,
+        *,
+        device: Callable[[EventLog], Device] | None = None,
+    ) -> Engine:
+        """device: makes the device instead of the settings' own (tests inject jitter and faults this way)."""
+        if settings.ranks != 1:
+            raise UnsupportedError(f"{self.name} runs on one rank so far: leave --ranks at 1")
+        budget = device_budget(settings)
+
+        def make(log: EventLog) -> Device:
+            return device(log) if device is not None else make_device(settings, budget, log)
+
+        def strategy(context: Any) -> Strategy:
+            return self.strategy(options, context)
+
+        return ManagedEngine(model, settings, strategy, make, host_budget(settings))

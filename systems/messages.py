@@ -1,0 +1,43 @@
+"""How bad input is told: one line that says what was given, what is allowed and which name was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+
+def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
+    """'unknown system 'elxir': did you mean elixir? (angel, elixir, ...)'."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5) or [n for n in names if given and given in n][:3]
+    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    if near:
+        return f"unknown {kind} {given!r}: did you mean {' or '.join(near)}?"
+    return f"unknown {kind} {given!r}: there is {shown or 'none'}"
+
+
+def one_line(text: str) -> str:
+    """Text with every run of white space, line ends included, made one blank."""
+    return " ".join(text.split())
+
+
+def invalid_value(error: ValidationError, label: Callable[[str, Any], str]) -> str:
+    """The first complaint of a pydantic error as one line. label(field, given) names the input, such as '--steps x'."""
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message[:1].lower() + message[1:]
+    if not first["loc"]:
+        return one_line(message)
+    given = first["input"] if first["type"] != "missing" else None
+    line = f"{label(str(first['loc'][0]), given)}: {message}"
+    choices = _choices(first.get("ctx", {}).get("expected", ""))
+    near = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.5)
+    return one_line(line + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _choices(expected: str) -> list[str]:
+    """["cuda", "cpu"] from pydantic's \"'cuda' or 'cpu'\"."""
+    return expected.split("'")[1::2]

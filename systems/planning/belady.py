@@ -1,0 +1,84 @@
+"""Belady's rule: when room is needed, let go of what is used farthest in the future.
+
+Optimal for blocks of one size; with several sizes the same rule frees farthest first until there is room. A training
+step repeats, so the future is known and wraps around: after the last use of a step comes its first use in the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+NEVER = 1 << 60
+
+
+class NextUse:
+    """When each block is used next, over a reference string of `length` positions.
+
+    cyclic: the string repeats, so that a position past the end means the next round; else there is nothing after it.
+    """
+
+    def __init__(self, uses: Mapping[int, Sequence[int]], length: int, *, cyclic: bool = True) -> None:
+        self._uses = {block: tuple(sorted(positions)) for block, positions in uses.items() if positions}
+        self._length, self._cyclic = length, cyclic
+
+    def after(self, block: int, position: int) -> int:
+        """First position later than `position` (plus `length` if it is in the next round); NEVER without one."""
+        positions = self._uses.get(block)
+        if positions is None:
+            return NEVER
+        index = bisect_right(positions, position)
+        if index < len(positions):
+            return positions[index]
+        return positions[0] + self._length if self._cyclic else NEVER
+
+    def farthest(self, candidates: Iterable[int], position: int, sizes: Mapping[int, int] | None = None) -> int:
+        """The candidate used last from now; of equals the largest, then the lowest number."""
+        return max(candidates, key=lambda b: (self.after(b, position), sizes[b] if sizes else 0, -b))
+
+
+@dataclass(frozen=True)
+class Replay:
+    """misses: positions whose block had to be fetched. evictions: (position, block). resident: blocks left at the end."""
+
+    misses: tuple[int, ...]
+    evictions: tuple[tuple[int, int], ...]
+    resident: frozenset[int]
+
+
+def belady(
+    references: Sequence[int],
+    *,
+    capacity: int,
+    sizes: Mapping[int, int] | None = None,
+    cyclic: bool = False,
+    resident: frozenset[int] = frozenset(),
+) -> Replay:
+    """Replay `references` through a cache of `capacity` bytes (blocks, where sizes is None) that starts with
+    `resident`.
+
+    ValueError if one block alone is larger than the cache.
+    """
+    blocks = set(references) | resident
+    size = {block: 1 if sizes is None else sizes[block] for block in blocks}
+    uses: dict[int, list[int]] = {}
+    for position, block in enumerate(references):
+        uses.setdefault(block, []).append(position)
+    next_use = NextUse(uses, len(references), cyclic=cyclic)
+    cached, used = set(resident), sum(size[block] for block in resident)
+    misses, evictions = [], []
+    for position, block in enumerate(references):
+        if block in cached:
+            continue
+        if size[block] > capacity:
+            raise ValueError(f"block {block} of {size[block]} bytes is larger than the cache of {capacity}")
+        misses.append(position)
+        while used + size[block] > capacity:
+            victim = next_use.farthest(cached, position, size)
+            cached.remove(victim)
+            used -= size[victim]
+            evictions.append((position, victim))
+        cached.add(block)
+        used += size[block]
+    return Replay(tuple(misses), tuple(evictions), frozenset(cached))

@@ -1,0 +1,286 @@
+"""What one traced step asks of device memory whatever the plan: who is held when, how long gradients live, what goes
+stale.
+
+Everything here follows from the trace and the layout alone, or from these and the optimizer's tier of each bundle. The
+schedule, the timeline and the strategies read it, so that the rules below are written once.
+
+Note [Lifetimes on the device]
+    A bundle is held from the ENTER to the EXIT of any unit that reads it; holds nest (recomputation, wrapper modules).
+    A gradient range opens at the first BACKWARD_ENTER of a unit that reads the bundle and closes at the flush: it
+    leaves for the host, or is added to the fp32 accumulator (accumulate > 1, wherever that is). Updated on the device
+    from one micro-step it stays until the update, at the flush or at STEP_END by the update rule. Such a gradient on
+    one rank is adopted: it stays in autograd's own buffers and takes no pool bytes. A bundle updated on the host is
+    stale after its flush in the last micro-step: its device copy goes. One that is still held then, or was flushed in
+    an earlier micro-step only, goes at STEP_END.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from systems.planning.belady import NextUse
+from systems.planning.layout import Layout
+from systems.planning.plan import Tier, UpdateRule
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import ENTER, NO_UNIT, Phase, Trace
+
+
+@dataclass(frozen=True)
+class Span:
+    """Intervals [begin, end) of moments; end is the moment in whose processing it is over."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Per moment unless said. Bundles are in ascending order.
+
+    demanded: bundles of the unit that enters there. held: bundles held from there to the next moment.
+    backward: units whose backward is open from there to the next moment.
+    stale: bundles whose device copy goes there if the host updates them.
+    gradient_spans: per bundle, from the first BACKWARD_ENTER to the flush, once a micro-step.
+    hold_spans: per bundle, where it is held without a gap.
+    """
+
+    demanded: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]
+    backward: tuple[tuple[int, ...], ...]
+    stale: tuple[tuple[int, ...], ...]
+    gradient_spans: dict[int, tuple[Span, ...]]
+    hold_spans: dict[int, tuple[Span, ...]]
+
+    def __len__(self) -> int:
+        return len(self.demanded)
+
+    @cached_property
+    def next_use(self) -> NextUse:
+        uses: dict[int, list[int]] = {}
+        for moment, bundles in enumerate(self.demanded):
+            for bundle in bundles:
+                uses.setdefault(bundle, []).append(moment)
+        return NextUse(uses, len(self))
+
+    @cached_property
+    def stale_at(self) -> dict[int, int]:
+        """Bundle to the moment from which its device copy is outdated, if the host updates it."""
+        return {bundle: moment for moment, bundles in enumerate(self.stale) for bundle in bundles}
+
+
+def demand_of(layout: Layout, trace: Trace, context: PlanningContext) -> Demand:
+    """Walk the trace once. See Note [Lifetimes on the device]."""
+    last = len(trace) - 1
+    holds: dict[int, int] = {}
+    open_backward: dict[int, int] = {}
+    demanded: list[tuple[int, ...]] = []
+    held: list[tuple[int, ...]] = []
+    backward: list[tuple[int, ...]] = []
+    stale: list[list[int]] = [[] for _ in trace.moments]
+    gradient_open: dict[int, int] = {}
+    gradient_spans: dict[int, list[Span]] = {}
+    flushed: set[int] = set()
+    for number, moment in enumerate(trace.moments):
+        bundles = layout.bundles_of_unit.get(moment.unit, ()) if moment.unit != NO_UNIT else ()
+        if moment.phase in ENTER:
+            for bundle in bundles:
+                holds[bundle] = holds.get(bundle, 0) + 1
+        else:
+            for bundle in bundles:
+                holds[bundle] = max(0, holds.get(bundle, 0) - 1)
+        if moment.phase is Phase.BACKWARD_ENTER:
+            open_backward[moment.unit] = open_backward.get(moment.unit, 0) + 1
+            for bundle in bundles:
+                if layout.bundles[bundle].trainable:
+                    gradient_open.setdefault(bundle, number)
+        if moment.phase is Phase.BACKWARD_EXIT:
+            open_backward[moment.unit] = max(0, open_backward.get(moment.unit, 0) - 1)
+        for bundle in trace.flushes[number]:
+            flushed.add(bundle)
+            if bundle in gradient_open:
+                gradient_spans.setdefault(bundle, []).append(Span(gradient_open.pop(bundle), number))
+            if moment.micro_step == context.accumulate - 1 and not holds.get(bundle):
+                flushed.discard(bundle)
+                stale[number].append(bundle)
+        demanded.append(bundles if moment.phase in ENTER else ())
+        held.append(tuple(sorted(bundle for bundle, count in holds.items() if count)))
+        backward.append(tuple(unit for unit, count in open_backward.items() if count))
+    stale[last].extend(sorted(flushed))
+    for bundle, begin in gradient_open.items():
+        gradient_spans.setdefault(bundle, []).append(Span(begin, last))
+    return Demand(
+        demanded=tuple(demanded),
+        held=tuple(held),
+        backward=tuple(backward),
+        stale=tuple(tuple(bundles) for bundles in stale),
+        gradient_spans={bundle: tuple(spans) for bundle, spans in gradient_spans.items()},
+        hold_spans=_hold_spans(held),
+    )
+
+
+def _hold_spans(held: Sequence[tuple[int, ...]]) -> dict[int, tuple[Span, ...]]:
+    spans: dict[int, list[Span]] = {}
+    begun: dict[int, int] = {}
+    for number, bundles in enumerate((*held, ())):
+        now = set(bundles)
+        for bundle in [b for b in begun if b not in now]:
+            spans.setdefault(bundle, []).append(Span(begun.pop(bundle), number))
+        for bundle in now:
+            begun.setdefault(bundle, number)
+    return {bundle: tuple(found) for bundle, found in spans.items()}
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where each bundle lives and is updated: the part of a plan that lifetimes depend on.
+
+    on_device: bundles whose segments are updated on the device (or that never move); they stay resident for good.
+    """
+
+    layout: Layout
+    context: PlanningContext
+    on_device: frozenset[int]
+    update_rule: UpdateRule
+
+    @classmethod
+    def of(
+        cls, layout: Layout, context: PlanningContext, optimizer_tier: Sequence[Tier], update_rule: UpdateRule
+    ) -> Residence:
+        """A bundle is on the device if its first segment is: all segments of a bundle share their tier."""
+        on_device = frozenset(b.index for b in layout.bundles if optimizer_tier[b.segments[0]] is Tier.DEVICE)
+        return cls(layout, context, on_device, update_rule)
+
+    def adopted(self, bundle: int) -> bool:
+        """True if the gradient stays in autograd's own buffers until the update."""
+        return bundle in self.on_device and self.context.accumulate == 1 and self.context.ranks == 1
+
+    def gradient_freed_at_flush(self, bundle: int) -> bool:
+        """Else the gradient waits for its update at STEP_END."""
+        if bundle not in self.on_device or self.context.accumulate > 1:
+            return True
+        return self.update_rule is UpdateRule.WHEN_REDUCED
+
+    def gradient_spans(self, demand: Demand, bundle: int) -> tuple[Span, ...]:
+        """Intervals in which the bundle's gradient takes device memory, in a range or in autograd's buffers.
+
+        One that waits for the update is there when STEP_END begins: an adopted one counts in the interval behind it
+        too, a range, whose bytes are known exactly, only until there.
+        """
+        spans = demand.gradient_spans.get(bundle, ())
+        if self.gradient_freed_at_flush(bundle):
+            return spans
+        end = len(demand) if self.adopted(bundle) else len(demand) - 1
+        return tuple(Span(span.begin, end) for span in spans[:1])
+
+    def state_bytes(self, bundle: int) -> int:
+        """Bytes of master weight, moments and accumulator of this rank's shards if they are on the device, else 0."""
+        return self.optimizer_bytes(bundle) if bundle in self.on_device else 0
+
+    def optimizer_bytes(self, bundle: int) -> int:
+        """The same wherever they are. Frozen segments have none."""
+        segments = (self.layout.segments[s] for s in self.layout.bundles[bundle].segments)
+        return sum(s.shard_numel for s in segments if s.space.trainable) * self.context.optimizer_itemsize
+
+    @property
+    def static_bytes(self) -> int:
+        """Pool bytes that are there at every moment: parameters and optimizer state of the bundles on the device."""
+        return sum(self.layout.bundle_bytes(b) + self.state_bytes(b) for b in self.on_device)
+
+
+def gradient_profile(demand: Demand, residence: Residence, *, adopted: bool) -> list[int]:
+    """Bytes per moment of gradient ranges (adopted=False, pool bytes) or of adopted gradients (a bound, not pool bytes)."""
+    profile = Profile(len(demand))
+    for bundle in demand.gradient_spans:
+        if residence.adopted(bundle) == adopted:
+            for span in residence.gradient_spans(demand, bundle):
+                profile.add(span, residence.layout.bundle_bytes(bundle))
+    return profile.values()
+
+
+class Profile:
+    """Bytes over moments, built from spans."""
+
+    def __init__(self, length: int) -> None:
+        self._steps = [0] * (length + 1)
+
+    def add(self, span: Span, size: int) -> None:
+        self._steps[span.begin] += size
+        self._steps[span.end] -= size
+
+    def values(self) -> list[int]:
+        total, values = 0, []
+        for step in self._steps[:-1]:
+            total += step
+            values.append(total)
+        return values
+
+
+def non_model_profile(trace: Trace, demand: Demand, residence: Residence) -> list[int]:
+    """Device bytes per moment beside the pool's: activations, temporaries, adopted gradients. Never too low.
+
+    The bound holds for every plan: the trace measured with ranges, plus all of every adopted bundle's gradient from its
+    first BACKWARD_ENTER on. If all gradients are adopted and the trace measured that case it is exact instead:
+    gradients of earlier intervals by their running sum, those of this interval within the measured peak.
+    """
+    adopted = gradient_profile(demand, residence, adopted=True)
+    bound = [measured + held for measured, held in zip(trace.non_model_bytes, adopted, strict=True)]
+    if (
+        not trace.adopted_peak_bytes
+        or not trace.gradient_bytes
+        or not all(map(residence.adopted, demand.gradient_spans))
+    ):
+        return bound
+    exact, earlier = [], 0
+    for peak, produced in zip(trace.adopted_peak_bytes, trace.gradient_bytes, strict=True):
+        exact.append(earlier + peak)
+        earlier += produced
+    return [min(pair) for pair in zip(bound, exact, strict=True)]
+
+
+@dataclass(frozen=True)
+class Need:
+    """The least device memory a step can run in, with the moment that sets it. All sizes in bytes.
+
+    total_bytes is the sum of the others. unit: the unit entering there, NO_UNIT at an exit or at the step's ends.
+    """
+
+    moment: int
+    unit: int
+    total_bytes: int
+    static_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    non_model_bytes: int
+
+
+def minimum_need(trace: Trace, demand: Demand, residence: Residence) -> Need:
+    """Only what is held is resident, nothing is fetched ahead. The moment that needs most, the first of equals."""
+    layout, static = residence.layout, residence.static_bytes
+    gradients = gradient_profile(demand, residence, adopted=False)
+    non_model = non_model_profile(trace, demand, residence)
+    held = held_profile(demand, residence)
+    totals = [static + sum(parts) for parts in zip(held, gradients, non_model, strict=True)]
+    moment = max(range(len(totals)), key=lambda m: (totals[m], -m), default=0)
+    entering = trace.moments[moment]
+    unit = entering.unit if layout.bundles_of_unit.get(entering.unit) else NO_UNIT
+    return Need(moment, unit, totals[moment], static, held[moment], gradients[moment], non_model[moment])
+
+
+def held_profile(demand: Demand, residence: Residence) -> list[int]:
+    """Bytes per moment of held parameters that are not on the device for good."""
+    sizes = [
+        0 if b.index in residence.on_device else residence.layout.bundle_bytes(b.index)
+        for b in residence.layout.bundles
+    ]
+    return [sum(sizes[bundle] for bundle in bundles) for bundles in demand.held]
+
+
+def unmovable(layout: Layout) -> frozenset[int]:
+    return frozenset(b.index for b in layout.bundles if not b.movable)
+
+
+def in_order_of_use(bundles: Iterable[int], demand: Demand) -> list[int]:
+    """Bundles by their first use in the step: the order in which the next step needs them."""
+    return sorted(bundles, key=lambda bundle: (demand.next_use.after(bundle, -1), bundle))

@@ -1,0 +1,150 @@
+"""How parameters are cut into movable blocks: what a strategy decides once, before training.
+
+Note [Parameters, segments, bundles]
+    ModelIndex   the parameters and units of a model, found by the substrate: what a strategy lays out
+    FlatSpace    parameters with the same (dtype, data-parallel group, trainable); never share a segment with others
+    Segment      a contiguous range of a flat space, sharded evenly over its group; the optimizer works on it
+    Bundle       segments that must be contiguous for compute; it is fetched and released as one
+All offsets and lengths are elements. Master weights, moments and gradient of a segment share its offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGN_BYTES = 256
+
+
+def align_elements(itemsize: int) -> int:
+    """Elements to which each parameter's start is rounded up, so that it begins on a 256-byte boundary."""
+    return ALIGN_BYTES // itemsize
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter, counted once however many names or users it has. users: units whose forward reads it, in order."""
+
+    index: int
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    numel: int
+    trainable: bool
+    users: tuple[str, ...]
+    group: str = "world"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are fetched together. block: its number in the ModuleList, None outside one."""
+
+    index: int
+    name: str
+    parameters: tuple[int, ...]
+    block: int | None
+
+
+@dataclass(frozen=True)
+class ModelIndex:
+    """Parameters in model order and units in module order (not call order: that is the trace's)."""
+
+    parameters: tuple[Parameter, ...]
+    units: tuple[Unit, ...]
+
+    def numel(self, *, trainable_only: bool = False) -> int:
+        return sum(p.numel for p in self.parameters if p.trainable or not trainable_only)
+
+
+@dataclass(frozen=True)
+class FlatSpace:
+    """group: name of the data-parallel group whose ranks share the segments; ranks: its size."""
+
+    group: str
+    ranks: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter lies in its segment."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """numel includes padding and divides by the ranks of its space."""
+
+    index: int
+    space: FlatSpace
+    numel: int
+    placements: tuple[Placement, ...]
+
+    @property
+    def used(self) -> int:
+        return sum(p.numel for p in self.placements)
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.space.ranks
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """units: indices of the units that read any of its parameters. movable: False keeps it on the device for good."""
+
+    index: int
+    segments: tuple[int, ...]
+    units: tuple[int, ...]
+    numel: int
+    trainable: bool
+    movable: bool = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """itemsize: bytes of a parameter as computed with (2 for bf16 and fp16, 4 for fp32)."""
+
+    itemsize: int
+    segments: tuple[Segment, ...]
+    bundles: tuple[Bundle, ...]
+
+    @cached_property
+    def bundles_of_unit(self) -> dict[int, tuple[int, ...]]:
+        """Unit index to the bundles its forward reads, in bundle order."""
+        found: dict[int, list[int]] = {}
+        for bundle in self.bundles:
+            for unit in bundle.units:
+                found.setdefault(unit, []).append(bundle.index)
+        return {unit: tuple(bundles) for unit, bundles in found.items()}
+
+    @cached_property
+    def bundle_of_segment(self) -> tuple[int, ...]:
+        owner = {s: b.index for b in self.bundles for s in b.segments}
+        return tuple(owner[s.index] for s in self.segments)
+
+    def bundle_bytes(self, bundle: int) -> int:
+        return self.bundles[bundle].numel * self.itemsize
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of all parameters as computed with, padding included."""
+        return sum(b.numel for b in self.bundles) * self.itemsize
+
+
+def pack(parameters: Iterable[Parameter], *, index: int, space: FlatSpace, itemsize: int) -> Segment:
+    """Lay `parameters` one behind the other, each start aligned, into one segment; no wasted tail but the alignment."""
+    align = align_elements(itemsize)
+    placements, offset = [], 0
+    for parameter in parameters:
+        placements.append(Placement(parameter.index, offset, parameter.numel))
+        offset = round_up(offset + parameter.numel, align)
+    return Segment(index, space, round_up(offset, align * space.ranks), tuple(placements))

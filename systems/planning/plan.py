@@ -1,0 +1,77 @@
+"""The plan: a strategy's decisions for one traced step, as data.
+
+Operations are tied to trigger moments and issued there in order of priority (low first). What follows from the
+mechanism is not listed: a complete gradient leaves for its optimizer's tier and is reduced over its group, the update
+of a segment follows its gradient, and the device copy of a bundle is dropped when its gradient is complete and its
+update runs elsewhere. `schedule.expand` spells those out for the validator, the timeline and the simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from systems.planning.trace import Moment
+
+
+class Tier(Enum):
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class LaneKind(Enum):
+    """An ordered queue of work: a CUDA stream, a thread, or a virtual clock in the simulator."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    CPU = "cpu"
+    DISK_READ = "disk-read"
+    DISK_WRITE = "disk-write"
+
+
+class OpKind(Enum):
+    FETCH = "fetch"  # host shard to device, gathered over the group: H2D, then GATHER if the group has several ranks
+    DROP = "drop"  # free the device copy; the host's is authoritative, nothing is written
+    WRITE_BACK = "write-back"  # write the device copy to the host, then free it (systems without a master shard)
+
+
+class UpdateRule(Enum):
+    AFTER_NORM = "after-norm"  # updates wait for the step's one norm: exact clipping, exact skip of non-finite steps
+    WHEN_REDUCED = "when-reduced"  # a segment is updated as soon as its own gradient is complete
+
+
+@dataclass(frozen=True)
+class Operation:
+    kind: OpKind
+    bundle: int
+
+
+@dataclass(frozen=True)
+class PlannedOperation:
+    trigger: int
+    priority: int
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """optimizer_tier: per segment, where master, moments and update live. A segment updated on the device stays
+    resident.
+
+    resident_at_start: bundles on the device at moment 0 of a steady step (and again at its end).
+    sources of predictions: timeline and simulator; None where nothing was predicted.
+    """
+
+    signature: tuple[Moment, ...]
+    operations: tuple[PlannedOperation, ...]
+    optimizer_tier: tuple[Tier, ...]
+    resident_at_start: frozenset[int]
+    update_rule: UpdateRule = UpdateRule.AFTER_NORM
+    predicted_device_peak_bytes: int | None = None
+    predicted_model_peak_bytes: int | None = None
+    predicted_step_time_s: float | None = None
+    notes: dict[str, float] = field(default_factory=dict)

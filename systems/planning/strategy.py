@@ -1,0 +1,65 @@
+"""The protocol of a strategy: a small policy that returns data. The substrate turns any strategy into a system."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel
+
+from systems.planning.layout import Layout, ModelIndex
+from systems.planning.plan import Plan, UpdateRule
+from systems.planning.trace import Trace
+
+
+@dataclass(frozen=True)
+class PlanningContext:
+    """What a strategy may know before it decides. Budgets in bytes.
+
+    itemsize: bytes of a parameter as computed with. gradient_itemsize: bytes of its gradient on the device (the same).
+    accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
+    """
+
+    device_budget: int
+    host_budget: int
+    itemsize: int
+    ranks: int
+    accumulate: int
+    seed: int
+
+    @property
+    def accumulator_itemsize(self) -> int:
+        return 4 if self.accumulate > 1 else 0
+
+    @property
+    def optimizer_itemsize(self) -> int:
+        """Bytes a parameter of master weight, both moments and accumulator."""
+        return 12 + self.accumulator_itemsize
+
+
+class Eviction(Protocol):
+    """Which bundle goes when room is needed and no plan says so (warm-up, departures from the trace)."""
+
+    def choose(self, candidates: Sequence[int], moment: int) -> int:
+        """candidates: resident bundles that nothing holds, never empty. moment: the step's current (last begun) moment."""
+
+
+class Strategy(Protocol):
+    """One instance a run. Methods are called in the order written; `plan` again for every newly traced step."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    Options: ClassVar[type[BaseModel]]
+    update_rule: UpdateRule
+    write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
+
+    def __init__(self, options: Any, context: PlanningContext) -> None: ...
+
+    def layout(self, index: ModelIndex) -> Layout: ...
+
+    def eviction(self, layout: Layout, trace: Trace | None) -> Eviction: ...
+
+    def plan(self, layout: Layout, trace: Trace) -> Plan: ...
+
+    def statistics(self) -> BaseModel: ...

@@ -1,0 +1,80 @@
+"""MemTimeline: the bytes a plan takes in every tier at every moment, added up from its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from systems.planning.demand import non_model_profile
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan
+from systems.planning.schedule import Schedule, expand
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import Trace
+
+
+@dataclass(frozen=True)
+class MemTimeline:
+    """One entry a moment. DEVICE is split into the pool (parameters, gradient ranges, states) and the rest.
+
+    device_pool_bytes: between this moment and the next. device_pool_peak_bytes: highest value that an operation of this
+    moment leaves. device_non_model_bytes: bound on what comes on top between this moment and the next.
+    device_total_bytes: bound on pool and rest together, at the moment and after it.
+    """
+
+    device_pool_bytes: tuple[int, ...]
+    device_pool_peak_bytes: tuple[int, ...]
+    device_non_model_bytes: tuple[int, ...]
+    device_total_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    disk_bytes: tuple[int, ...]
+
+    @property
+    def pool_peak(self) -> int:
+        """Exactly what the pool's account will have seen after a steady step."""
+        return max(self.device_pool_peak_bytes)
+
+    @property
+    def total_peak(self) -> int:
+        """Never less than the device's peak in a steady step like the traced one."""
+        return max(self.device_total_bytes)
+
+
+def timeline(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> MemTimeline:
+    return timeline_of(expand(layout, trace, plan, context), trace)
+
+
+def timeline_of(schedule: Schedule, trace: Trace) -> MemTimeline:
+    """At a moment itself no more activations live than at the peak of either neighbouring interval: they share the end."""
+    non_model = non_model_profile(trace, schedule.demand, schedule.residence)
+    moments = len(trace)
+    after, peaks, now = [schedule.initial_device_bytes] * moments, [0] * moments, schedule.initial_device_bytes
+    done = -1
+    for operation in schedule.operations:
+        while done < operation.moment - 1:  # moments without operations
+            done += 1
+            after[done], peaks[done] = now, max(peaks[done], now)
+        now += operation.device_delta
+        if operation.device_delta:
+            peaks[operation.moment] = max(peaks[operation.moment], now)
+    for moment in range(done + 1, moments):
+        after[moment], peaks[moment] = now, max(peaks[moment], now)
+    totals = [
+        max(after[m] + non_model[m], peaks[m] + min(non_model[m], non_model[m - 1] if m else non_model[m]))
+        for m in range(moments)
+    ]
+    host = _host_bytes(schedule)
+    return MemTimeline(
+        device_pool_bytes=tuple(after),
+        device_pool_peak_bytes=tuple(peaks),
+        device_non_model_bytes=tuple(non_model),
+        device_total_bytes=tuple(totals),
+        host_bytes=(host,) * moments,
+        disk_bytes=(0,) * moments,
+    )
+
+
+def _host_bytes(schedule: Schedule) -> int:
+    """Slots of all segments; state of those updated on the host (its pages are given back while it is on the device)."""
+    layout, residence = schedule.residence.layout, schedule.residence
+    slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize
+    return slots + sum(residence.optimizer_bytes(b.index) for b in layout.bundles if b.index not in residence.on_device)

@@ -1,0 +1,67 @@
+"""The trace: what one optimizer step did, unit by unit, as the runtime saw it.
+
+A moment is one event of a unit. Moment 0 is STEP_BEGIN (before the first forward) and the last is STEP_END (the
+optimizer has been given its gradients). A trace covers all micro-steps of one optimizer step. It is a hint for
+planning, never a truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+
+class Phase(Enum):
+    STEP_BEGIN = "step-begin"
+    FORWARD_ENTER = "forward-enter"  # the unit's parameters must be resident from here
+    FORWARD_EXIT = "forward-exit"  # ... to here
+    BACKWARD_ENTER = "backward-enter"  # likewise; recomputation happens inside
+    BACKWARD_EXIT = "backward-exit"  # the unit's gradients are complete for this micro-step
+    BACKWARD_END = "backward-end"  # of a micro-step; gradients that were still open are flushed here
+    STEP_END = "step-end"
+
+
+ENTER = (Phase.FORWARD_ENTER, Phase.BACKWARD_ENTER)
+EXIT = (Phase.FORWARD_EXIT, Phase.BACKWARD_EXIT)
+NO_UNIT = -1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """unit: index into ModelIndex.units, NO_UNIT at the step's two ends and at BACKWARD_END."""
+
+    phase: Phase
+    unit: int = NO_UNIT
+    micro_step: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Measurements have one entry a moment and cover the time from that moment to the next.
+
+    non_model_bytes: peak device bytes that are not parameters, gradient ranges or optimizer state of the substrate
+    (activations, temporaries, gradients in autograd's own buffers).
+    compute_time_s: seconds from this moment to the next without waits for transfers.
+    flushes: per moment the bundles whose gradient was complete there and left for the optimizer.
+    adopted_peak_bytes: as non_model_bytes, but with the gradients produced within the interval left in autograd's own
+    buffers (those of earlier intervals not counted). What an interval costs when gradients are adopted, not ranged.
+    gradient_bytes: bytes of the gradients first produced in the interval, each parameter once a step, padding excluded;
+    their running sum is what adopted gradients of earlier intervals hold.
+    Both are empty where they were not measured (forward-only steps, nominal traces): bounds are used instead.
+    """
+
+    moments: tuple[Moment, ...]
+    non_model_bytes: tuple[int, ...]
+    compute_time_s: tuple[float, ...]
+    flushes: tuple[tuple[int, ...], ...]
+    adopted_peak_bytes: tuple[int, ...] = ()
+    gradient_bytes: tuple[int, ...] = ()
+
+    @cached_property
+    def signature(self) -> tuple[Moment, ...]:
+        """Two steps with equal signatures can run the same plan."""
+        return self.moments
+
+    def __len__(self) -> int:
+        return len(self.moments)

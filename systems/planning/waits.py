@@ -1,0 +1,73 @@
+"""Who waits for whom: waits are derived from what each operation reads, writes and allocates, never written by hand.
+
+A reader waits for the last writer; a writer for the last writer and every reader since; the first writer of a new range
+for the last accesses of the freed range it takes over. Lanes are queues, so a wait within a lane is no wait, and of
+several waits on one lane the latest is enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+Waits = dict[str, int]  # lane to the latest ticket waited for on it
+
+
+def merge(waits: Waits, more: Mapping[str, int]) -> None:
+    for lane, ticket in more.items():
+        waits[lane] = max(ticket, waits.get(lane, ticket))
+
+
+class Accesses:
+    """The latest accesses of every resource."""
+
+    def __init__(self) -> None:
+        self._writer: dict[str, tuple[str, int]] = {}
+        self._readers: dict[str, Waits] = {}
+
+    def record(self, ticket: int, lane: str, reads: Iterable[str], writes: Iterable[str]) -> Waits:
+        """Register an operation; what it must wait for on other lanes."""
+        waits: Waits = {}
+        written = tuple(writes)
+        for name in reads:
+            self._wait_for_writer(name, waits)
+            self._readers.setdefault(name, {})[lane] = ticket
+        for name in written:
+            self._wait_for_writer(name, waits)
+            merge(waits, {key: value for key, value in self._readers.pop(name, {}).items() if value != ticket})
+        for name in written:
+            self._writer[name] = (lane, ticket)
+        waits.pop(lane, None)
+        return waits
+
+    def latest(self, name: str) -> Waits:
+        """Tickets that the next writer of this resource, or of its memory, must wait for."""
+        waits = dict(self._readers.get(name, {}))
+        self._wait_for_writer(name, waits)
+        return waits
+
+    def _wait_for_writer(self, name: str, waits: Waits) -> None:
+        if name in self._writer:
+            lane, ticket = self._writer[name]
+            merge(waits, {lane: ticket})
+
+
+class Room:
+    """Freed memory in the order of its freeing: new ranges take what was never used, then what was freed longest ago."""
+
+    def __init__(self, unused_bytes: int) -> None:
+        self._freed: deque[tuple[int, Waits]] = deque([(unused_bytes, {})])
+
+    def free(self, size: int, waits: Waits) -> None:
+        self._freed.append((size, waits))
+
+    def take(self, size: int) -> Waits:
+        """What the first writer of a range of this size waits for."""
+        waits: Waits = {}
+        while size > 0 and self._freed:
+            available, tickets = self._freed.popleft()
+            merge(waits, tickets)
+            if available > size:
+                self._freed.appendleft((available - size, tickets))
+            size -= available
+        return waits

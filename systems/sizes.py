@@ -1,0 +1,39 @@
+"""Sizes in bytes as people write them: 40GiB, 64MiB or plain bytes. The one place that reads and prints them.
+
+`Size` and `SizeOrUnlimited` are the types for pydantic fields; inside the code a size is an int.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+
+_ADAPTER = TypeAdapter(ByteSize)
+_UNITS = ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
+
+
+def parse_size(given: Any) -> int:
+    """'40GiB' -> 42949672960. Binary (KiB .. TiB) or decimal (KB .. TB) units, or plain bytes. Raises ValueError."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        return given
+    try:
+        return int(_ADAPTER.validate_python(str(given).strip()))
+    except ValidationError:
+        raise ValueError(f"{given!r} is not a size: write it as 40GiB, 64MiB or plain bytes") from None
+
+
+def format_size(size: int) -> str:
+    """The shortest exact form (64MiB), else two decimals of the largest unit that fits (1.53GiB)."""
+    for unit, factor in _UNITS:
+        if abs(size) >= factor:
+            return f"{size // factor}{unit}" if size % factor == 0 else f"{size / factor:.2f}{unit}"
+    return f"{size}B"
+
+
+def _size_or_unlimited(given: Any) -> int | None:
+    return None if given is None or str(given).strip() in ("inf", "unlimited") else parse_size(given)
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+SizeOrUnlimited = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_size_or_unlimited)]

@@ -1,0 +1,40 @@
+"""Elixir (Li et al., "Elixir: Train a Large Language Model on a Small GPU Cluster"): chunks, R cache, Belady.
+
+The paper's words and where they are here
+
+| paper | here |
+|---|---|
+| chunk group (section "Initialization Algorithm") | FlatSpace: parameters with one data-parallel group, frozen ones apart |
+| chunk | Segment, and the Bundle of it; `chunks.py` cuts them |
+| search range of chunk sizes | options chunk_min, chunk_max, chunk_step; `chunks.search` |
+| small group fused into one chunk that never moves | Bundle with movable=False |
+| fully symmetric partitioning | Segment.shard_numel: even split over the group's ranks |
+| R cache, C_SIZE | option cache; `placement.py` gives it its bytes, `planning.caching` its content |
+| random eviction in the warm-up step, Belady after it | `eviction.py` |
+| master copy of each shard in CPU memory | variant master-shard: eviction is a DROP; variant write-back is the ablation |
+| [S_FLAG, O_FLAG, C_SIZE] | options scatter, offload, cache |
+
+Where this departs from the paper, and why
+
+* The tail of a chunk is not allocated: the pool takes blocks of any size, and so a budget just above what plain
+  training needs moves no byte. `statistics` counts waste and utilisation at the searched size, as the paper does.
+* A unit whose parameters do not fit into what is left of a chunk begins a new one, so that a transformer block is not
+  spread over its neighbours' chunks. It costs no memory, as tails do not, and holds the least during a block's
+  backward.
+* A parameter used by several units (tied weights) gets a bundle of its own per set of users: sharing a chunk with a
+  block would keep that block's gradients on the device from one use to the other. So does one that is larger than a
+  chunk.
+* Without a range given, sizes from a quarter of the largest block (but no less than its largest parameter) to the whole
+  block are tested; among equals the larger wins, for longer transfers.
+* A small group is only fused for good if that takes at most a sixteenth of the device budget.
+* Optimizer states of the first units live on the device while there is memory beside working set and prefetches, since
+  they save the most host bandwidth. Their updates run there. The paper leaves the optimizer's placement to O_FLAG
+  alone.
+* Belady alone stalls at every miss; here the next bundles in order of use are fetched ahead (option prefetch).
+* C is a constant as in the paper, yet never more than what activations leave at each moment.
+* scatter=false with several ranks is not built yet and is refused.
+"""
+
+from systems.strategies.elixir.strategy import Elixir
+
+STRATEGY = Elixir

@@ -1,0 +1,239 @@
+"""Cuts a model into chunks and searches their size (paper, "Initialization Algorithm").
+
+A run is the parameters that one unit alone uses, in model order. Runs are packed one behind the other; no parameter
+crosses a chunk, and a run that does not fit into what is left of one begins the next. All sizes in elements unless
+they say bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from systems.planning.layout import (
+    Bundle,
+    FlatSpace,
+    Layout,
+    ModelIndex,
+    Parameter,
+    Segment,
+    align_elements,
+    pack,
+    round_up,
+)
+from systems.planning.strategy import PlanningContext
+from systems.strategies.elixir.options import ElixirOptions
+
+MAX_CANDIDATES = 256
+FUSED_SHARE = 16  # a fused group may take this part of the device budget for good
+Run = tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class ChunkStatistics:
+    """See ElixirStatistics."""
+
+    num_chunks: int
+    chunk_size_bytes: int
+    utilization: float
+    wasted_bytes: int
+    num_private: int
+    num_fused: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What packing at one chunk size gives. alone: parameters larger than a chunk."""
+
+    chunks: tuple[Run, ...]
+    alone: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A chunk group. runs: single-use parameters; shared: one run per set of several users."""
+
+    space: FlatSpace
+    runs: tuple[Run, ...]
+    shared: tuple[Run, ...]
+
+    def parameters(self) -> list[Parameter]:
+        return sorted((p for run in (*self.runs, *self.shared) for p in run), key=lambda p: p.index)
+
+
+class Chunker:
+    """layout: the result. statistics: what the search found."""
+
+    def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext) -> None:
+        self._index, self._options, self._context = index, options, context
+        self._align = align_elements(context.itemsize)
+        self._groups = group_parameters(index, context.ranks)
+        self.chunk = self._search()
+        self.layout, self.statistics = self._build()
+
+    def size(self, parameter: Parameter) -> int:
+        """With the padding that lets the next parameter start aligned."""
+        return round_up(parameter.numel, self._align)
+
+    def cut(self, runs: Iterable[Run], chunk: int) -> Cut:
+        """Pack runs into chunks of the given size."""
+        chunks: list[list[Parameter]] = []
+        alone, left = [], 0
+        for run in runs:
+            fitting = [p for p in run if self.size(p) <= chunk]
+            alone += [p for p in run if self.size(p) > chunk]
+            if fitting and sum(map(self.size, fitting)) > left:
+                chunks.append([])
+                left = chunk
+            for parameter in fitting:
+                size = self.size(parameter)
+                if size > left:
+                    chunks.append([])
+                    left = chunk
+                chunks[-1].append(parameter)
+                left -= size
+        return Cut(tuple(tuple(c) for c in chunks), tuple(alone))
+
+    def waste(self, chunk: int) -> int:
+        """Elements of all chunks of this size that hold no parameter."""
+        wasted = 0
+        for group in self._groups:
+            if not self._fused(group, chunk):
+                for filled in self.cut(group.runs, chunk).chunks:
+                    wasted += chunk - sum(p.numel for p in filled)
+        return wasted
+
+    def candidates(self) -> list[int]:
+        """Chunk sizes to test, ascending. With a step given, exactly the user's range; else every size that matters in
+        it.
+
+        Packing changes only where a chunk is just full, so that the best of all possible sizes is the smallest allowed
+        one or a sum of neighbouring parameters.
+        """
+        low, high = self._range()
+        unit = self._align * self._context.ranks
+        step = self._options.chunk_step
+        if step is not None:
+            width = max(unit, round_up(step // self._context.itemsize, unit))
+            found = {round_up(low + i * width, unit) for i in range((high - low) // width + 1)}
+        else:
+            found = {round_up(size, unit) for size in self._sums(low, high)} | {round_up(low, unit)}
+        largest = max((self.size(p) for g in self._groups for run in g.runs for p in run), default=unit)
+        sizes = sorted(found)
+        sizes = [s for s in sizes if s >= min(largest, sizes[-1])]
+        if step is None and len(sizes) > MAX_CANDIDATES:
+            sizes = [sizes[i * (len(sizes) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
+        return sizes
+
+    def _search(self) -> int:
+        return min(self.candidates(), key=lambda chunk: (self.waste(chunk), -chunk))
+
+    def _range(self) -> tuple[int, int]:
+        """Smallest and largest size to test: the user's, or a quarter of the largest block to all of it."""
+        blocks = {u.name for u in self._index.units if u.block is not None}
+        runs = [run for group in self._groups for run in group.runs]
+        main = [run for run in runs if run[0].users[0] in blocks] or runs
+        whole = max((sum(map(self.size, run)) for run in main), default=self._align)
+        low = max([-(-whole // 4), *(self.size(p) for run in main for p in run)])
+        given_low, given_high = (
+            None if given is None else max(self._align, given // self._context.itemsize)
+            for given in (self._options.chunk_min, self._options.chunk_max)
+        )
+        if given_high is not None:
+            return (min(low, given_high) if given_low is None else given_low), given_high
+        return (low, max(low, whole)) if given_low is None else (given_low, max(given_low, whole))
+
+    def _sums(self, low: int, high: int) -> set[int]:
+        """Sums of neighbouring parameters between low and high. Equal neighbourhoods (blocks) are walked once."""
+        found: set[int] = set()
+        for group in self._groups:
+            sizes = [self.size(p) for run in group.runs for p in run]
+            seen: set[tuple[int, ...]] = set()
+            for start in range(len(sizes)):
+                total, end = 0, start
+                while end < len(sizes) and total + sizes[end] <= high:
+                    total += sizes[end]
+                    end += 1
+                neighbours = tuple(sizes[start:end])
+                if neighbours in seen:
+                    continue
+                seen.add(neighbours)
+                total = 0
+                for size in neighbours:
+                    total += size
+                    if total >= low:
+                        found.add(total)
+        return found
+
+    def _fused(self, group: Group, chunk: int) -> bool:
+        total = sum(map(self.size, group.parameters()))
+        per_element = self._context.itemsize
+        if group.space.trainable:
+            per_element += self._context.itemsize + self._context.optimizer_itemsize
+        return total < chunk and total * per_element * FUSED_SHARE <= self._context.device_budget
+
+    def _build(self) -> tuple[Layout, ChunkStatistics]:
+        """Bundles in model order of their first parameter."""
+        fused = [g for g in self._groups if self._fused(g, self.chunk)]
+        plain = [g for g in self._groups if g not in fused]
+        cuts = [(g.space, self.cut(g.runs, self.chunk)) for g in plain]
+        private = [(g.space, run) for g in plain for run in g.shared]
+        private += [(space, (p,)) for space, cut in cuts for p in cut.alone]
+        chunks = [(space, run) for space, cut in cuts for run in cut.chunks]
+        pieces: list[tuple[bool, list[tuple[FlatSpace, Run]]]] = [(True, [piece]) for piece in (*chunks, *private)]
+        for trainable in (True, False):  # one bundle each, so that a bundle is trained or not
+            small = [(g.space, tuple(g.parameters())) for g in fused if g.space.trainable is trainable]
+            if small:
+                pieces.append((False, small))
+        pieces.sort(key=lambda piece: piece[1][0][1][0].index)
+        layout = self._layout(pieces)
+        held = sum(p.numel for _, run in chunks for p in run)
+        nominal = len(chunks) * self.chunk
+        return layout, ChunkStatistics(
+            num_chunks=len(chunks),
+            chunk_size_bytes=self.chunk * self._context.itemsize,
+            utilization=held / nominal if nominal else 1.0,
+            wasted_bytes=(nominal - held) * self._context.itemsize,
+            num_private=len(private),
+            num_fused=sum(1 for movable, _ in pieces if not movable),
+        )
+
+    def _layout(self, pieces: Sequence[tuple[bool, list[tuple[FlatSpace, Run]]]]) -> Layout:
+        unit_of = {unit.name: unit.index for unit in self._index.units}
+        segments: list[Segment] = []
+        bundles: list[Bundle] = []
+        for movable, parts in pieces:
+            mine = []
+            for space, run in parts:
+                mine.append(pack(run, index=len(segments), space=space, itemsize=self._context.itemsize))
+                segments.append(mine[-1])
+            users = {unit_of[user] for _, run in parts for p in run for user in p.users}
+            bundles.append(
+                Bundle(
+                    index=len(bundles),
+                    segments=tuple(s.index for s in mine),
+                    units=tuple(sorted(users)),
+                    numel=sum(s.numel for s in mine),
+                    trainable=parts[0][0].trainable,
+                    movable=movable,
+                )
+            )
+        return Layout(self._context.itemsize, tuple(segments), tuple(bundles))
+
+
+def group_parameters(index: ModelIndex, ranks: int) -> list[Group]:
+    """Chunk groups in model order of their first parameter."""
+    groups: dict[FlatSpace, list[Parameter]] = {}
+    for parameter in index.parameters:
+        groups.setdefault(FlatSpace(parameter.group, ranks, parameter.trainable), []).append(parameter)
+    found = []
+    for space, parameters in groups.items():
+        single = [p for p in parameters if len(p.users) <= 1]
+        runs = tuple(tuple(run) for _, run in groupby(single, key=lambda p: p.users))
+        shared: dict[frozenset[str], list[Parameter]] = {}
+        for parameter in parameters:
+            if len(parameter.users) > 1:
+                shared.setdefault(frozenset(parameter.users), []).append(parameter)
+        found.append(Group(space, runs, tuple(tuple(run) for run in shared.values())))
+    return found

@@ -1,0 +1,73 @@
+"""What a user may choose, and what Elixir tells about its decisions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+
+from systems.sizes import Size, SizeOrUnlimited
+
+_SIZE_OR_UNLIMITED: TypeAdapter[int | None] = TypeAdapter(SizeOrUnlimited)
+
+
+def _cache(given: Any) -> int | Literal["auto"] | None:
+    return "auto" if given == "auto" else _SIZE_OR_UNLIMITED.validate_python(given)
+
+
+class ElixirOptions(BaseModel):
+    """chunk_min, chunk_max, chunk_step: bytes of the searched chunk sizes; unset is a range that suits the model.
+
+    cache: bytes of the R cache (C_SIZE), all movable bundles on the device together; auto takes what is left, inf sets
+    no limit of its own. scatter (S_FLAG): chunks are split over ranks. offload (O_FLAG): chunks may live on the host.
+    prefetch: bundles fetched ahead of their use, 0 for none. variant: write-back has no master shard on the host, so
+    that an eviction writes 2 bytes a parameter. nonfinite: skip waits with all updates for the norm, so that a step
+    with a non-finite gradient changes nothing; stop updates during backward and ends the run at one (no clipping
+    then).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    chunk_min: Size | None = None
+    chunk_max: Size | None = None
+    chunk_step: Size | None = None
+    cache: Annotated[int | Literal["auto"] | None, BeforeValidator(_cache)] = "auto"
+    scatter: bool = True
+    offload: bool = True
+    prefetch: int = Field(default=2, ge=0)
+    variant: Literal["master-shard", "write-back"] = "master-shard"
+    nonfinite: Literal["skip", "stop"] = "skip"
+
+    @model_validator(mode="after")
+    def _range(self) -> ElixirOptions:
+        if self.chunk_min is not None and self.chunk_max is not None and self.chunk_min > self.chunk_max:
+            raise ValueError(f"chunk_min {self.chunk_min} is above chunk_max {self.chunk_max}: swap or widen them")
+        for name in ("chunk_max", "chunk_step"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0: leave it out or give a size such as 64MiB")
+        return self
+
+
+class ElixirStatistics(BaseModel):
+    """Sizes in bytes of one rank's view. None: no step was planned yet.
+
+    num_chunks counts chunks of the searched size; num_private bundles of tied or oversized parameters, num_fused small
+    groups fused for good. utilization and wasted_bytes are of the chunks at their nominal size. minimum_bytes: least
+    device memory without activations. optimizer_share_on_device: of all trainable parameters. resident: bundles on the
+    device at the start of a step. fetches, fetched_bytes, evictions: planned per step.
+    """
+
+    num_chunks: int
+    chunk_size_bytes: int
+    utilization: float
+    wasted_bytes: int
+    num_private: int
+    num_fused: int
+    num_bundles: int
+    minimum_bytes: int
+    cache_bytes: int | None = None
+    resident_bundles: int | None = None
+    optimizer_share_on_device: float | None = None
+    fetches_per_step: int | None = None
+    fetched_bytes_per_step: int | None = None
+    evictions_per_step: int | None = None

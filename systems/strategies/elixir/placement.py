@@ -1,0 +1,185 @@
+"""Divides the device: what lives there for good with its optimizer state, and what is left for the R cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from systems.errors import BudgetError
+from systems.planning.demand import (
+    Demand,
+    Need,
+    Residence,
+    gradient_profile,
+    held_profile,
+    in_order_of_use,
+    minimum_need,
+    non_model_profile,
+    unmovable,
+)
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan, Tier, UpdateRule
+from systems.planning.strategy import PlanningContext
+from systems.planning.timeline import timeline
+from systems.planning.trace import NO_UNIT, Trace
+from systems.sizes import format_size
+from systems.strategies.elixir.options import ElixirOptions
+
+UnitName = Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """on_device: bundles updated on the device, or never moved. room: bytes for all others, one entry a moment.
+
+    cache_bytes: C, the constant that room never exceeds.
+    """
+
+    on_device: frozenset[int]
+    room: tuple[int, ...]
+    cache_bytes: int
+
+    def tiers(self, layout: Layout) -> tuple[Tier, ...]:
+        owner = layout.bundle_of_segment
+        return tuple(Tier.DEVICE if owner[s.index] in self.on_device else Tier.HOST for s in layout.segments)
+
+
+def resident_plan(layout: Layout, trace: Trace, rule: UpdateRule) -> Plan:
+    """Everything on the device for good: no operation, no byte moves."""
+    everything = frozenset(b.index for b in layout.bundles)
+    return Plan(trace.signature, (), (Tier.DEVICE,) * len(layout.segments), everything, rule)
+
+
+@dataclass(frozen=True)
+class Placer:
+    """Decides for one trace. unit_name: for messages."""
+
+    layout: Layout
+    trace: Trace
+    demand: Demand
+    context: PlanningContext
+    options: ElixirOptions
+    rule: UpdateRule
+    unit_name: UnitName
+
+    def place(self) -> Placement | None:
+        """None if everything fits on the device. BudgetError if not even what a unit holds fits."""
+        limit = self.options.cache
+        whole = limit is None or limit == "auto" or limit >= self.layout.param_bytes or not self.options.offload
+        peak = timeline(
+            self.layout, self.trace, resident_plan(self.layout, self.trace, self.rule), self.context
+        ).total_peak
+        if whole and peak <= self.context.device_budget:
+            return None
+        if not self.options.offload:
+            raise BudgetError(
+                f"elixir with offload=false needs {format_size(peak)} of device memory for parameters, gradients, optimizer "
+                f"state and activations, {format_size(self.context.device_budget)} is given: raise --device-memory or allow "
+                "offload",
+                tier="device",
+                need=peak,
+                have=self.context.device_budget,
+            )
+        base = Residence(self.layout, self.context, unmovable(self.layout), self.rule)
+        check_need(minimum_need(self.trace, self.demand, base), self.context, self.unit_name)
+        on_device = base.on_device | self._optimizers(base)
+        residence = Residence(self.layout, self.context, on_device, self.rule)
+        room = [self.context.device_budget - used for used in self._fixed(residence)]
+        working = [sum(pair) for pair in zip(held_profile(self.demand, residence), self._ahead(residence), strict=True)]
+        capacity = max(min(room), max(working)) if limit == "auto" else max(room) if limit is None else limit
+        if isinstance(limit, int):
+            self._check_cache(limit, held_profile(self.demand, base))
+            capacity -= sum(self.layout.bundle_bytes(b) for b in on_device - base.on_device)
+        return Placement(on_device, tuple(min(r, capacity) for r in room), capacity)
+
+    def _check_cache(self, limit: int, held: list[int]) -> None:
+        if max(held) > limit:
+            raise BudgetError(
+                f"elixir's cache of {format_size(limit)} is less than the {format_size(max(held))} of parameters that one unit "
+                "holds: raise --option cache, or leave it at auto",
+                tier="device",
+                need=max(held),
+                have=limit,
+            )
+
+    def _fixed(self, residence: Residence) -> list[int]:
+        """Bytes per moment that are not for the cache to use."""
+        gradients = gradient_profile(self.demand, residence, adopted=False)
+        non_model = non_model_profile(self.trace, self.demand, residence)
+        return [residence.static_bytes + g + n for g, n in zip(gradients, non_model, strict=True)]
+
+    def _ahead(self, residence: Residence) -> list[int]:
+        """Bytes per moment of the next bundles that prefetching would like to have beside what is held."""
+        uses = [
+            (m, b) for m, bundles in enumerate(self.demand.demanded) for b in bundles if b not in residence.on_device
+        ]
+        ahead, index, last = [], 0, len(self.demand) - 1
+        for moment in range(len(self.demand)):
+            while index < len(uses) and uses[index][0] <= moment:
+                index += 1
+            held, found = set(self.demand.held[moment]), set[int]()
+            for _, bundle in uses[index:] if moment < last else uses:
+                if len(found) == self.options.prefetch:
+                    break
+                if bundle not in held:
+                    found.add(bundle)
+            ahead.append(sum(self.layout.bundle_bytes(b) for b in found))
+        return ahead
+
+    def _optimizers(self, base: Residence) -> frozenset[int]:
+        """Bundles to update on the device: first units first, while working set and prefetches keep their room.
+
+        The first units' gradients arrive last and their parameters are needed first, so their updates are the ones that
+        the next step would wait for.
+        """
+        working = [sum(pair) for pair in zip(held_profile(self.demand, base), self._ahead(base), strict=True)]
+        need = [sum(pair) for pair in zip(self._fixed(base), working, strict=True)]
+        budget, chosen = self.context.device_budget, set[int]()
+        cache = self.options.cache
+        spare = cache - max(working) if isinstance(cache, int) else self.layout.param_bytes
+        trainable = (b.index for b in self.layout.bundles if b.trainable and b.movable)
+        for bundle in in_order_of_use(trainable, self.demand):
+            size = self.layout.bundle_bytes(bundle)
+            grown = self._with(base, need, bundle)
+            if size <= spare and max(grown) <= budget:
+                chosen.add(bundle)
+                need = grown
+                spare -= size
+        return frozenset(chosen)
+
+    def _with(self, base: Residence, need: list[int], bundle: int) -> list[int]:
+        """`need` once this bundle lives and is updated on the device."""
+        size = self.layout.bundle_bytes(bundle)
+        there = Residence(self.layout, self.context, base.on_device | {bundle}, self.rule)
+        constant = size + there.state_bytes(bundle)
+        grown = [n + constant for n in need]
+        for span in self.demand.hold_spans.get(bundle, ()):
+            for moment in range(span.begin, span.end):
+                grown[moment] -= size
+        for residence, sign in ((base, -size), (there, size)):
+            for span in residence.gradient_spans(self.demand, bundle):
+                for moment in range(span.begin, span.end):
+                    grown[moment] += sign
+        return grown
+
+
+def check_need(need: Need, context: PlanningContext, unit_name: UnitName) -> None:
+    """BudgetError that says what the step needs at least, what there is and what to change."""
+    if need.total_bytes <= context.device_budget:
+        return
+    where = f"unit {unit_name(need.unit)!r}" if need.unit != NO_UNIT else "the step"
+    parts = [f"{format_size(need.parameter_bytes)} of parameters", f"{format_size(need.gradient_bytes)} of gradients"]
+    if need.static_bytes:
+        parts.append(f"{format_size(need.static_bytes)} that never moves")
+    if need.non_model_bytes:
+        parts.append(f"{format_size(need.non_model_bytes)} of activations")
+        advice = "raise --device-memory, lower --batch-size or --seq-len, or recompute activations"
+    else:
+        advice = "activations come on top: raise --device-memory well above this, or give a smaller --option chunk_max"
+    raise BudgetError(
+        f"elixir needs at least {format_size(need.total_bytes)} of device memory for {where} ({', '.join(parts)}), "
+        f"{format_size(context.device_budget)} is given: {advice}",
+        tier="device",
+        need=need.total_bytes,
+        have=context.device_budget,
+    )

@@ -1,0 +1,358 @@
+"""Adam in the project's own arithmetic: the interface, the CPU kernels of csrc/adam.cpp, and plain torch as a fallback.
+
+The CUDA kernel is in adam_cuda.py. The one idea: a table of ranges, each with its own hyperparameters, over five flat
+tensors that share offsets (master, both moments, gradient, 16-bit output), updated in one pass over memory. Scalars are
+derived in double precision in one place (`coefficients`), and every kernel but the fallback applies the same explicitly
+fused operations to each element, so `avx512`, `avx2`, `plain` and `triton` give the same bits, NaNs included. `torch`
+agrees to 1e-6.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from systems.errors import UnsupportedError
+from systems.substrate import build
+
+Isa = Literal["auto", "avx512", "avx2", "plain"]
+ISAS: tuple[Isa, ...] = ("plain", "avx2", "avx512")  # by their number in csrc/adam.cpp
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NO_OUTPUT = 3
+ROW = struct.Struct("=qq8f")  # AdamRow in csrc/adam.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRange:
+    """Elements [offset, offset + numel) of a segment and their hyperparameters, as torch.optim names them.
+
+    decoupled: AdamW's decay of the weight; otherwise Adam's, added to the gradient. step: this update's number, from 1.
+    """
+
+    offset: int
+    numel: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int
+
+
+class Coefficients(NamedTuple):
+    """A range's scalars as kernels take them: computed in double precision, each rounded once to fp32 on the way in."""
+
+    decay: float  # master *= decay
+    l2: float  # gradient += l2 * master
+    w1: float  # 1 - beta1
+    b2: float
+    w2: float  # 1 - beta2
+    inverse_root_correction2: float  # 1 / sqrt(1 - beta2^step)
+    eps: float
+    negative_step: float  # -lr / (1 - beta1^step)
+
+
+class AdamKernel(Protocol):
+    """`name`, for the record: avx512, avx2, plain, triton or torch. All tensors are 1-D, contiguous, on one device."""
+
+    name: str
+
+    def update(
+        self,
+        *,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor | None,
+        ranges: Sequence[AdamRange],
+        factor: float,
+    ) -> None:
+        """One Adam step in place over ranges, ascending and disjoint; elements outside them are not touched.
+
+        master, exp_avg, exp_avg_sq: fp32. gradient: fp32, bf16 or fp16, first multiplied by factor (loss scale and
+        clipping). out: the new weights rounded to its type, or None; it may be the very memory of gradient, if of
+        one width.
+        """
+
+    def sum_squares(self, tensor: torch.Tensor) -> float | torch.Tensor:
+        """Sum of squares in fp64: a float on the CPU; on CUDA a 0-dim fp64 tensor there, without waiting for it."""
+
+    def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
+        """accumulator (fp32) += gradient (fp32, bf16 or fp16)."""
+
+    def cast(self, master: torch.Tensor, out: torch.Tensor) -> None:
+        """out (fp32, bf16 or fp16) = master (fp32), rounded to nearest even."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """destination = source, of the same type and length."""
+
+
+def coefficients(of: AdamRange) -> Coefficients:
+    if of.step < 1:
+        raise ValueError(f"Adam's step counts from 1, got {of.step}: advance it before the update")
+    return Coefficients(
+        decay=1.0 - of.lr * of.weight_decay if of.decoupled else 1.0,
+        l2=0.0 if of.decoupled else of.weight_decay,
+        w1=1.0 - of.beta1,
+        b2=of.beta2,
+        w2=1.0 - of.beta2,
+        inverse_root_correction2=1.0 / (1.0 - of.beta2**of.step) ** 0.5,
+        eps=of.eps,
+        negative_step=-of.lr / (1.0 - of.beta1**of.step),
+    )
+
+
+def merge_ranges(ranges: Iterable[AdamRange], *, max_gap: int = 0) -> tuple[AdamRange, ...]:
+    """Ascending ranges with neighbours of equal hyperparameters joined.
+
+    max_gap: elements of padding between two parameters that may be swallowed. They are then updated too, which harms
+    nothing as long as gradient, master and moments are zero there.
+    """
+    merged: list[AdamRange] = []
+    for each in sorted(ranges, key=lambda r: r.offset):
+        if merged:
+            last = merged[-1]
+            gap = each.offset - last.offset - last.numel
+            if 0 <= gap <= max_gap and each == replace(last, offset=each.offset, numel=each.numel):
+                merged[-1] = replace(last, numel=each.offset + each.numel - last.offset)
+                continue
+        merged.append(each)
+    return tuple(merged)
+
+
+def check_update(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    out: torch.Tensor | None,
+    ranges: Sequence[AdamRange],
+) -> None:
+    """Raises ValueError unless the arguments of `AdamKernel.update` are what it says."""
+    numel = master.numel()
+    for name, tensor in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if tensor.dtype is not torch.float32 or tensor.numel() != numel:
+            raise ValueError(f"{name} must be fp32 with {numel} elements, got {tensor.dtype} with {tensor.numel()}")
+    for name, tensor in (("gradient", gradient), ("out", gradient if out is None else out)):
+        if tensor.dtype not in FORMATS or tensor.numel() != numel:
+            raise ValueError(
+                f"{name} must be fp32, bf16 or fp16 with {numel} elements, got {tensor.dtype} with {tensor.numel()}"
+            )
+    for tensor in (master, exp_avg, exp_avg_sq, gradient, gradient if out is None else out):
+        if tensor.device != master.device or not tensor.is_contiguous():
+            raise ValueError(f"Adam's tensors must be contiguous and on {master.device}, got one on {tensor.device}")
+    if out is not None and out.numel() and _clash(gradient, out):
+        raise ValueError(
+            "gradient and out overlap: they must be disjoint, or start at one address with elements of one width"
+        )
+    end = 0
+    for each in ranges:
+        if each.offset < end or each.numel < 0:
+            raise ValueError(f"ranges must be ascending and disjoint: one starts at {each.offset}, below {end}")
+        end = each.offset + each.numel
+    if end > numel:
+        raise ValueError(f"ranges end at {end}, beyond the tensors' {numel} elements")
+
+
+def _clash(gradient: torch.Tensor, out: torch.Tensor) -> bool:
+    at, to = gradient.data_ptr(), out.data_ptr()
+    if at == to:
+        return gradient.element_size() != out.element_size()
+    return at < to + out.nbytes and to < at + gradient.nbytes
+
+
+def _check_pair(fp32: torch.Tensor, other: torch.Tensor) -> None:
+    if fp32.dtype is not torch.float32 or other.dtype not in FORMATS or fp32.numel() != other.numel():
+        raise ValueError(
+            "need fp32 and one of fp32, bf16, fp16 of equal length, "
+            f"got {fp32.dtype} x {fp32.numel()} and {other.dtype} x {other.numel()}"
+        )
+    if not (fp32.is_contiguous() and other.is_contiguous() and fp32.device == other.device):
+        raise ValueError(f"tensors must be contiguous and on one device, got {fp32.device} and {other.device}")
+
+
+C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p, "c": ctypes.c_char_p}
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: str, result: type | None = None) -> Callable[..., Any]:
+    """arguments: one letter of C_TYPES each."""
+    function = getattr(library, name)
+    function.argtypes, function.restype = [C_TYPES[letter] for letter in arguments], result
+    return function
+
+
+class CpuKernel:
+    """csrc/adam.cpp through ctypes, which holds no GIL. Bit-equal for every instruction set and number of threads."""
+
+    def __init__(self, library: ctypes.CDLL, isa: int, threads: int) -> None:
+        self.name: str = ISAS[isa]
+        self.threads = threads
+        self._mode = (isa, threads)
+        self._update = _function(library, "adam_update", "iippppipiclf")
+        self._sum_squares = _function(library, "sum_squares", "iipil", ctypes.c_double)
+        self._accumulate = _function(library, "accumulate", "iippil")
+        self._cast = _function(library, "cast", "iippil")
+        self._copy = _function(library, "copy", "ippl")
+
+    def update(
+        self,
+        *,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor | None,
+        ranges: Sequence[AdamRange],
+        factor: float,
+    ) -> None:
+        check_update(master, exp_avg, exp_avg_sq, gradient, out, ranges)
+        _check_cpu(master)
+        table = b"".join([ROW.pack(each.offset, each.numel, *coefficients(each)) for each in ranges])
+        self._update(
+            *self._mode,
+            master.data_ptr(),
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            gradient.data_ptr(),
+            FORMATS[gradient.dtype],
+            None if out is None else out.data_ptr(),
+            NO_OUTPUT if out is None else FORMATS[out.dtype],
+            table,
+            len(ranges),
+            factor,
+        )
+
+    def sum_squares(self, tensor: torch.Tensor) -> float:
+        _check_cpu(tensor)
+        if tensor.dtype not in FORMATS or not tensor.is_contiguous():
+            raise ValueError(f"sum_squares takes a contiguous fp32, bf16 or fp16 tensor, got {tensor.dtype}")
+        return float(self._sum_squares(*self._mode, tensor.data_ptr(), FORMATS[tensor.dtype], tensor.numel()))
+
+    def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
+        _check_pair(accumulator, gradient)
+        _check_cpu(accumulator)
+        self._accumulate(
+            *self._mode, accumulator.data_ptr(), gradient.data_ptr(), FORMATS[gradient.dtype], gradient.numel()
+        )
+
+    def cast(self, master: torch.Tensor, out: torch.Tensor) -> None:
+        _check_pair(master, out)
+        _check_cpu(master)
+        self._cast(*self._mode, master.data_ptr(), out.data_ptr(), FORMATS[out.dtype], out.numel())
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        _check_cpu(destination)
+        _check_cpu(source)
+        if destination.dtype is not source.dtype or destination.numel() != source.numel():
+            raise ValueError(
+                "copy needs equal types and lengths, "
+                f"got {destination.dtype} x {destination.numel()} and {source.dtype} x {source.numel()}"
+            )
+        if not (destination.is_contiguous() and source.is_contiguous()):
+            raise ValueError("copy needs contiguous tensors")
+        self._copy(self.threads, destination.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def _check_cpu(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a CPU kernel was given a tensor on {tensor.device}: use cuda_kernel()")
+
+
+class TorchKernel:
+    """The same formula in plain torch operations, on any device. Agrees with the others to 1e-6, not bit for bit."""
+
+    name = "torch"
+    PIECE = 1 << 22  # elements at a time: bounds the temporaries to a few times 16 MiB
+
+    def update(
+        self,
+        *,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor | None,
+        ranges: Sequence[AdamRange],
+        factor: float,
+    ) -> None:
+        check_update(master, exp_avg, exp_avg_sq, gradient, out, ranges)
+        for each in ranges:
+            c, end = coefficients(each), each.offset + each.numel
+            for begin in range(each.offset, end, self.PIECE):
+                piece = slice(begin, min(begin + self.PIECE, end))
+                p, m, v = master[piece], exp_avg[piece], exp_avg_sq[piece]
+                g = gradient[piece].float() * factor
+                if c.l2:
+                    g.add_(p, alpha=c.l2)
+                m.lerp_(g, c.w1)
+                v.mul_(c.b2).addcmul_(g, g, value=c.w2)
+                denominator = v.sqrt().mul_(c.inverse_root_correction2).add_(c.eps)
+                p.mul_(c.decay).addcdiv_(m, denominator, value=c.negative_step)
+                if out is not None:
+                    out[piece].copy_(p)
+
+    def sum_squares(self, tensor: torch.Tensor) -> float | torch.Tensor:
+        square = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+        return square if tensor.is_cuda else float(square)
+
+    def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
+        _check_pair(accumulator, gradient)
+        accumulator.add_(gradient)
+
+    def cast(self, master: torch.Tensor, out: torch.Tensor) -> None:
+        _check_pair(master, out)
+        out.copy_(master)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source)
+
+
+def cpu_kernel(isa: Isa = "auto", threads: int | None = None) -> AdamKernel:
+    """The kernel for host tensors.
+
+    isa: "auto" takes the best this processor has; where nothing can be compiled it warns and gives the torch kernel.
+    threads: OpenMP threads per call; None means every core this process may use.
+    Raises UnsupportedError if an instruction set is named that this machine cannot run or build.
+    """
+    if isa != "auto" and isa not in ISAS:
+        raise ValueError(f"unknown instruction set {isa!r}: use auto, {', '.join(ISAS)}")
+    threads = len(os.sched_getaffinity(0)) if threads is None else threads
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    try:
+        library = build.adam_library()
+    except build.BuildError as error:
+        if isa != "auto":
+            raise UnsupportedError(f"the {isa} Adam kernel cannot be built: {error}") from error
+        warnings.warn(
+            f"Adam runs in plain torch operations, several times slower: {error}", RuntimeWarning, stacklevel=2
+        )
+        return TorchKernel()
+    best: int = library.best_isa()
+    chosen = best if isa == "auto" else ISAS.index(isa)
+    if chosen > best:
+        raise UnsupportedError(f"this processor has no {isa}: the best it has is {ISAS[best]}")
+    return CpuKernel(library, chosen, threads)
+
+
+def cuda_kernel() -> AdamKernel:
+    """The kernel for CUDA tensors: Triton's, or with a warning torch's where Triton is not installed."""
+    from systems.substrate import adam_cuda  # imports this module
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no CUDA device: use cpu_kernel()")
+    if not adam_cuda.HAS_TRITON:
+        warnings.warn(
+            "Adam on CUDA runs in plain torch operations: Triton is not installed", RuntimeWarning, stacklevel=2
+        )
+        return TorchKernel()
+    return adam_cuda.TritonKernel()

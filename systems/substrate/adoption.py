@@ -1,0 +1,75 @@
+"""Takes a model over: its parameters become views of the bundles' storages, its buffers move to the compute device.
+
+Note [Identity of parameters]
+    A parameter with values keeps its object, so that an optimizer's groups still mean it; only its data is exchanged, once.
+    A parameter on the meta device is replaced by a new object in every module that owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from systems.errors import UnsupportedError
+from systems.planning.layout import Layout
+from systems.substrate.residency import Residency
+from systems.substrate.units import FoundModel
+from systems.system import Settings
+
+
+def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torch.Tensor], None]:
+    """Fills a parameter's first fp32 value, and frees the model's own copy of it once read."""
+    names = [p.name for p in found.index.parameters]
+    given = settings.initial_weights
+    if given is None:
+        for name, parameter in zip(names, found.parameters, strict=True):
+            if parameter.is_meta:
+                raise UnsupportedError(f"parameter {name} has no values (meta device) and no initial_weights were given")
+
+    def fill(number: int, out: torch.Tensor) -> None:
+        parameter = found.parameters[number]
+        if given is not None:
+            given(names[number], out)
+        else:
+            out.copy_(parameter.detach())
+
+    return fill
+
+
+def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dtype: torch.dtype) -> tuple[nn.Parameter, ...]:
+    """Make every parameter a view of its bundle's storage. Returns the final parameter objects, in index order."""
+    final: list[nn.Parameter] = list(found.parameters)
+    for bundle in layout.bundles:
+        start = 0
+        for s in bundle.segments:
+            segment = layout.segments[s]
+            for place in segment.placements:
+                old = found.parameters[place.parameter]
+                view = residency.bundles[bundle.index].storage.view(dtype, start + place.offset, tuple(old.shape))
+                if old.is_meta:
+                    new = nn.Parameter(view, requires_grad=old.requires_grad)
+                    for module, attribute in found.owners[place.parameter]:
+                        module._parameters[attribute] = new
+                    final[place.parameter] = new
+                else:
+                    old.data = view
+                    old.grad = None
+            start += segment.numel
+    return tuple(final)
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> int:
+    """Move buffers to the compute device, dtypes untouched, one object however many names. Returns their bytes."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise UnsupportedError(f"buffer {name} of {type(module).__name__} is on the meta device: give it values")
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer.to(device)
+            module._buffers[name] = moved[id(buffer)]
+    return sum(b.untyped_storage().nbytes() for b in moved.values())

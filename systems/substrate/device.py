@@ -1,0 +1,293 @@
+"""The two devices: CUDA, and its emulation on the CPU. Everything that differs between them is here, behind one type.
+
+Note [The emulated device]
+    A second slab of host memory with a hard budget; one thread a lane does the copies; compute is the caller's thread. The
+    accounts, counters and waits are those of the CUDA device, so claims about traffic and memory can be tested without one.
+    Claims about time cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from systems.errors import BudgetError, UnsupportedError
+from systems.planning.plan import LaneKind, Tier
+from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
+from systems.substrate.events import EventLog
+from systems.substrate.lanes import CudaTicket, DoneTicket, Lane, Ticket, UpdateLane
+from systems.substrate.meter import ActivationMeter
+from systems.substrate.tiers import Account, Pool
+from systems.substrate.transfers import ComputeLane, Transfers
+
+if TYPE_CHECKING:
+    from systems.substrate.residency import Residency
+    from systems.substrate.views import Poison
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13 and later
+COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
+
+
+class Device(ABC):
+    """One rank's device with its lanes, pool and accounts.
+
+    account: DEVICE bytes, pool and activations. kernel: Adam where the device's own memory is updated.
+    host_kernel: Adam on the CPU lane.
+    """
+
+    torch_device: torch.device
+    label: str
+
+    def __init__(self, budget: int, log: EventLog) -> None:
+        self.log = log
+        self.account = Account(Tier.DEVICE, budget, log)
+        self.host_kernel: AdamKernel = cpu_kernel()
+        self.pool = Pool(self.account, self._new_granule)
+
+    def start_lanes(self, jitter: Callable[[], None] | None) -> None:
+        self.lanes = {kind: Lane(kind, stream=self._stream(), jitter=jitter) for kind in COPY_LANES}
+        self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter)
+        self.transfers = Transfers(self.lanes, ComputeLane(self._order, self._mark), self.log)
+
+    @property
+    def plannable_bytes(self) -> int:
+        """What a plan may fill, activations included."""
+        return self.account.budget
+
+    @property
+    def warm_up_pool_bytes(self) -> int:
+        """What the pool should stay under while the activations are not known yet."""
+        return self.account.budget
+
+    @property
+    @abstractmethod
+    def kernel(self) -> AdamKernel:
+        """Adam for tensors on this device."""
+
+    @abstractmethod
+    def _stream(self) -> torch.cuda.Stream | None: ...
+
+    @abstractmethod
+    def _order(self, ticket: Ticket) -> None: ...
+
+    @abstractmethod
+    def _mark(self, id: int) -> Ticket: ...
+
+    @abstractmethod
+    def _new_granule(self, nbytes: int) -> torch.Tensor | None: ...
+
+    @abstractmethod
+    def metered(self) -> AbstractContextManager[object]:
+        """Forward and backward run inside this."""
+
+    @abstractmethod
+    def start_interval(self) -> tuple[int, int]:
+        """Peak non-model bytes since the last call, and the same had gradients been kept in autograd's buffers."""
+
+    @abstractmethod
+    def hand_over(self, nbytes: int) -> None:
+        """A gradient was copied out of autograd's buffer."""
+
+    @abstractmethod
+    def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
+        """Partial sums of squares as numbers: the one host synchronisation of a step."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int: ...
+
+    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.UntypedStorage], str]) -> None:
+        """From here on activations that need room may evict, and reads of released parameters are refused by name.
+
+        The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and a released parameter
+        shows there as NaN.
+        """
+
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        """These bytes are in the account as model data already: never count them as activations."""
+
+    def drain(self) -> None:
+        for lane in self.lanes.values():
+            lane.drain()
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+        self.pool.close()
+
+
+class EmulatedDevice(Device):
+    """budget: bytes of the emulated device. jitter: called before every job of a lane (tests put random sleeps there)."""
+
+    torch_device = torch.device("cpu")
+    label = "cpu-emulated"
+
+    def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
+        super().__init__(budget, log)
+        self.meter = ActivationMeter(self.account, self._no_room)
+        self.start_lanes(jitter)
+
+    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.UntypedStorage], str]) -> None:
+        def make_room(nbytes: int) -> None:
+            if not residency.make_room(lambda: self.account.room >= nbytes):
+                raise self.pool.out_of_memory(nbytes, "an activation")
+
+        def check(func: object, tensors: Sequence[torch.Tensor]) -> None:
+            for tensor in tensors:
+                if tensor.numel() and poison.contains(tensor.data_ptr()):
+                    name = names(tensor.untyped_storage())
+                    raise RuntimeError(
+                        f"{func} reads parameter {name} outside the unit that owns it, where it is not on the device: "
+                        "move the use into that module's forward, or read it through engine.summon()"
+                    )
+
+        self.meter.attend(make_room, check)
+        for managed in residency.bundles:
+            self.meter.exempt(managed.storage.untyped)
+
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        self.meter.exempt(storage)
+
+    def _no_room(self, nbytes: int) -> None:
+        raise self.pool.out_of_memory(nbytes, "an activation")
+
+    @property
+    def kernel(self) -> AdamKernel:
+        return self.host_kernel
+
+    def _stream(self) -> None:
+        return None
+
+    def _order(self, ticket: Ticket) -> None:
+        ticket.wait()
+
+    def _mark(self, id: int) -> Ticket:
+        return DoneTicket(id)
+
+    def _new_granule(self, nbytes: int) -> torch.Tensor | None:
+        """Address space of twice the budget, so that holes between blocks never matter; only touched pages cost memory."""
+        size = max(2 * self.account.budget, nbytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        slab = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+        self.meter.exempt(slab.untyped_storage())
+        return slab
+
+    def metered(self) -> AbstractContextManager[object]:
+        return self.meter
+
+    def start_interval(self) -> tuple[int, int]:
+        return self.meter.start_interval()
+
+    def hand_over(self, nbytes: int) -> None:
+        self.meter.hand_over(nbytes)
+
+    def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
+        return [float(p) for p in partials]
+
+    def peak_bytes(self) -> int:
+        return self.account.peak
+
+
+class CudaDevice(Device):
+    """budget: bytes that torch's allocator may reserve on the current CUDA device; granules come out of it too."""
+
+    label = "cuda"
+    granule_bytes = 32 << 20
+    reserve_share = 0.08  # left to the allocator's fragmentation
+    warm_up_share = 0.2  # PatrickStar section 6.2: model data in the warm-up step
+
+    def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        if budget > total:
+            raise BudgetError(
+                f"--device-memory is {budget} bytes, the device has {total}: lower it", tier="device", need=budget, have=total
+            )
+        torch.cuda.set_per_process_memory_fraction(budget / total, self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._kernel = cuda_kernel()
+        self._handed_over = self._reserved_peak = 0
+        super().__init__(budget, log)
+        self.start_lanes(jitter)
+
+    @property
+    def plannable_bytes(self) -> int:
+        return int(self.account.budget * (1 - self.reserve_share))
+
+    @property
+    def warm_up_pool_bytes(self) -> int:
+        return int(self.account.budget * self.warm_up_share)
+
+    @property
+    def kernel(self) -> AdamKernel:
+        return self._kernel
+
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.torch_device)
+
+    def _order(self, ticket: Ticket) -> None:
+        ticket.order(torch.cuda.current_stream(self.torch_device))
+
+    def _mark(self, id: int) -> Ticket:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return CudaTicket(id, event)
+
+    def _new_granule(self, nbytes: int) -> torch.Tensor | None:
+        size = max(self.granule_bytes, nbytes)
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+    def metered(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def start_interval(self) -> tuple[int, int]:
+        pool = self.pool.reserved_bytes
+        peak = max(torch.cuda.max_memory_allocated(self.torch_device) - pool, 0)
+        self._reserved_peak = self.peak_bytes()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        kept, self._handed_over = peak + self._handed_over, 0
+        return peak, kept
+
+    def hand_over(self, nbytes: int) -> None:
+        self._handed_over += nbytes
+
+    def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
+        if not partials:
+            return []
+        self.log.count("host_syncs")
+        on_device = [p for p in partials if isinstance(p, torch.Tensor)]
+        values = iter(torch.stack(on_device).tolist() if on_device else [])
+        return [next(values) if isinstance(p, torch.Tensor) else p for p in partials]
+
+    def peak_bytes(self) -> int:
+        return max(self._reserved_peak, torch.cuda.max_memory_reserved(self.torch_device))
+
+    def drain(self) -> None:
+        super().drain()
+        torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        super().close()
+        torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+
+
+@contextlib.contextmanager
+def ambient(device: Device) -> Iterator[None]:
+    """Settings of torch that management relies on: autocast must not cache weights that are about to move."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

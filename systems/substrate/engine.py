@@ -1,0 +1,237 @@
+"""The engine of every managed system: a model, a strategy's layout, and the runtime that carries out its plans."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import nn
+from torch.profiler import record_function
+
+from systems.errors import UnsupportedError
+from systems.planning.strategy import PlanningContext, Strategy
+from systems.substrate.activations import apply_recompute
+from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
+from systems.substrate.device import Device
+from systems.substrate.events import EventLog
+from systems.substrate.gradients import Gradients
+from systems.substrate.hooks import UnitHooks
+from systems.substrate.host import host_account
+from systems.substrate.recipe import StepControl
+from systems.substrate.residency import Residency
+from systems.substrate.runtime import Parts, Runtime
+from systems.substrate.store import Store
+from systems.substrate.units import find_units
+from systems.substrate.updates import Updates
+from systems.substrate.views import Poison
+from systems.system import TORCH_DTYPE, Engine, MemoryReport, PlanReport, Settings, StepOutcome
+
+
+class ManagedEngine(Engine):
+    """See systems.system.Engine. make_strategy builds the policy once budgets and sizes are known.
+
+    Raises BudgetError or UnsupportedError, with nothing left behind, if the request cannot be met.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        make_strategy: Callable[[PlanningContext], Strategy],
+        make_device: Callable[[EventLog], Device],
+        host_budget: int,
+    ) -> None:
+        started = time.perf_counter()
+        self.module, self.settings = model, settings
+        self._closed = False
+        self._cleanup = contextlib.ExitStack()
+        self.log = EventLog(keep=settings.log_events)
+        try:
+            self._build(model, settings, make_strategy, make_device, host_budget)
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self.outcomes: list[StepOutcome] = self._parts.control.outcomes
+        self._startup = {"initialize": time.perf_counter() - started}
+
+    def _build(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        make_strategy: Callable[[PlanningContext], Strategy],
+        make_device: Callable[[EventLog], Device],
+        host_budget: int,
+    ) -> None:
+        dtype = TORCH_DTYPE[settings.dtype]
+        found = find_units(model)
+        self._cleanup.callback(apply_recompute(found, settings.recompute))
+        device = make_device(self.log)
+        self._cleanup.callback(device.close)
+        context = PlanningContext(
+            device_budget=device.plannable_bytes,
+            host_budget=host_budget,
+            itemsize=dtype.itemsize,
+            ranks=settings.ranks,
+            accumulate=settings.accumulate,
+            seed=settings.seed,
+        )
+        self.strategy = make_strategy(context)
+        layout = self.strategy.layout(found.index)
+        buffers = place_buffers(model, device.torch_device)
+        device.account.add_other(buffers, "buffers")
+        host = host_account(host_budget, self.log)
+        control = StepControl(settings, found.index, found.parameters)
+        shapes = [p.shape for p in found.index.parameters]
+        store = Store(
+            layout,
+            device,
+            host,
+            dtype,
+            accumulate=settings.accumulate,
+            shapes=shapes,
+            initial=initial_values(found, settings),
+        )
+        self._cleanup.callback(store.close)
+        largest = max(layout.bundle_bytes(b.index) for b in layout.bundles)
+        self.poison = Poison(largest, device.torch_device)
+        residency = Residency(layout, store, device, self.poison, write_back=self.strategy.write_back)
+        self._cleanup.callback(residency.close)
+        self.parameters = adopt_parameters(found, layout, residency, dtype)
+        gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate)
+        self._cleanup.callback(gradients.finish_step)
+        updates = Updates(layout, store, residency, gradients, device, control)
+        self._parts = Parts(layout, device, store, residency, gradients, updates, control)
+        self.index = found.index
+        self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
+        device.guard(residency, self.poison, self._name_of)
+        hooks = UnitHooks(found, self.runtime, gradients)
+        self._cleanup.callback(hooks.remove)
+        hooks.watch(self.parameters)
+
+    def _name_of(self, storage: torch.UntypedStorage) -> str:
+        """The first parameter that is a view of this storage, for a message."""
+        for described, parameter in zip(self.index.parameters, self.parameters, strict=True):
+            if parameter.untyped_storage()._cdata == storage._cdata:
+                return described.name
+        return "<unknown>"
+
+    @property
+    def parts(self) -> Parts:
+        """The mechanism, for tests and tools."""
+        return self._parts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_open()
+        runtime = self.runtime
+        with self._recovering():
+            if torch.is_grad_enabled():
+                if not runtime.in_step:
+                    runtime.begin_step()
+                with self._parts.device.metered(), record_function("forward"):
+                    return self.module(*args, **kwargs)
+            with runtime.aside(), self._parts.device.metered(), record_function("forward (no grad)"):
+                return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._check_open()
+        runtime = self.runtime
+        if not runtime.in_step:
+            raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
+        if runtime.micro_step >= self.settings.accumulate:
+            raise ValueError(
+                f"backward was called {runtime.micro_step + 1} times in a step with accumulate={self.settings.accumulate}: "
+                "call step(), or set accumulate to the number of micro-batches"
+            )
+        with self._recovering():
+            runtime.in_backward = True
+            scale = self._parts.control.scaler.scale
+            with self._parts.device.metered(), record_function("backward"):
+                (loss if scale == 1.0 else loss * scale).backward()
+                runtime.end_backward()
+
+    def step(self) -> None:
+        self._check_open()
+        if self.runtime.micro_step != self.settings.accumulate or not self.runtime.in_step:
+            raise ValueError(
+                f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
+                "micro-batches had their backward: call backward first, or set accumulate"
+            )
+        with self._recovering(), record_function("step"):
+            self.runtime.finish_step()
+            self.poison.check()
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """An exception leaves an engine that can run the next step or close."""
+        try:
+            yield
+        except BaseException:
+            self.runtime.abort()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed")
+
+    def drain(self) -> None:
+        self._parts.device.drain()
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.log.totals)
+
+    def memory(self) -> MemoryReport:
+        device, host = self._parts.device, self._parts.store.host
+        return MemoryReport(
+            device_peak_bytes=device.peak_bytes(),
+            device_budget_bytes=device.account.budget,
+            device_model_peak_bytes=device.account.pool_peak,
+            host_peak_bytes=host.peak,
+            host_pinned_bytes=self._parts.store.pinned_bytes,
+            host_budget_bytes=host.budget,
+            disk_peak_bytes=0,
+        )
+
+    def plan_report(self) -> PlanReport:
+        plan = self.runtime.cursor.plan
+        if plan is None:
+            return PlanReport()
+        return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
+
+    def statistics(self) -> BaseModel | None:
+        return self.strategy.statistics()
+
+    def startup_s(self) -> dict[str, float]:
+        return dict(self._startup)
+
+    def set_lr(self, lr: float) -> None:
+        self._parts.control.set_lr(lr)
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """See Engine.summon. Tied parameters appear once, under their first name."""
+        self._check_open()
+        if self.runtime.in_step:
+            raise UnsupportedError("summon: a step is in progress: call it before the forward pass or after step()")
+        self.drain()
+        values = {p.name: self._parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
+        yield values
+        if write:
+            for p in self.index.parameters:
+                self._parts.residency.overwrite(p.index, values[p.name])
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(Exception):
+            self._parts.device.drain()
+        self.runtime.in_step = self.runtime.in_backward = False
+        self._parts.residency.release_all()
+        self._cleanup.close()
+        assert self._parts.device.account.pool == 0, "device pool not empty after close"
+

@@ -1,0 +1,140 @@
+"""Hooks that turn a running model into unit events.
+
+Note [Where a unit's backward begins and ends]
+    It begins with the gradient of any tensor of the unit's outputs, except tensors merely passed through (T5 hands its
+    position bias from block to block: that hook fires after the unit is done). It ends at the first of: all gradients of its
+    parameters have come; the gradient of the unit's first input that requires one; the end of the whole backward pass.
+    `register_full_backward_hook` would fire early without grad inputs, and never for keyword-only modules.
+
+Note [Recomputation]
+    A checkpointed block runs its forward again inside backward. Then its forward hooks only hold what backward holds anyway.
+    Checkpoints inside a unit's `forward` do not fire the unit's hooks again; those around its `__call__` do. Both work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from systems.substrate.gradients import Gradients
+from systems.substrate.runtime import Runtime
+from systems.substrate.units import FoundModel
+
+MAX_DEPTH = 4
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Tensors inside nested containers, dataclasses and plain objects, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < MAX_DEPTH:
+        if isinstance(value, Mapping):
+            children: Any = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            children = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            children = [getattr(value, f.name) for f in dataclasses.fields(value)]
+        elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
+            children = vars(value).values()
+        else:
+            return
+        for child in children:
+            yield from tensors_in(child, depth + 1)
+
+
+class UnitHooks:
+    """Installs the hooks on construction; `remove` takes them off again."""
+
+    def __init__(self, found: FoundModel, runtime: Runtime, gradients: Gradients) -> None:
+        self._runtime, self._gradients, self._found = runtime, gradients, found
+        self._inputs: dict[int, list[torch.Tensor]] = {}
+        self._waiting = [
+            {p for p in unit.parameters if found.index.parameters[p].trainable} for unit in found.index.units
+        ]
+        self._missing = [set(parameters) for parameters in self._waiting]
+        self._handles: list[Any] = []
+        users: dict[int, list[int]] = {}
+        for unit, module in zip(found.index.units, found.modules, strict=True):
+            self._handles.append(
+                module.register_forward_pre_hook(self._before_forward(unit.index), with_kwargs=True, prepend=True)
+            )
+            self._handles.append(
+                module.register_forward_hook(self._after_forward(unit.index), with_kwargs=True, always_call=True)
+            )
+            for p in unit.parameters:
+                users.setdefault(p, []).append(unit.index)
+        self._users = users
+
+    def watch(self, parameters: tuple[nn.Parameter, ...]) -> None:
+        """Hook the gradients of the model's (final) parameter objects."""
+        for number, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._take_gradient(number)))
+
+    def _before_forward(self, unit: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            runtime = self._runtime
+            if runtime.in_backward:
+                self._enter_backward(unit)
+            else:
+                runtime.forward_enter(unit)
+            if not torch.is_grad_enabled():
+                return
+            inputs = [
+                t for t in tensors_in((args, kwargs)) if t.requires_grad and not isinstance(t, nn.Parameter)
+            ]
+            self._inputs[unit] = inputs
+            if inputs:
+                inputs[0].register_hook(lambda gradient: runtime.backward_exit(unit))
+
+        return hook
+
+    def _after_forward(self, unit: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            runtime = self._runtime
+            inputs = self._inputs.pop(unit, [])
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad and not any(tensor is x for x in inputs):
+                        tensor.register_hook(lambda gradient: self._enter_backward(unit))
+            if not runtime.in_backward:
+                runtime.forward_exit(unit)
+
+        return hook
+
+    def _enter_backward(self, unit: int) -> None:
+        runtime = self._runtime
+        if not runtime.in_backward:
+            raise RuntimeError("call engine.backward(loss) instead of loss.backward(): the engine has to see it begin")
+        if not runtime.holds_backward(unit):
+            self._missing[unit] = set(self._waiting[unit])
+        runtime.backward_enter(unit)
+
+    def _take_gradient(self, number: int) -> Any:
+        bundle = self._gradients.bundle_of(number)
+        users = self._users[number]
+
+        def hook(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                return
+            if not self._runtime.in_backward:
+                raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
+            self._runtime.gradient(number, bundle, gradient.detach())
+            del gradient
+            for unit in users:
+                missing = self._missing[unit]
+                missing.discard(number)
+                if not missing and self._runtime.holds_backward(unit):
+                    self._runtime.backward_exit(unit)
+
+        return hook
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

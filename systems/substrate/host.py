@@ -1,0 +1,104 @@
+"""Host memory: exact-size mappings for what lies off the device, pinned where a copy engine reads it.
+
+torch's pinned allocator rounds up to powers of two; these mappings have the bytes asked for. Huge pages are advised.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from systems.errors import BudgetError, OutOfMemoryError
+from systems.planning.layout import ALIGN_BYTES, round_up
+from systems.planning.plan import Tier
+from systems.substrate.events import EventLog, Extent
+from systems.substrate.tiers import Account
+from systems.substrate.transfers import Memory
+
+PAGE = 4096
+
+
+class HostMapping:
+    """Anonymous memory handed out front to back. pinned: registered with CUDA for full-speed copies (no-op without)."""
+
+    def __init__(self, name: str, nbytes: int, account: Account, *, pinned: bool) -> None:
+        self.name, self._account = name, account
+        self.nbytes = round_up(max(nbytes, 1), PAGE)
+        if self.nbytes > account.room:
+            raise BudgetError(
+                f"host memory: {name} needs {self.nbytes} bytes, {account.room} of {account.budget} are left: raise "
+                "--host-memory, or lower the model",
+                tier="host",
+                need=account.live + self.nbytes,
+                have=account.budget,
+            )
+        self._map: mmap.mmap | None = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._used = 0
+        self.pinned = pinned and torch.cuda.is_available()
+        if self.pinned:
+            status = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
+            if int(status) != 0:
+                raise BudgetError(
+                    f"host memory: {self.nbytes} bytes for {name} could not be pinned (CUDA error {int(status)}): raise "
+                    "the locked-memory limit (ulimit -l) or lower the model",
+                    tier="host",
+                    need=self.nbytes,
+                    have=0,
+                )
+        account.add_pool(self.nbytes, name)
+
+    def take(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, Memory]:
+        """The next `numel` elements, 256-byte aligned, with their tickets."""
+        assert self._bytes is not None
+        start, stop = self._used, self._used + numel * dtype.itemsize
+        self._used = round_up(stop, ALIGN_BYTES)
+        return self._bytes[start:stop].view(dtype), Memory(Extent(self.name, start, stop))
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """Give the whole pages inside `tensor` back to the machine; their content is gone. Pinned pages stay."""
+        first, last = self._pages(tensor)
+        if last > first and not self.pinned:
+            assert self._map is not None
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+            self._change(first - last)
+
+    def reclaim(self, tensor: torch.Tensor) -> None:
+        """Take discarded pages into use again, zeroed. Raises OutOfMemoryError when the host tier has no room for them."""
+        first, last = self._pages(tensor)
+        if last <= first or self.pinned:
+            return
+        if last - first > self._account.room:
+            raise OutOfMemoryError(
+                f"out of host memory: {self.name} needs {last - first} bytes back from the device, "
+                f"{self._account.room} are free: raise --host-memory",
+                tier="host",
+                need=last - first,
+                have=self._account.room,
+            )
+        self._change(last - first)
+
+    def _pages(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """First byte and end of the whole pages inside `tensor`."""
+        assert self._bytes is not None
+        start = tensor.data_ptr() - self._bytes.data_ptr()
+        return round_up(start, PAGE), (start + tensor.nbytes) // PAGE * PAGE
+
+    def _change(self, nbytes: int) -> None:
+        self._account.add_pool(nbytes, self.name)
+        self.nbytes += nbytes
+
+    def close(self) -> None:
+        if self._bytes is None:
+            return
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._account.add_pool(-self.nbytes, self.name)
+        self._bytes = self._map = None
+
+
+def host_account(budget: int, log: EventLog) -> Account:
+    return Account(Tier.HOST, budget, log)

@@ -1,0 +1,219 @@
+"""Lanes and tickets: ordered queues of work, and the proof that a piece of it is done.
+
+A lane is one thread with a queue. On the emulated device its jobs do the work themselves; on CUDA they queue it on the lane's
+stream. A ticket can be waited for by the host, and by another lane's job before it works. Nothing here knows what is moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from systems.planning.plan import LaneKind
+
+POLL_SECONDS = 0.0002
+
+
+class Ticket(Protocol):
+    id: int
+
+    def done(self) -> bool:
+        """True once the work is finished on its device."""
+
+    def wait(self) -> None:
+        """Block the host until done; raises what the work raised."""
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        """Make later work of the calling lane come after this: on its stream if there is one, else by waiting."""
+
+
+class DoneTicket:
+    """Work that was finished when its ticket was made: compute on the emulated device, which runs in the caller."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        return
+
+
+class HostTicket:
+    """Work done by a thread."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._finished.set()
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def wait(self) -> None:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        self.wait()
+
+
+class CudaTicket:
+    """Work queued on a stream by a lane's thread, or (event given) already queued by the caller."""
+
+    def __init__(self, id: int, event: torch.cuda.Event | None = None) -> None:
+        self.id = id
+        self._event = event
+        self._queued = threading.Event()
+        self._error: BaseException | None = None
+        if event is not None:
+            self._queued.set()
+
+    def queued(self, event: torch.cuda.Event | None, error: BaseException | None = None) -> None:
+        self._event, self._error = event, error
+        self._queued.set()
+
+    def done(self) -> bool:
+        return self._queued.is_set() and (self._event is None or self._event.query())
+
+    def wait(self) -> None:
+        self._queued.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._event is not None
+        self._event.synchronize()
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is None:
+            return self.wait()
+        self._queued.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._event is not None
+        stream.wait_event(self._event)
+
+
+class _Job:
+    __slots__ = ("after", "priority", "ticket", "work")
+
+    def __init__(self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int) -> None:
+        self.work, self.after, self.ticket, self.priority = work, after, ticket, priority
+
+
+class Lane:
+    """A thread that runs jobs one at a time, in order of submission.
+
+    stream: the CUDA stream its jobs queue work on, None where jobs do the work themselves.
+    jitter: called before each job; tests put random sleeps here.
+    """
+
+    def __init__(
+        self,
+        kind: LaneKind,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        jitter: Callable[[], None] | None = None,
+    ) -> None:
+        self.kind, self.stream, self._jitter = kind, stream, jitter
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._running = True
+        self._idle = True
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"lane-{kind.value}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], after: Sequence[Ticket], *, id: int, priority: int = 0) -> Ticket:
+        """Queue `work` to run after the tickets in `after`. priority is for lanes that choose; this one keeps order."""
+        ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
+        with self._changed:
+            self._jobs.append(_Job(work, after, ticket, priority))
+            self._changed.notify_all()
+        return ticket
+
+    def _take(self) -> _Job:
+        """The next job; called with the lock held and jobs present."""
+        return self._jobs.popleft()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._running and not self._jobs:
+                    self._idle = True
+                    self._changed.notify_all()
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                self._idle = False
+                job = self._take()
+            self._carry_out(job)
+
+    def _carry_out(self, job: _Job) -> None:
+        if self._jitter is not None:
+            self._jitter()
+        ticket = job.ticket
+        try:
+            for earlier in job.after:
+                earlier.order(self.stream)
+            if self.stream is None:
+                job.work()
+                ticket.finish()
+                return
+            with torch.cuda.stream(self.stream):
+                job.work()
+                event = torch.cuda.Event()
+                event.record(self.stream)
+            ticket.queued(event)
+        except BaseException as error:  # handed to whoever waits for the ticket, and to drain
+            self.error = self.error or error
+            if self.stream is None:
+                ticket.finish(error)
+            else:
+                ticket.queued(None, error)
+
+    def drain(self) -> None:
+        """Block until every job submitted so far is finished, on the device too; raises the first error of any job."""
+        with self._changed:
+            while self._jobs or not self._idle:
+                self._changed.wait()
+        if self.stream is not None:
+            self.stream.synchronize()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Finish what is queued, then end the thread."""
+        with self._changed:
+            self._running = False
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class UpdateLane(Lane):
+    """The CPU lane: among jobs whose inputs have arrived it runs the one with the lowest priority number first.
+
+    Gradients arrive last unit first, but the next forward needs the first units first; see design "Transfers".
+    """
+
+    def _take(self) -> _Job:
+        while True:
+            ready = [job for job in self._jobs if all(earlier.done() for earlier in job.after)]
+            if ready:
+                job = min(ready, key=lambda job: job.priority)
+                self._jobs.remove(job)
+                return job
+            self._changed.wait(POLL_SECONDS)

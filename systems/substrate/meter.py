@@ -1,0 +1,89 @@
+"""Counts the activations of the emulated device, tensor by tensor, and catches reads of released parameters.
+
+On CUDA the caching allocator counts; a CPU has no such thing. So forward and backward run under a dispatch mode that sees
+every operation's outputs: a new storage is added to the device's account, and given back when the storage dies. Memory that a
+kernel takes and frees inside one operation is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from systems.substrate.tiers import Account
+
+
+class ActivationMeter(TorchDispatchMode):
+    """make_room(nbytes): called when the account has less room than that; it evicts or raises OutOfMemoryError.
+
+    check(func, tensors): called with the input tensors of every operation that reads its inputs' bytes.
+    kept: what the interval's peak would be if gradients handed over in it had stayed where autograd put them.
+    """
+
+    def __init__(
+        self,
+        account: Account,
+        make_room: Callable[[int], None],
+        check: Callable[[Any, Sequence[torch.Tensor]], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._account, self._make_room, self._check = account, make_room, check
+        self._known: dict[int, int] = {}
+        self._exempt: set[int] = set()
+        self._handed_over = 0
+        self.kept_peak = 0
+
+    def attend(
+        self, make_room: Callable[[int], None], check: Callable[[Any, Sequence[torch.Tensor]], None]
+    ) -> None:
+        self._make_room, self._check = make_room, check
+
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        """Never count this storage: its bytes are in the account already."""
+        self._exempt.add(storage._cdata)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._check is not None and not func.is_view:
+            self._check(func, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf, func)
+        return out
+
+    def _see(self, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._exempt:
+            return
+        nbytes = storage.nbytes()
+        self._known[key] = nbytes
+        weakref.finalize(storage, self._forget, key, nbytes)
+        if self._account.room < nbytes:
+            self._make_room(nbytes)
+        self._account.add_other(nbytes, str(func))
+        self.kept_peak = max(self.kept_peak, self._account.other + self._handed_over)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.pop(key, None)
+        self._account.return_other(nbytes)
+
+    def hand_over(self, nbytes: int) -> None:
+        """A gradient of this many bytes has been copied out of autograd's buffer, which is about to be freed."""
+        self._handed_over += nbytes
+
+    def start_interval(self) -> tuple[int, int]:
+        """(peak bytes, peak bytes had the gradients been kept) since the last call."""
+        peak, kept = self._account.start_interval(), self.kept_peak
+        self._handed_over, self.kept_peak = 0, self._account.other
+        return peak, max(peak, kept)

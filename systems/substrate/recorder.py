@@ -1,0 +1,128 @@
+"""Records a step as it happens, and follows a plan along it. See design section 4: the trace is a hint, never a truth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from systems.planning.plan import Operation, Plan
+from systems.planning.trace import Moment, Trace
+from systems.substrate.device import Device
+
+
+class Recorder:
+    """Collects the moments of the step in progress with what was measured between them."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.moments: list[Moment] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.moments = []
+        self._non_model: list[int] = []
+        self._kept: list[int] = []
+        self._times: list[float] = []
+        self._flushes: list[list[int]] = []
+        self._produced: list[int] = []
+        self._waited = 0.0
+        self._adopted = self._adopted_before = 0
+
+    def start(self) -> None:
+        self._reset()
+        self._device.start_interval()
+        self._last = time.perf_counter()
+
+    def moment(self, moment: Moment) -> None:
+        if self.moments:
+            self._measure()
+        self.moments.append(moment)
+        self._flushes.append([])
+        self._produced.append(0)
+
+    def _measure(self) -> None:
+        now = time.perf_counter()
+        peak, kept = self._device.start_interval()
+        self._non_model.append(max(peak - self._adopted_before, 0))
+        self._kept.append(max(kept - self._adopted_before, 0))
+        self._adopted_before = self._adopted
+        self._times.append(max(now - self._last - self._waited, 0.0))
+        self._last, self._waited = now, 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Seconds since the last moment that compute stood still for a transfer."""
+        self._waited += seconds
+
+    def flushed(self, bundle: int) -> None:
+        if self._flushes:
+            self._flushes[-1].append(bundle)
+
+    def produced(self, nbytes: int, *, adopted: bool) -> None:
+        """A parameter's first gradient of the step. Adopted ones stay in autograd's buffers, behind later intervals."""
+        if self._produced:
+            self._produced[-1] += nbytes
+        if adopted:
+            self._adopted += nbytes
+
+    def finish(self) -> Trace:
+        self._measure()
+        return Trace(
+            moments=tuple(self.moments),
+            non_model_bytes=tuple(self._non_model),
+            compute_time_s=tuple(self._times),
+            flushes=tuple(tuple(f) for f in self._flushes),
+            adopted_peak_bytes=tuple(self._kept),
+            gradient_bytes=tuple(self._produced),
+        )
+
+
+def merged(old: Trace, new: Trace) -> Trace:
+    """Two steps with the same moments: the larger memory, the newer times."""
+    assert old.signature == new.signature
+    return Trace(
+        moments=new.moments,
+        non_model_bytes=tuple(map(max, old.non_model_bytes, new.non_model_bytes)),
+        compute_time_s=new.compute_time_s,
+        flushes=new.flushes,
+        adopted_peak_bytes=tuple(map(max, old.adopted_peak_bytes, new.adopted_peak_bytes)),
+        gradient_bytes=tuple(map(max, old.gradient_bytes, new.gradient_bytes)),
+    )
+
+
+class Cursor:
+    """A position in a plan's trace. Once an event differs from it, the rest of the step is on its own."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.following = False
+        self.position = -1
+        self._operations: list[list[Operation]] = []
+
+    def use(self, plan: Plan | None) -> None:
+        self.plan = plan
+        self.following = False
+        self._operations = []
+        if plan is not None:
+            self._operations = [[] for _ in plan.signature]
+            for planned in sorted(plan.operations, key=lambda p: (p.trigger, p.priority)):
+                self._operations[planned.trigger].append(planned.operation)
+
+    def start(self) -> None:
+        self.following, self.position = self.plan is not None, -1
+
+    def advance(self, moment: Moment) -> bool:
+        """Step on to `moment`. False if the plan did not expect it (then, and from then on, nothing is planned)."""
+        self.position += 1
+        if not self.following:
+            return True
+        assert self.plan is not None
+        signature = self.plan.signature
+        if self.position < len(signature) and signature[self.position] == moment:
+            return True
+        self.following = False
+        return False
+
+    def operations(self) -> Iterator[Operation]:
+        """What the plan wants done at the current moment."""
+        if self.following:
+            yield from self._operations[self.position]

@@ -1,0 +1,235 @@
+"""Which bundles are on the device: fetch, hold, release, drop, and making room.
+
+States of a bundle: ABSENT (storage points at poison), FETCHING (a copy is on its way), RESIDENT (compute may read it). GRAD
+and REDUCING are states of its gradient, see gradients.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+
+from systems.planning.layout import Bundle, Layout
+from systems.planning.plan import LaneKind, Tier
+from systems.substrate.device import Device
+from systems.substrate.store import Store
+from systems.substrate.tiers import Allocation
+from systems.substrate.transfers import Memory
+from systems.substrate.views import Poison, RebindableStorage
+
+
+class BundleState(Enum):
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+
+
+class ManagedBundle:
+    """A bundle's permanent storage and, while it is on the device, the block behind it."""
+
+    def __init__(self, bundle: Bundle, storage: RebindableStorage) -> None:
+        self.bundle, self.storage = bundle, storage
+        self.state = BundleState.ABSENT
+        self.block: Allocation | None = None
+        self.holds: dict[object, int] = {}
+
+    @property
+    def index(self) -> int:
+        return self.bundle.index
+
+
+class Residency:
+    """choose: which of these un-held bundles is evicted. demote: asked as a last resort to free optimizer state.
+
+    demote returns False when there is nothing left that it could move off the device.
+    """
+
+    def __init__(self, layout: Layout, store: Store, device: Device, poison: Poison, *, write_back: bool) -> None:
+        self.layout, self.store, self.device = layout, store, device
+        self._write_back = write_back
+        self.choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
+        self.demote: Callable[[], bool] = lambda: False
+        self.bundles = [
+            ManagedBundle(b, RebindableStorage(layout.bundle_bytes(b.index), device.torch_device, poison))
+            for b in layout.bundles
+        ]
+        self.limit = device.warm_up_pool_bytes  # pool bytes beyond which fetching evicts; lifted by a plan
+
+    def pinned(self, managed: ManagedBundle) -> bool:
+        """True for a bundle that stays: never moved by layout, or updated on the device."""
+        if not managed.bundle.movable:
+            return True
+        return any(self.store.segments[s].tier is Tier.DEVICE for s in managed.bundle.segments)
+
+    def evictable(self) -> list[int]:
+        return [m.index for m in self.bundles if m.block is not None and not m.holds and not self.pinned(m)]
+
+    def make_room(self, fits: Callable[[], bool]) -> bool:
+        """Evict until fits() is true; False if it never is."""
+        while not fits():
+            candidates = self.evictable()
+            if candidates:
+                self.device.log.count("evictions")
+                self.evict(self.choose(candidates))
+            elif not self.demote():
+                return False
+        return True
+
+    def allocate(self, nbytes: int, what: str) -> Allocation:
+        """Device bytes, evicting for them if need be. Raises OutOfMemoryError when nothing is left to evict."""
+        found: list[Allocation] = []
+
+        def fits() -> bool:
+            if self.device.account.pool + nbytes > self.limit and self.evictable():
+                return False
+            allocation = self.device.pool.allocate(nbytes, what)
+            if allocation is not None:
+                found.append(allocation)
+            return allocation is not None
+
+        if not self.make_room(fits):
+            raise self.device.pool.out_of_memory(nbytes, what)
+        return found[0]
+
+    def fetch(self, index: int) -> None:
+        """Start bringing a bundle to the device; nothing if it is there or on its way."""
+        managed = self.bundles[index]
+        if managed.block is not None:
+            return
+        nbytes = self.layout.bundle_bytes(index)
+        block = self.allocate(nbytes, f"bundle {index}")
+        managed.block, managed.state = block, BundleState.FETCHING
+        sources, memories = self._sources(managed.bundle)
+
+        def copy() -> None:
+            for target, source in zip(self._shards(managed.bundle, block), sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        self.device.log.count("h2d_bytes", nbytes)
+        self.device.transfers.issue(
+            LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=f"fetch bundle {index}"
+        )
+
+    def _shards(self, bundle: Bundle, block: Allocation) -> list[torch.Tensor]:
+        views, offset = [], 0
+        for s in bundle.segments:
+            numel = self.layout.segments[s].numel
+            views.append(block.view(self.store.dtype, offset, numel))
+            offset += numel
+        return views
+
+    def _sources(self, bundle: Bundle) -> tuple[list[torch.Tensor], list[Memory]]:
+        """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
+        sources, memories = [], []
+        for s in bundle.segments:
+            stored = self.store.segments[s]
+            if stored.slot_holds_gradient:
+                assert stored.state is not None
+                sources.append(stored.state.master)
+                memories.append(stored.state.memory)
+            else:
+                sources.append(stored.slot)
+                memories.append(stored.slot_memory)
+        return sources, memories
+
+    def hold(self, index: int, key: object) -> None:
+        """Compute is about to read the bundle: fetch it if absent, order compute behind the copy, pin it."""
+        managed = self.bundles[index]
+        managed.holds[key] = managed.holds.get(key, 0) + 1
+        if managed.block is None:
+            self.device.log.count("on_demand_fetches")
+            try:
+                self.fetch(index)
+            except BaseException:
+                self._unhold(managed, key)
+                raise
+        assert managed.block is not None
+        self.device.transfers.compute(reads=[managed.block.memory], label=f"hold bundle {index}")
+        if managed.state is BundleState.FETCHING:
+            managed.storage.point_at(managed.block.data.data_ptr())
+            managed.state = BundleState.RESIDENT
+
+    def release(self, index: int, key: object) -> None:
+        managed = self.bundles[index]
+        if key not in managed.holds:
+            return
+        self._unhold(managed, key)
+        if managed.block is not None:
+            self.device.transfers.compute(reads=[managed.block.memory], label=f"release bundle {index}")
+
+    @staticmethod
+    def _unhold(managed: ManagedBundle, key: object) -> None:
+        managed.holds[key] -= 1
+        if not managed.holds[key]:
+            del managed.holds[key]
+
+    def evict(self, index: int) -> None:
+        if self._write_back:
+            self.write_back(index)
+        else:
+            self.drop(index)
+
+    def drop(self, index: int) -> None:
+        """Free the device copy; the host's is authoritative."""
+        managed = self.bundles[index]
+        if managed.block is None:
+            return
+        assert not managed.holds, f"bundle {index} dropped while held"
+        managed.storage.release()
+        self.device.pool.free(managed.block, f"bundle {index}")
+        managed.block, managed.state = None, BundleState.ABSENT
+
+    def write_back(self, index: int) -> None:
+        """Copy the device's parameters to the host slots, then drop them."""
+        managed = self.bundles[index]
+        block = managed.block
+        if block is None:
+            return
+        targets = [self.store.segments[s] for s in managed.bundle.segments]
+        if not any(t.slot_holds_gradient for t in targets):
+
+            def copy() -> None:
+                for target, source in zip(targets, self._shards(managed.bundle, block), strict=True):
+                    target.slot.copy_(source, non_blocking=True)
+
+            self.device.log.count("d2h_bytes", self.layout.bundle_bytes(index))
+            self.device.transfers.issue(
+                LaneKind.D2H,
+                copy,
+                reads=[block.memory],
+                writes=[t.slot_memory for t in targets],
+                label=f"write back bundle {index}",
+            )
+        self.drop(index)
+
+    def overwrite(self, parameter: int, value: torch.Tensor) -> None:
+        """Take over a new fp32 value: master, slot and any device copy. Call only when drained, outside a step."""
+        for managed in self.bundles:
+            start = 0
+            for s in managed.bundle.segments:
+                stored = self.store.segments[s]
+                for place in stored.segment.placements:
+                    if place.parameter != parameter:
+                        continue
+                    flat = value.detach().float().cpu().reshape(-1)
+                    where = slice(place.offset, place.offset + place.numel)
+                    if stored.state is not None:
+                        stored.state.master[where].copy_(flat)
+                    self.device.host_kernel.cast(flat, stored.slot[where])
+                    if managed.block is not None:
+                        managed.block.view(self.store.dtype, start + place.offset, place.numel).copy_(flat)
+                start += stored.segment.numel
+
+    def resident(self) -> frozenset[int]:
+        return frozenset(m.index for m in self.bundles if m.block is not None)
+
+    def release_all(self) -> None:
+        for managed in self.bundles:
+            managed.holds.clear()
+
+    def close(self) -> None:
+        self.release_all()
+        for managed in self.bundles:
+            self.drop(managed.index)

@@ -1,0 +1,202 @@
+"""Where every segment lives at rest: its slot on the host, and master weights and moments on the optimizer's tier.
+
+Note [The slot]
+    Each segment has one host slot in the compute dtype. It holds the parameters; from the flush of a step's gradient to the
+    update it holds that gradient instead (design section 4, 14 bytes a parameter). While it does, parameters are read from
+    the master, which rounds to the same bits. Segments updated on the device need no slot once they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from systems.planning.layout import Layout, Segment
+from systems.planning.plan import LaneKind, Tier
+from systems.substrate.device import Device
+from systems.substrate.host import HostMapping
+from systems.substrate.tiers import Account, Allocation
+from systems.substrate.transfers import Memory
+
+STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
+
+
+@dataclass
+class OptimizerState:
+    """Flat fp32 tensors of the segment's shard on one tier. accumulator: only with several micro-batches."""
+
+    tier: Tier
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    accumulator: torch.Tensor | None
+    memory: Memory
+    allocation: Allocation | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        parts = [self.master, self.exp_avg, self.exp_avg_sq]
+        return parts if self.accumulator is None else [*parts, self.accumulator]
+
+
+@dataclass
+class StoredSegment:
+    """slot: see Note [The slot]. at_home: the state's place on the host, kept while the state is on the device."""
+
+    segment: Segment
+    slot: torch.Tensor
+    slot_memory: Memory
+    state: OptimizerState | None
+    at_home: OptimizerState | None
+    slot_holds_gradient: bool = False
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.HOST if self.state is None else self.state.tier
+
+
+class Store:
+    """All segments of one rank. Construction allocates and fills the host; nothing is on the device yet.
+
+    initial: (parameter number, fp32 tensor of its shape) fills the tensor with the parameter's first value.
+    Raises BudgetError when the host tier is too small.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: Device,
+        host: Account,
+        dtype: torch.dtype,
+        *,
+        accumulate: int,
+        shapes: Sequence[tuple[int, ...]],
+        initial: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        self.layout, self.device, self.host, self.dtype = layout, device, host, dtype
+        trainable = [s for s in layout.segments if s.space.trainable]
+        slot_bytes = sum(s.shard_numel for s in layout.segments) * dtype.itemsize
+        state_bytes = sum(s.shard_numel for s in trainable) * 4
+        self._mappings = {"slots": HostMapping("host-slots", slot_bytes, host, pinned=True)}
+        parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
+        for part in parts if trainable else []:
+            self._mappings[part] = HostMapping(f"host-{part}", state_bytes, host, pinned=False)
+        self.segments = [self._place(s, parts) for s in layout.segments]
+        for stored in self.segments:
+            self._fill(stored, shapes, initial)
+
+    def _place(self, segment: Segment, parts: Sequence[str]) -> StoredSegment:
+        slot, slot_memory = self._mappings["slots"].take(self.dtype, segment.shard_numel)
+        state = None
+        if segment.space.trainable:
+            taken = {part: self._mappings[part].take(torch.float32, segment.shard_numel) for part in parts}
+            tensors = {part: tensor for part, (tensor, _) in taken.items()}
+            state = OptimizerState(
+                Tier.HOST,
+                tensors["master"],
+                tensors["exp_avg"],
+                tensors["exp_avg_sq"],
+                tensors.get("accumulator"),
+                taken["master"][1],
+            )
+        return StoredSegment(segment, slot, slot_memory, state, state)
+
+    def _fill(
+        self,
+        stored: StoredSegment,
+        shapes: Sequence[tuple[int, ...]],
+        initial: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        for place in stored.segment.placements:
+            where = slice(place.offset, place.offset + place.numel)
+            if stored.state is None:
+                value = torch.empty(shapes[place.parameter])
+                initial(place.parameter, value)
+            else:
+                value = stored.state.master[where].view(shapes[place.parameter])
+                initial(place.parameter, value)
+            self.device.host_kernel.cast(value.reshape(-1), stored.slot[where])
+
+    def restore_slot(self, index: int) -> None:
+        """Put the parameters back where a gradient lies: cast them anew from the master (skipped step, abort)."""
+        stored = self.segments[index]
+        assert stored.state is not None
+        slot, master = stored.slot, stored.state.master
+        self.device.transfers.issue(
+            LaneKind.CPU,
+            lambda: self.device.host_kernel.cast(master, slot),
+            reads=[stored.state.memory],
+            writes=[stored.slot_memory],
+            label=f"restore segment {index}",
+            priority=index,
+        )
+        stored.slot_holds_gradient = False
+
+    def state_to_device(self, index: int) -> bool:
+        """Move master and moments to the device for good. False, and nothing changed, if they do not fit there now."""
+        stored = self.segments[index]
+        old = stored.state
+        assert old is not None and old.tier is Tier.HOST and not stored.slot_holds_gradient
+        numel, parts = stored.segment.shard_numel, old.tensors()
+        allocation = self.device.pool.allocate(numel * 4 * len(parts), f"optimizer state of segment {index}")
+        if allocation is None:
+            return False
+        new = [allocation.view(torch.float32, i * numel, numel) for i in range(len(parts))]
+
+        def copy() -> None:
+            for target, source in zip(new, old.tensors(), strict=True):
+                target.copy_(source, non_blocking=True)
+
+        self.device.log.count("h2d_bytes", numel * 4 * len(parts))
+        moved = self.device.transfers.issue(
+            LaneKind.H2D, copy, reads=[old.memory], writes=[allocation.memory], label=f"state of segment {index}"
+        )
+        moved.wait()
+        stored.state = OptimizerState(
+            Tier.DEVICE, new[0], new[1], new[2], new[3] if len(new) == 4 else None, allocation.memory, allocation
+        )
+        for name, tensor in zip(STATE_PARTS, old.tensors(), strict=False):
+            self._mappings[name].discard(tensor)
+        return True
+
+    def state_to_host(self, index: int) -> None:
+        """The way back, when the device's room is needed for something else; the slot gets the parameters again."""
+        stored = self.segments[index]
+        old, new = stored.state, stored.at_home
+        assert old is not None and new is not None and old.tier is Tier.DEVICE and old.allocation is not None
+        for name, tensor in zip(STATE_PARTS, new.tensors(), strict=False):
+            self._mappings[name].reclaim(tensor)
+
+        def copy() -> None:
+            for target, source in zip(new.tensors(), old.tensors(), strict=True):
+                target.copy_(source, non_blocking=True)
+
+        self.device.log.count("d2h_bytes", old.allocation.nbytes)
+        self.device.transfers.issue(
+            LaneKind.D2H, copy, reads=[old.memory], writes=[new.memory], label=f"state of segment {index} to host"
+        ).wait()
+        self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
+        stored.state = new
+        self.restore_slot(index)
+
+    def parameter_values(self, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """The parameter's fp32 master (or its slot's value, if frozen) as a CPU copy. Call only when drained."""
+        for stored in self.segments:
+            for place in stored.segment.placements:
+                if place.parameter == parameter:
+                    source = stored.slot if stored.state is None else stored.state.master
+                    return source[place.offset : place.offset + place.numel].float().cpu().clone().view(shape)
+        raise AssertionError(f"parameter {parameter} is in no segment")
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(m.nbytes for m in self._mappings.values() if m.pinned)
+
+    def close(self) -> None:
+        for stored in self.segments:
+            if stored.state is not None and stored.state.allocation is not None:
+                self.device.pool.free(stored.state.allocation, f"close segment {stored.segment.index}")
+                stored.state.allocation = None
+        for mapping in self._mappings.values():
+            mapping.close()

@@ -1,0 +1,200 @@
+"""Tiers: memories with a hard budget, and the pool that hands out device memory.
+
+Note [Accounting in program order]
+    A free takes effect in the accounts when it is issued, even if a copy out of that memory is still in flight: the next
+    owner of the very bytes inherits its tickets. So live bytes are a function of the order of calls, the same on every run
+    and the same in the planner's timeline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from systems.errors import OutOfMemoryError
+from systems.planning.layout import ALIGN_BYTES, round_up
+from systems.planning.plan import Tier
+from systems.substrate.events import EventLog, Extent
+from systems.substrate.lanes import Ticket
+from systems.substrate.transfers import Memory
+
+
+class Account:
+    """Live and peak bytes of one tier against its budget.
+
+    pool: bytes the substrate placed; the rest of `live` is activations and temporaries. Frees may come from any thread (a
+    tensor dies where its last reference does), so they are queued and taken in by the thread that runs the step.
+    """
+
+    def __init__(self, tier: Tier, budget: int, log: EventLog) -> None:
+        self.tier, self.budget, self._log = tier, budget, log
+        self.pool = self.other = 0
+        self.peak = self.pool_peak = self.other_peak = 0
+        self._returned: deque[int] = deque()
+
+    @property
+    def keeps_log(self) -> bool:
+        return self._log.keep
+
+    @property
+    def live(self) -> int:
+        self._take_in()
+        return self.pool + self.other
+
+    @property
+    def room(self) -> int:
+        return self.budget - self.live
+
+    def _take_in(self) -> None:
+        while self._returned:
+            self.other -= self._returned.popleft()
+
+    def add_pool(self, nbytes: int, label: str) -> None:
+        self._take_in()
+        self.pool += nbytes
+        self._note(label)
+
+    def add_other(self, nbytes: int, label: str) -> None:
+        """Bytes of an activation or buffer; the caller has made room."""
+        self._take_in()
+        self.other += nbytes
+        self._note(label)
+
+    def return_other(self, nbytes: int) -> None:
+        self._returned.append(nbytes)
+
+    def start_interval(self) -> int:
+        """Peak of the other bytes since the last call; a new interval begins at what is live now."""
+        self._take_in()
+        peak, self.other_peak = self.other_peak, self.other
+        return peak
+
+    def _note(self, label: str) -> None:
+        live = self.pool + self.other
+        self.peak = max(self.peak, live)
+        self.pool_peak = max(self.pool_peak, self.pool)
+        self.other_peak = max(self.other_peak, self.other)
+        self._log.live_bytes(self.tier.value, live, self.pool, label)
+
+
+@dataclass
+class _Range:
+    """Free bytes [start, stop) of a granule and the tickets of their last owners."""
+
+    start: int
+    stop: int
+    tickets: list[Ticket]
+
+
+class Granule:
+    """A piece of address space that the pool cuts up. memory: uint8 tensor, 256-byte aligned."""
+
+    def __init__(self, space: str, memory: torch.Tensor) -> None:
+        self.space, self.memory = space, memory
+        self.free = [_Range(0, memory.numel(), [])]
+
+    def best_fit(self, nbytes: int) -> _Range | None:
+        fitting = [r for r in self.free if r.stop - r.start >= nbytes]
+        return min(fitting, key=lambda r: (r.stop - r.start, r.start), default=None)
+
+    @property
+    def empty(self) -> bool:
+        return len(self.free) == 1 and self.free[0].stop - self.free[0].start == self.memory.numel()
+
+
+class Allocation:
+    """Device bytes in use. data: uint8 tensor of exactly the bytes asked for; memory: its tickets."""
+
+    def __init__(self, granule: Granule, start: int, nbytes: int, reserved: int, tickets: list[Ticket]) -> None:
+        self.granule, self.start, self.nbytes, self.reserved = granule, start, nbytes, reserved
+        self.data = granule.memory[start : start + nbytes]
+        self.memory = Memory(Extent(granule.space, start, start + reserved), tickets)
+
+    def view(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """`numel` elements from element `offset` on, as a flat tensor."""
+        size = dtype.itemsize
+        return self.data[offset * size : (offset + numel) * size].view(dtype)
+
+
+class Pool:
+    """Best-fit allocation out of granules, under an account's budget.
+
+    new_granule: makes a granule of at least the given bytes, or returns None when the device has no more.
+    """
+
+    def __init__(self, account: Account, new_granule: Callable[[int], torch.Tensor | None]) -> None:
+        self.account, self._new_granule = account, new_granule
+        self._granules: list[Granule] = []
+        self._made = 0
+
+    def allocate(self, nbytes: int, label: str) -> Allocation | None:
+        """None if it does not fit now: the caller makes room and asks again."""
+        if nbytes > self.account.room:
+            return None
+        placed = self._place(round_up(max(nbytes, 1), ALIGN_BYTES))
+        if placed is None:
+            return None
+        granule, found, reserved = placed
+        start = found.start
+        found.start += reserved
+        if found.start == found.stop:
+            granule.free.remove(found)
+        self.account.add_pool(nbytes, label)
+        return Allocation(granule, start, nbytes, reserved, list(found.tickets))
+
+    def _place(self, reserved: int) -> tuple[Granule, _Range, int] | None:
+        for granule in self._granules:
+            found = granule.best_fit(reserved)
+            if found is not None:
+                return granule, found, reserved
+        memory = self._new_granule(reserved)
+        if memory is None:
+            return None
+        self._made += 1
+        granule = Granule(f"{self.account.tier.value}{self._made}", memory)
+        self._granules.append(granule)
+        return granule, granule.free[0], reserved
+
+    def free(self, allocation: Allocation, label: str) -> None:
+        """Give the bytes back; whoever gets them next waits for the tickets left on them."""
+        self.account.add_pool(-allocation.nbytes, label)
+        start, stop = allocation.start, allocation.start + allocation.reserved
+        tickets = list(allocation.memory.tickets())
+        ranges = allocation.granule.free
+        for near in [r for r in ranges if r.stop == start or r.start == stop]:
+            start, stop = min(start, near.start), max(stop, near.stop)
+            tickets += near.tickets
+            ranges.remove(near)
+        unique = {id(t): t for t in tickets if self.account.keeps_log or not t.done()}
+        ranges.append(_Range(start, stop, list(unique.values())))
+
+    def trim(self) -> None:
+        """Give granules that are empty, and that nobody has work in flight on, back to the device's allocator."""
+        self._granules = [
+            g for g in self._granules if not g.empty or not all(t.done() for r in g.free for t in r.tickets)
+        ]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(g.memory.numel() for g in self._granules)
+
+    @property
+    def live_bytes(self) -> int:
+        return self.account.pool
+
+    def close(self) -> None:
+        assert all(g.empty for g in self._granules), "a device block was not returned to the pool"
+        self._granules.clear()
+
+    def out_of_memory(self, nbytes: int, what: str) -> OutOfMemoryError:
+        have = max(self.account.room, 0)
+        return OutOfMemoryError(
+            f"out of device memory: {what} needs {nbytes} bytes, {have} of {self.account.budget} are free and nothing "
+            "more can be evicted: raise --device-memory, or lower --batch-size or --seq-len",
+            tier=self.account.tier.value,
+            need=nbytes,
+            have=have,
+        )

@@ -1,0 +1,101 @@
+"""Transfers whose waits are derived, so that no caller can forget one.
+
+Note [Derived waits]
+    Every operation names the memory it reads and writes. Before it is issued, its lane is made to wait for the last writer
+    of each, and for all readers of what it writes; after issue its ticket is left there. Freed memory keeps its tickets,
+    so the next owner's first write waits for whatever the last owner had in flight. Compute is one more lane: `compute`
+    orders it after the tickets and leaves one. Nobody else ever waits, records or synchronises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from systems.planning.plan import LaneKind
+from systems.substrate.events import EventLog, Extent
+from systems.substrate.lanes import Lane, Ticket
+
+MAX_READERS = 32  # finished readers are forgotten beyond this many
+
+
+class Memory:
+    """A range of memory with the tickets of who used it last."""
+
+    __slots__ = ("extent", "readers", "writer")
+
+    def __init__(self, extent: Extent, inherited: Iterable[Ticket] = ()) -> None:
+        self.extent = extent
+        self.writer: Ticket | None = None
+        self.readers: list[Ticket] = list(inherited)
+
+    def tickets(self) -> list[Ticket]:
+        """Everybody the next owner of this memory has to wait for."""
+        return self.readers if self.writer is None else [self.writer, *self.readers]
+
+
+class ComputeLane:
+    """The lane of the caller. `order(ticket)` puts later compute behind it, `mark(id)` gives a ticket for all so far."""
+
+    def __init__(self, order: Callable[[Ticket], None], mark: Callable[[int], Ticket]) -> None:
+        self.order, self.mark = order, mark
+
+
+class Transfers:
+    """Issues operations on lanes. All calls come from the thread that runs the step, one at a time."""
+
+    def __init__(self, lanes: Mapping[LaneKind, Lane], compute: ComputeLane, log: EventLog) -> None:
+        self._lanes, self._compute, self._log = lanes, compute, log
+
+    def issue(
+        self,
+        lane: LaneKind,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Memory] = (),
+        writes: Sequence[Memory] = (),
+        label: str,
+        priority: int = 0,
+    ) -> Ticket:
+        """Queue `work` on `lane` after everything it depends on. See Note [Derived waits]."""
+        waits = _waits(reads, writes)
+        ticket = self._lanes[lane].submit(work, waits, id=self._log.next_ticket(), priority=priority)
+        self._leave(ticket, lane, label, reads, writes, waits)
+        return ticket
+
+    def compute(self, *, reads: Sequence[Memory] = (), writes: Sequence[Memory] = (), label: str) -> None:
+        """Compute is about to use, or has just used, this memory: orders it and leaves its ticket."""
+        waits = _waits(reads, writes)
+        for ticket in waits:
+            self._compute.order(ticket)
+        mark = self._compute.mark(self._log.next_ticket())
+        self._leave(mark, LaneKind.COMPUTE, label, reads, writes, waits)
+
+    def _leave(
+        self,
+        ticket: Ticket,
+        lane: LaneKind,
+        label: str,
+        reads: Sequence[Memory],
+        writes: Sequence[Memory],
+        waits: Sequence[Ticket],
+    ) -> None:
+        for memory in reads:
+            if len(memory.readers) >= MAX_READERS and not self._log.keep:
+                memory.readers = [t for t in memory.readers if not t.done()]
+            memory.readers.append(ticket)
+        for memory in writes:
+            memory.writer, memory.readers = ticket, []
+        self._log.operation(
+            ticket.id,
+            lane.value,
+            label,
+            [m.extent for m in reads],
+            [m.extent for m in writes],
+            [t.id for t in waits],
+        )
+
+
+def _waits(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Ticket]:
+    found = {id(m.writer): m.writer for m in (*reads, *writes) if m.writer is not None}
+    found |= {id(t): t for m in writes for t in m.readers}
+    return list(found.values())

@@ -1,0 +1,96 @@
+"""Finds the units of a model and who uses which parameter: the index that strategies lay out.
+
+A unit is each element of an outermost homogeneous ModuleList (a transformer block), and every module outside those that
+directly owns parameters. A tied parameter has one entry and several users.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from systems.errors import UnsupportedError
+from systems.planning.layout import ModelIndex, Parameter, Unit
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """modules and parameters are in the order of index.units and index.parameters.
+
+    owners: per parameter the (module, attribute) pairs it is registered under.
+    """
+
+    index: ModelIndex
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[nn.Parameter, ...]
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
+
+
+def _blocks(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """Name to (module, number) of every element of an outermost ModuleList of two or more modules of one type."""
+    found: dict[str, tuple[nn.Module, int]] = {}
+    number = 0
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if isinstance(module, nn.ModuleList) and len(module) >= 2 and len({type(child) for child in module}) == 1:
+            for i, child in enumerate(module):
+                if any(True for _ in child.parameters()):
+                    found[f"{name}.{i}"] = (child, number)
+                    number += 1
+    return found
+
+
+def find_units(model: nn.Module) -> FoundModel:
+    """Raises UnsupportedError for a model that cannot be managed: no parameters, compiled, or sparse parameters."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise UnsupportedError("torch.compile fixes the addresses of weights: pass the model before compiling it")
+    blocks = _blocks(model)
+    inside = {id(m) for block, _ in blocks.values() for m in block.modules()}
+    units: list[tuple[str, nn.Module, int | None, list[nn.Parameter]]] = []
+    for name, module in model.named_modules():
+        if name in blocks:
+            units.append((name, module, blocks[name][1], list(module.parameters())))
+        elif id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
+            units.append((name or "<root>", module, None, list(module.parameters(recurse=False))))
+
+    parameters: dict[nn.Parameter, list[str]] = {}
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters.setdefault(parameter, []).append(f"{name}.{attribute}" if name else attribute)
+                owners.setdefault(parameter, []).append((module, attribute))
+    if not parameters:
+        raise UnsupportedError("the model has no parameters: nothing to train")
+    number = {p: i for i, p in enumerate(parameters)}
+    users: dict[nn.Parameter, list[str]] = {p: [] for p in parameters}
+    for unit_name, _, _, owned in units:
+        for parameter in dict.fromkeys(owned):
+            users[parameter].append(unit_name)
+    for parameter, names in parameters.items():
+        if parameter.layout != torch.strided or not parameter.dtype.is_floating_point:
+            raise UnsupportedError(f"parameter {names[0]} is {parameter.dtype} {parameter.layout}: only dense floats train")
+    index = ModelIndex(
+        parameters=tuple(
+            Parameter(
+                index=number[p],
+                name=names[0],
+                aliases=tuple(names[1:]),
+                shape=tuple(p.shape),
+                numel=p.numel(),
+                trainable=p.requires_grad,
+                users=tuple(users[p]),
+            )
+            for p, names in parameters.items()
+        ),
+        units=tuple(
+            Unit(i, name, tuple(number[p] for p in dict.fromkeys(owned)), block)
+            for i, (name, _, block, owned) in enumerate(units)
+        ),
+    )
+    return FoundModel(
+        index, tuple(m for _, m, _, _ in units), tuple(parameters), tuple(tuple(owners[p]) for p in parameters)
+    )

@@ -1,0 +1,179 @@
+"""The optimizer's part of a step: one Adam pass a segment, on the CPU lane or on the device, where its state lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from systems.planning.layout import Layout
+from systems.planning.plan import LaneKind, Tier
+from systems.substrate.adam import AdamRange
+from systems.substrate.device import Device
+from systems.substrate.gradients import Gradients
+from systems.substrate.recipe import StepControl
+from systems.substrate.residency import Residency
+from systems.substrate.store import Store, StoredSegment
+
+
+class Updates:
+    """Issues the updates of a step. Segments are taken lowest unit first: the next forward needs those first."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        store: Store,
+        residency: Residency,
+        gradients: Gradients,
+        device: Device,
+        control: StepControl,
+    ) -> None:
+        self.layout, self.store, self.residency = layout, store, residency
+        self.gradients, self.device, self.control = gradients, device, control
+        first_unit = {s: min(b.units) for b in layout.bundles for s in b.segments}
+        self._order = sorted(
+            (s.index for s in layout.segments if s.space.trainable), key=lambda s: (first_unit[s], s)
+        )
+        self._priority = {s: i for i, s in enumerate(self._order)}
+
+    def norm_of_accumulated(self, fired: Sequence[int]) -> None:
+        """With several micro-batches: the partial sums of squares, out of the fp32 accumulators where they live."""
+        partials = self.gradients.partials
+        wanted = set(fired)
+        for s in self._order:
+            stored = self.store.segments[s]
+            state = stored.state
+            assert state is not None and state.accumulator is not None
+            places = [p for p in stored.segment.placements if p.parameter in wanted]
+            accumulator = state.accumulator
+
+            def work(places=places, accumulator=accumulator, on_host=state.tier is Tier.HOST) -> None:  # type: ignore[no-untyped-def]
+                kernel = self.device.host_kernel if on_host else self.device.kernel
+                for p in places:
+                    partials[p.parameter] = kernel.sum_squares(accumulator[p.offset : p.offset + p.numel])
+
+            if not places:
+                continue
+            if state.tier is Tier.DEVICE:
+                self.device.transfers.compute(reads=[state.memory], label=f"norm of segment {s}")
+                work()
+            else:
+                self.device.transfers.issue(
+                    LaneKind.CPU, work, reads=[state.memory], label=f"norm of segment {s}", priority=-1
+                )
+        if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
+            self.device.lanes[LaneKind.CPU].drain()
+
+    def run(self, fired: Sequence[int], factor: float) -> None:
+        """Update every segment that has gradients. factor multiplies them (loss scale and clipping)."""
+        wanted = frozenset(fired)
+        for s in self._order:
+            if any(p.parameter in wanted for p in self.store.segments[s].segment.placements):
+                self.run_segment(s, wanted, factor)
+
+    def run_segment(self, s: int, wanted: frozenset[int], factor: float) -> None:
+        stored = self.store.segments[s]
+        if stored.tier is Tier.DEVICE:
+            self._on_device(stored, wanted, factor)
+        else:
+            self._on_host(stored, wanted, factor)
+
+    def discard(self) -> None:
+        """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
+        for s in self._order:
+            stored = self.store.segments[s]
+            state = stored.state
+            assert state is not None
+            if state.accumulator is not None:
+                self._clear_accumulator(stored)
+            if stored.slot_holds_gradient:
+                self.store.restore_slot(s)
+
+    def _clear_accumulator(self, stored: StoredSegment) -> None:
+        state = stored.state
+        assert state is not None and state.accumulator is not None
+        accumulator, label = state.accumulator, f"clear accumulator of segment {stored.segment.index}"
+        if state.tier is Tier.DEVICE:
+            self.device.transfers.compute(writes=[state.memory], label=label)
+            accumulator.zero_()
+            self.device.transfers.compute(writes=[state.memory], label=label)
+        else:
+            self.device.transfers.issue(
+                LaneKind.CPU,
+                lambda: accumulator.zero_() and None,
+                writes=[state.memory],
+                label=label,
+                priority=self._priority[stored.segment.index],
+            )
+
+    def _ranges(self, stored: StoredSegment, wanted: frozenset[int]) -> tuple[list[AdamRange], list[slice]]:
+        """Ranges to update, and ranges whose slot must get its parameters back because no gradient came."""
+        update, untouched = [], []
+        for p in stored.segment.placements:
+            if p.parameter in wanted:
+                update.append(self.control.adam_range(p.parameter, p.offset, p.numel))
+            else:
+                untouched.append(slice(p.offset, p.offset + p.numel))
+        return update, untouched
+
+    def _on_host(self, stored: StoredSegment, wanted: frozenset[int], factor: float) -> None:
+        state, slot, kernel = stored.state, stored.slot, self.device.host_kernel
+        assert state is not None
+        update, untouched = self._ranges(stored, wanted)
+
+        def work() -> None:
+            kernel.update(
+                master=state.master,
+                exp_avg=state.exp_avg,
+                exp_avg_sq=state.exp_avg_sq,
+                gradient=slot if state.accumulator is None else state.accumulator,
+                out=slot,
+                ranges=update,
+                factor=factor,
+            )
+            for where in untouched:
+                kernel.cast(state.master[where], slot[where])
+            if state.accumulator is not None:
+                state.accumulator.zero_()
+
+        index = stored.segment.index
+        self.device.transfers.issue(
+            LaneKind.CPU,
+            work,
+            writes=[state.memory, stored.slot_memory],
+            label=f"update segment {index}",
+            priority=self._priority[index],
+        )
+        stored.slot_holds_gradient = False
+
+    def _on_device(self, stored: StoredSegment, wanted: frozenset[int], factor: float) -> None:
+        state, kernel = stored.state, self.device.kernel
+        assert state is not None
+        index = stored.segment.index
+        bundle = self.residency.bundles[self.layout.bundle_of_segment[index]]
+        assert bundle.block is not None, "a segment updated on the device is always resident"
+        start = 0
+        for s in bundle.bundle.segments:
+            if s == index:
+                break
+            start += self.layout.segments[s].numel
+        out = bundle.block.view(self.store.dtype, start, stored.segment.numel)
+        self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
+        for p in stored.segment.placements:
+            if p.parameter not in wanted:
+                continue
+            where = slice(p.offset, p.offset + p.numel)
+            gradient = (
+                self.gradients.on_device(p.parameter) if state.accumulator is None else state.accumulator[where]
+            )
+            kernel.update(
+                master=state.master[where],
+                exp_avg=state.exp_avg[where],
+                exp_avg_sq=state.exp_avg_sq[where],
+                gradient=gradient,
+                out=out[where],
+                ranges=[self.control.adam_range(p.parameter, 0, p.numel)],
+                factor=factor,
+            )
+        if state.accumulator is not None:
+            state.accumulator.zero_()
+        self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
+

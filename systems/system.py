@@ -1,0 +1,171 @@
+"""The protocol every system obeys, strategies and baselines alike: settings in, an engine out.
+
+The harness knows nothing else of a system. All sizes are bytes, all times seconds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from pydantic import BaseModel
+
+DType = Literal["bf16", "fp16", "fp32"]
+TORCH_DTYPE: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Hyperparameters of AdamW (decoupled decay) or Adam (decay added to the gradient), as torch.optim names them."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decoupled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is asked of a system, resolved: no field is a guess of the system's.
+
+    device_memory, host_memory: budgets in bytes; None means the smallest limit of the machine.
+    recompute: "none", "full" or the block numbers whose activations are recomputed.
+    clip: gradient norm to clip to, 0 for off.
+    initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
+    optimizer: a torch AdamW or Adam whose parameter groups, read at each step, replace `adam`; None uses `adam`.
+    log_events: keep every event of the run in memory (tests and --trace), not only counters.
+    """
+
+    device: Literal["cuda", "cpu"] = "cpu"
+    device_memory: int | None = None
+    host_memory: int | None = None
+    dtype: DType = "bf16"
+    accumulate: int = 1
+    clip: float = 0.0
+    recompute: Literal["none", "full"] | tuple[int, ...] = "none"
+    seed: int = 0
+    rank: int = 0
+    ranks: int = 1
+    adam: AdamSettings = field(default_factory=AdamSettings)
+    optimizer: torch.optim.Optimizer | None = None
+    initial_weights: Callable[[str, torch.Tensor], None] | None = None
+    log_events: bool = False
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did. norm is before clipping, over all trainable parameters; None if not computed."""
+
+    step: int
+    norm: float | None
+    clip_factor: float
+    loss_scale: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default."""
+
+    device_peak_bytes: int | None = None
+    device_budget_bytes: int | None = None
+    device_model_peak_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    host_pinned_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    disk_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What the plan in force predicts; None where the system makes no plan."""
+
+    predicted_step_time_s: float | None = None
+    predicted_device_peak_bytes: int | None = None
+
+
+class Engine(ABC):
+    """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
+
+    counters() are totals since construction and only ever grow, so a caller gets a per-step figure from two readings. Every
+    system has the keys h2d_bytes, d2h_bytes, gather_bytes, reduce_bytes, disk_read_bytes, disk_write_bytes, skipped_steps,
+    fallbacks, retraces, host_syncs.
+    """
+
+    module: torch.nn.Module
+    outcomes: list[StepOutcome]
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass; arguments are on the compute device already."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """One micro-batch's backward pass. loss: scalar, already divided by the global label count."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Clip, check for overflow, update. Work may go on behind the next step; `drain` waits for it."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until all work queued so far is done, deferred optimizer work included; fills in `outcomes`."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Totals since construction."""
+
+    @abstractmethod
+    def memory(self) -> MemoryReport:
+        """Peaks since construction."""
+
+    @abstractmethod
+    def set_lr(self, lr: float) -> None:
+        """The learning rate from the next step on, of every parameter group."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free every pool and thread; the model is left without weights. Safe to call twice."""
+
+    def plan_report(self) -> PlanReport:
+        return PlanReport()
+
+    def statistics(self) -> BaseModel | None:
+        """The strategy's own figures (chunks, pages, switches), typed by the system."""
+        return None
+
+    def startup_s(self) -> dict[str, float]:
+        """Seconds spent before the first step, by phase."""
+        return {}
+
+    @abstractmethod
+    def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """All parameters by name as fp32 master values on the CPU; with write=True changes are taken over on exit."""
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class System(Protocol):
+    """One entry of the registry. `Options` is the pydantic model that `--option key=value` is checked against."""
+
+    name: str
+    summary: str
+    Options: type[BaseModel]
+
+    def initialize(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Engine:
+        """Take over `model`. Raises BudgetError or UnsupportedError before training if the request cannot be met."""

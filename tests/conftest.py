@@ -1,0 +1,17 @@
+"""What every test starts from: the same number of threads, so that sums are made in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+THREADS = 2
+
+
+@pytest.fixture(autouse=True)
+def _fixed_threads() -> Iterator[None]:
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(THREADS)

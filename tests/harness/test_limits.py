@@ -1,0 +1,110 @@
+"""Budgets and core counts from pretended containers (cases C36 and C37)."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from systems.limits import oom_kills, read_limits
+
+GIB = 1 << 30
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> tuple[Path, Path]:
+    """(proc, cgroup root) of a machine of 64 GiB without limits."""
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    meminfo = f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\nSwapTotal: {4 << 20} kB\nSwapFree: {3 << 20} kB\n"
+    write(proc, {"meminfo": meminfo, "self/cgroup": "0::/\n", "vmstat": "oom_kill 7\n"})
+    root.mkdir()
+    return proc, root
+
+
+def test_without_limits_the_machine_is_the_budget(machine: tuple[Path, Path]) -> None:
+    limits = read_limits(*machine)
+    assert limits.host_budget_bytes == limits.machine_memory_bytes == 64 * GIB
+    assert limits.cgroup_memory_bytes is None
+    assert limits.swap_used_bytes == 1 * GIB
+
+
+def test_version_2_takes_the_smallest_of_nested_limits(machine: tuple[Path, Path]) -> None:
+    proc, root = machine
+    write(proc, {"self/cgroup": "0::/pod/container\n"})
+    write(root, {"memory.max": "max\n", "pod/memory.max": f"{8 * GIB}\n", "pod/container/memory.max": "max\n"})
+    assert read_limits(proc, root).host_budget_bytes == 8 * GIB
+    write(root, {"pod/container/memory.max": f"{GIB}\n"})
+    limits = read_limits(proc, root)
+    assert (limits.host_budget_bytes, limits.machine_memory_bytes) == (GIB, 64 * GIB)
+
+
+def test_inside_a_namespace_the_root_counts(machine: tuple[Path, Path]) -> None:
+    proc, root = machine
+    write(proc, {"self/cgroup": "0::/../outside\n"})
+    write(root, {"memory.max": f"{2 * GIB}\n"})
+    assert read_limits(proc, root).host_budget_bytes == 2 * GIB
+
+
+def test_version_1_unlimited_and_hierarchical(machine: tuple[Path, Path]) -> None:
+    proc, root = machine
+    write(proc, {"self/cgroup": "4:memory:/a/b\n3:cpuset:/a\n1:cpu,cpuacct:/\n0::/\n"})
+    unlimited = "9223372036854771712\n"
+    write(root, {"memory/memory.limit_in_bytes": unlimited, "memory/a/b/memory.limit_in_bytes": unlimited})
+    assert read_limits(proc, root).cgroup_memory_bytes is None
+    write(root, {"memory/a/b/memory.stat": f"cache 1\nhierarchical_memory_limit {3 * GIB}\n"})
+    assert read_limits(proc, root).host_budget_bytes == 3 * GIB
+    write(root, {"memory/a/memory.limit_in_bytes": f"{2 * GIB}\n"})
+    assert read_limits(proc, root).host_budget_bytes == 2 * GIB
+
+
+def test_ulimit_v_counts(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = resource.getrlimit
+
+    def limited(kind: int) -> tuple[int, int]:
+        return (GIB, GIB) if kind == resource.RLIMIT_AS else real(kind)
+
+    monkeypatch.setattr(resource, "getrlimit", limited)
+    limits = read_limits(*machine)
+    assert (limits.host_budget_bytes, limits.rlimit_as_bytes) == (GIB, GIB)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpuset.cpus.effective": "3\n"}, 1),
+        ({"pod/cpu.max": "50000 100000\n"}, 1),
+        ({"pod/cpu.max": "max 100000\n", "cpuset.cpus.effective": "0-63\n"}, None),
+    ],
+)
+def test_cores_follow_cpuset_and_quota(machine: tuple[Path, Path], files: dict[str, str], cores: int | None) -> None:
+    proc, root = machine
+    write(proc, {"self/cgroup": "0::/pod\n"})
+    usable = read_limits(proc, root).cores
+    write(root, files)
+    assert read_limits(proc, root).cores == (usable if cores is None else cores)
+
+
+def test_kernel_kills_are_counted_for_this_group_first(machine: tuple[Path, Path]) -> None:
+    proc, root = machine
+    assert oom_kills(proc, root) == 7  # nothing but the machine's counter
+    write(proc, {"self/cgroup": "0::/pod\n"})
+    write(root, {"pod/memory.events": "low 0\noom 3\noom_kill 2\n"})
+    assert oom_kills(proc, root) == 2
+    (proc / "vmstat").unlink()
+    (root / "pod" / "memory.events").unlink()
+    assert oom_kills(proc, root) is None
+
+
+def test_version_1_kernel_kills(machine: tuple[Path, Path]) -> None:
+    proc, root = machine
+    write(proc, {"self/cgroup": "4:memory:/a\n"})
+    write(root, {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"})
+    assert oom_kills(proc, root) == 5

@@ -1,0 +1,75 @@
+"""The loss against the library's own, and its independence of how a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from models import loss as loss_module
+from models.data import open_dataset
+from models.loss import IGNORED, count_labels, token_loss
+
+MakeModel = Callable[[str], nn.Module]
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny"])
+def test_loss_and_gradients_are_the_librarys(make_m0: MakeModel, name: str) -> None:
+    model = make_m0(name)
+    batch = open_dataset("text", vocab_size=257, seed=0).batch(0, batch_size=4, seq_len=16)
+    batch["labels"][1, 5:9] = IGNORED
+    ours, theirs = token_loss(model, batch, count_labels(batch)), model(**batch).loss
+    assert count_labels(batch) == 4 * 15 - 4
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    expected = gradients(model, theirs)
+    # Against the largest gradient of all: a key's bias has gradient 0 in exact arithmetic, all else is rounding.
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for parameter, gradient in gradients(model, token_loss(model, batch, count_labels(batch))).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-6 * largest)
+
+
+def test_micro_batches_add_up_to_the_whole(make_m0: MakeModel) -> None:
+    model, data = make_m0("gpt-tiny"), open_dataset("text", vocab_size=257, seed=0)
+    whole = data.batch(0, batch_size=8, seq_len=16)
+    whole["labels"][0, :10] = IGNORED  # unequal label counts: a mean of means would differ
+    parts = [{k: v[i : i + 2] for k, v in whole.items()} for i in range(0, 8, 2)]
+    labels = count_labels(whole)
+    assert labels == sum(count_labels(part) for part in parts)
+    total = sum((token_loss(model, part, labels) for part in parts), torch.zeros(()))
+    torch.testing.assert_close(total, token_loss(model, whole, labels), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slabs_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.randint(0, 50, (3, 9)), "labels": torch.randint(0, 50, (3, 9))}
+    results = []
+    for elements in (1 << 24, 50 * 4):
+        monkeypatch.setattr(loss_module, "_SLAB_ELEMENTS", elements)
+        logits = torch.linspace(-3, 3, 3 * 9 * 50).sin().view(3, 9, 50).to(dtype).requires_grad_()
+        loss = token_loss(lambda logits=logits, **_: SimpleNamespace(logits=logits), batch, 24)
+        loss.backward()
+        assert loss.dtype == torch.float32 and logits.grad is not None and logits.grad.dtype == dtype
+        results.append((loss.detach(), logits.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_only_labels_stay_behind(make_m0: MakeModel) -> None:
+    seen: list[set[str]] = []
+
+    def model(**inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(set(inputs))
+        return torch.zeros(2, 4, 10)
+
+    batch = {k: torch.zeros(2, 4, dtype=torch.int64) for k in ("input_ids", "attention_mask", "labels")}
+    assert token_loss(model, batch, 6).item() == pytest.approx(2.302585)
+    assert seen == [{"input_ids", "attention_mask"}]

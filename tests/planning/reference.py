@@ -1,0 +1,140 @@
+"""A second, plainer runtime for tests: carries out a plan by the contract's words and keeps the pool's account.
+
+It shares no code with systems.planning beyond the types, so that a mistake there shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from systems.planning.layout import Layout
+from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import ENTER, EXIT, Phase, Trace
+
+
+@dataclass
+class PoolAccount:
+    """Pool bytes after every change, with the moment of each; fetches and gradient bytes over the step."""
+
+    now: int = 0
+    log: list[tuple[int, int]] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    adopted: list[int] = field(default_factory=list)
+
+    def add(self, moment: int, size: int) -> None:
+        self.now += size
+        self.log.append((moment, self.now))
+
+    @property
+    def peak(self) -> int:
+        return max([*self.after, *(value for _, value in self.log)])
+
+
+class ReferenceRuntime:
+    def __init__(self, layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> None:
+        self.layout, self.trace, self.plan, self.context = layout, trace, plan, context
+        self.device = {
+            b.index for b in layout.bundles if all(plan.optimizer_tier[s] is Tier.DEVICE for s in b.segments)
+        }
+        self.adopts = self.device if context.accumulate == 1 and context.ranks == 1 else set()
+        self.resident = set(plan.resident_at_start)
+        self.holds = [0] * len(layout.bundles)
+        self.ranges: set[int] = set()
+        self.kept: set[int] = set()  # adopted gradients
+        self.flushed: set[int] = set()
+        self.account = PoolAccount()
+
+    def size(self, bundle: int) -> int:
+        return self.layout.bundles[bundle].numel * self.layout.itemsize
+
+    def run(self) -> PoolAccount:
+        states = 0
+        for bundle in self.device:
+            for s in self.layout.bundles[bundle].segments:
+                segment = self.layout.segments[s]
+                each = 16 if self.context.accumulate > 1 else 12
+                states += segment.numel // segment.space.ranks * each if segment.space.trainable else 0
+        self.account.now = states + sum(map(self.size, self.resident))
+        for moment in range(len(self.trace)):
+            self.at(moment)
+            self.account.after.append(self.account.now)
+            self.account.adopted.append(sum(map(self.size, self.kept)))
+        assert not self.ranges
+        assert not any(self.holds)
+        assert self.resident == set(self.plan.resident_at_start)
+        return self.account
+
+    def at(self, moment: int) -> None:
+        what = self.trace.moments[moment]
+        bundles = self.layout.bundles_of_unit.get(what.unit, ())
+        if what.phase in ENTER:
+            self.carry_out(moment)
+            for bundle in bundles:
+                assert bundle in self.resident, f"bundle {bundle} absent at moment {moment}"
+                self.holds[bundle] += 1
+                if (
+                    what.phase is Phase.BACKWARD_ENTER
+                    and self.layout.bundles[bundle].trainable
+                    and bundle not in self.ranges
+                ):
+                    if bundle in self.adopts:
+                        self.kept.add(bundle)
+                    else:
+                        self.ranges.add(bundle)
+                        self.account.add(moment, self.size(bundle))
+            return
+        if what.phase in EXIT:
+            for bundle in bundles:
+                self.holds[bundle] -= 1
+        for bundle in self.trace.flushes[moment]:
+            self.flush(bundle, moment)
+        if what.phase is Phase.STEP_END:
+            self.end(moment)
+        self.carry_out(moment)
+
+    def flush(self, bundle: int, moment: int) -> None:
+        self.flushed.add(bundle)
+        several = self.context.accumulate > 1
+        early = self.plan.update_rule is UpdateRule.WHEN_REDUCED
+        if bundle not in self.device or several or early:
+            self.free(bundle, moment)
+        if bundle not in self.device:
+            self.account.d2h_bytes += self.size(bundle) // self.context.ranks
+            last = self.trace.moments[moment].micro_step == self.context.accumulate - 1
+            if last and bundle in self.resident and not self.holds[bundle]:
+                self.drop(bundle, moment)
+
+    def free(self, bundle: int, moment: int) -> None:
+        self.kept.discard(bundle)
+        if bundle in self.ranges:
+            self.ranges.remove(bundle)
+            self.account.add(moment, -self.size(bundle))
+
+    def drop(self, bundle: int, moment: int) -> None:
+        self.resident.remove(bundle)
+        self.account.add(moment, -self.size(bundle))
+
+    def end(self, moment: int) -> None:
+        for bundle in self.flushed - self.device:
+            if bundle in self.resident:
+                self.drop(bundle, moment)
+        for bundle in list(self.ranges | self.kept):
+            self.free(bundle, moment)
+
+    def carry_out(self, moment: int) -> None:
+        mine = [p for p in self.plan.operations if p.trigger == moment]
+        for planned in sorted(mine, key=lambda p: p.priority):
+            bundle, kind = planned.operation.bundle, planned.operation.kind
+            assert bundle not in self.device
+            if kind is OpKind.FETCH:
+                assert bundle not in self.resident
+                self.resident.add(bundle)
+                self.account.add(moment, self.size(bundle))
+                self.account.h2d_bytes += self.size(bundle) // self.context.ranks
+            else:
+                assert bundle in self.resident
+                assert not self.holds[bundle]
+                self.drop(bundle, moment)

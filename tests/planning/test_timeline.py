@@ -1,0 +1,197 @@
+"""Schedule and timeline against a second, plainer runtime; what the bounds promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from systems.planning.caching import CacheRequest, plan_cache
+from systems.planning.demand import Residence, demand_of, minimum_need
+from systems.planning.layout import Layout
+from systems.planning.nominal import nominal_trace
+from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
+from systems.planning.races import find_races
+from systems.planning.schedule import Work, expand
+from systems.planning.timeline import timeline, timeline_of
+from systems.planning.trace import Phase, Trace
+from systems.planning.validator import circular_wait, validate
+from tests.planning.reference import ReferenceRuntime
+from tests.planning.synthetic import PLENTY, Case, cases, context, layout_of, trace_of
+
+
+def planned(
+    case: Case,
+    *,
+    on_device: frozenset[int] = frozenset(),
+    prefetch: int = 2,
+    spare: int = 0,
+    rule: UpdateRule = UpdateRule.AFTER_NORM,
+    evict: OpKind = OpKind.DROP,
+) -> Plan:
+    """A cache of what is held at most plus `spare` bytes for every bundle not in on_device."""
+    layout, trace = case.layout, case.trace
+    on_device = frozenset(b.index for b in layout.bundles if b.index in on_device or not b.movable)
+    demand = demand_of(layout, trace, case.context)
+    sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in on_device}
+    capacity = max(sum(sizes.get(b, 0) for b in held) for held in demand.held) + spare
+    cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict))
+    owner = layout.bundle_of_segment
+    tiers = tuple(Tier.DEVICE if owner[s.index] in on_device else Tier.HOST for s in layout.segments)
+    return Plan(trace.signature, cache.operations, tiers, on_device | cache.resident, rule)
+
+
+plans = st.builds(
+    dict,
+    prefetch=st.integers(0, 3),
+    spare=st.integers(0, 20).map(lambda n: n * 256),
+    rule=st.sampled_from(UpdateRule),
+    evict=st.sampled_from([OpKind.DROP, OpKind.WRITE_BACK]),
+    on_device=st.frozensets(st.integers(0, 3), max_size=2),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(ranks=True), plans)
+def test_pool_bytes_equal_the_reference_runtime_at_every_moment(case: Case, choices: dict[str, object]) -> None:
+    plan = planned(case, **choices)  # type: ignore[arg-type]
+    memory = validate(case.layout, case.trace, plan, case.context)
+    account = ReferenceRuntime(case.layout, case.trace, plan, case.context).run()
+    assert list(memory.device_pool_bytes) == account.after
+    assert memory.pool_peak == account.peak
+    for moment, value in account.log:
+        assert value <= memory.device_pool_peak_bytes[moment]
+    for moment, adopted in enumerate(account.adopted):
+        rest = case.trace.non_model_bytes[moment] + adopted
+        exact = sum(case.trace.gradient_bytes[:moment]) + case.trace.adopted_peak_bytes[moment]
+        assert memory.device_non_model_bytes[moment] >= min(rest, exact)
+        assert memory.device_total_bytes[moment] >= account.after[moment] + min(rest, exact)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(ranks=True), plans)
+def test_schedules_have_no_race_and_no_cycle_and_move_the_planned_bytes(case: Case, choices: dict[str, object]) -> None:
+    plan = planned(case, **choices)  # type: ignore[arg-type]
+    schedule = expand(case.layout, case.trace, plan, case.context)
+    assert not schedule.flaws
+    assert find_races(schedule.issued(steps=3)) == []
+    assert circular_wait(schedule.operations) == []
+    account = ReferenceRuntime(case.layout, case.trace, plan, case.context).run()
+    assert sum(o.bytes for o in schedule.operations if o.kind is Work.FETCH) == account.h2d_bytes
+    assert sum(o.bytes for o in schedule.operations if o.kind is Work.OFFLOAD) == account.d2h_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_every_flushed_segment_is_updated_once(case: Case) -> None:
+    schedule = expand(case.layout, case.trace, planned(case), case.context)
+    updated = [o.segment for o in schedule.operations if o.kind is Work.UPDATE]
+    flushed = {b for bundles in case.trace.flushes for b in bundles}
+    assert sorted(updated) == sorted(s for b in flushed for s in case.layout.bundles[b].segments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_removing_a_wait_of_a_schedule_shows_as_a_race(case: Case) -> None:
+    issued = expand(case.layout, case.trace, planned(case), case.context).issued(steps=1)
+    copies = {o.ticket for o in issued if o.lane == "h2d"}
+    first = next((i for i, o in enumerate(issued) if o.lane == "compute" and copies.intersection(o.waits)), None)
+    assume(first is not None)
+    assert first is not None
+    issued[first] = replace(issued[first], waits=())
+    assert find_races(issued)
+
+
+def everything_resident(layout: Layout, trace: Trace) -> Plan:
+    everything = frozenset(b.index for b in layout.bundles)
+    return Plan(trace.signature, (), (Tier.DEVICE,) * len(layout.segments), everything)
+
+
+def test_all_on_the_device_is_predicted_exactly() -> None:
+    layout = layout_of([(2, [0]), (3, [1]), (4, [2])])
+    trace = trace_of(layout, activation=1000)
+    memory = timeline(layout, trace, everything_resident(layout, trace), context())
+    elements = 9 * 128
+    assert set(memory.device_pool_bytes) == {elements * (2 + 12)}
+    # the last backward still has one unit's activation, and all gradients are there
+    expected = []
+    gradients = 0
+    for moment, entry in enumerate(trace.moments):
+        if entry.phase is Phase.BACKWARD_ENTER:
+            gradients += (entry.unit + 2) * 128 * 2
+        live = trace.non_model_bytes[moment] - (
+            (entry.unit + 2) * 256 if entry.phase is Phase.BACKWARD_ENTER else 0
+        )
+        expected.append(elements * 14 + live + gradients)
+    assert memory.total_peak == max(expected)
+
+
+def test_an_unmeasured_trace_is_bounded_instead() -> None:
+    layout = layout_of([(2, [0]), (3, [1])])
+    trace = trace_of(layout, activation=1000)
+    plan = everything_resident(layout, trace)
+    bare = replace(trace, adopted_peak_bytes=(), gradient_bytes=())
+    assert timeline(layout, bare, plan, context()).total_peak >= timeline(layout, trace, plan, context()).total_peak
+
+
+def test_fetches_wait_for_the_update_of_the_step_before() -> None:
+    layout = layout_of([(2, [0]), (3, [1])])
+    trace = trace_of(layout)
+    case = Case(layout, trace, context())
+    schedule = expand(layout, trace, planned(case, prefetch=1), case.context)
+    update = {o.bundle: o.ticket for o in schedule.operations if o.kind is Work.UPDATE}
+    fetches = [o for o in schedule.operations if o.kind is Work.FETCH]
+    ahead = [o for o in fetches if o.moment == len(trace) - 1]
+    assert [o.bundle for o in ahead] == [0]
+    assert update[0] in ahead[0].waits
+    first = next(o for o in fetches if o.bundle == 1)
+    assert update[1] in first.previous_waits
+
+
+def test_a_gradient_range_waits_for_the_memory_it_takes_over() -> None:
+    layout = layout_of([(4, [0]), (4, [1]), (4, [2])])
+    trace = trace_of(layout)
+    size = layout.bundle_bytes(0)
+    case = Case(layout, trace, context(device=2 * size))
+    plan = planned(case, prefetch=0)
+    assert timeline_of(expand(layout, trace, plan, case.context), trace).pool_peak == 2 * size
+    waits = [o.room_waits for o in expand(layout, trace, plan, case.context).operations if o.kind is Work.FETCH]
+    assert any(waits)
+
+
+def test_several_ranks_gather_after_fetches_and_reduce_before_offloads() -> None:
+    layout = layout_of([(2, [0]), (2, [1])], ranks=2)
+    trace = trace_of(layout)
+    case = Case(layout, trace, context(ranks=2))
+    operations = [o for o in expand(layout, trace, planned(case), case.context).operations if o.lane is not None]
+    for kind, follows in ((Work.FETCH, Work.GATHER), (Work.REDUCE, Work.SQUARES)):
+        places = [i for i, o in enumerate(operations) if o.kind is kind]
+        assert places
+        assert all(operations[i + 1].kind is follows and operations[i + 1].bundle == operations[i].bundle for i in places)
+    fetch = next(o for o in operations if o.kind is Work.FETCH)
+    assert fetch.bytes == layout.bundle_bytes(fetch.bundle) // 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_minimum_need_is_what_demand_paging_takes(case: Case) -> None:
+    unmovable = frozenset(b.index for b in case.layout.bundles if not b.movable)
+    residence = Residence(case.layout, case.context, unmovable, UpdateRule.AFTER_NORM)
+    need = minimum_need(case.trace, demand_of(case.layout, case.trace, case.context), residence)
+    plan = planned(case, prefetch=0)
+    assert need.total_bytes <= timeline(case.layout, case.trace, plan, case.context).total_peak
+    parts = (need.static_bytes, need.parameter_bytes, need.gradient_bytes, need.non_model_bytes)
+    assert need.total_bytes == sum(parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_the_nominal_trace_flushes_every_trainable_bundle_once_a_micro_step(case: Case) -> None:
+    trace = nominal_trace(case.layout, accumulate=case.context.accumulate)
+    flushed = sorted(b for bundles in trace.flushes for b in bundles)
+    expected = [b.index for b in case.layout.bundles if b.trainable and b.units]
+    assert flushed == sorted(expected * case.context.accumulate)
+    assert (trace.moments[0].phase, trace.moments[-1].phase) == (Phase.STEP_BEGIN, Phase.STEP_END)
+    validate(case.layout, trace, planned(Case(case.layout, trace, case.context)), replace(case.context, device_budget=PLENTY))

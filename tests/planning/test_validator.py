@@ -1,0 +1,165 @@
+"""Every fault that a plan can have is found, and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
+from systems.planning.schedule import expand
+from systems.planning.trace import Phase
+from systems.planning.validator import PlanError, circular_wait, validate
+from tests.planning.synthetic import Case, context, layout_of, trace_of
+from tests.planning.test_timeline import planned
+
+LAYOUT = layout_of([(2, [0]), (3, [1]), (4, [2])])
+TRACE = trace_of(LAYOUT, activation=100)
+CASE = Case(LAYOUT, TRACE, context())
+GOOD = planned(CASE, prefetch=1)
+
+
+def moment(phase: Phase, unit: int) -> int:
+    return next(i for i, m in enumerate(TRACE.moments) if m.phase is phase and m.unit == unit)
+
+
+def refused(plan: Plan, *, device: int | None = None, host: int | None = None) -> str:
+    budgets = context() if device is None else context(device=device)
+    if host is not None:
+        budgets = replace(budgets, host_budget=host)
+    with pytest.raises(PlanError) as raised:
+        validate(LAYOUT, TRACE, plan, budgets)
+    return str(raised.value)
+
+
+def with_operation(trigger: int, kind: OpKind, bundle: int, *, priority: int = -1, plan: Plan = GOOD) -> Plan:
+    return replace(plan, operations=(*plan.operations, PlannedOperation(trigger, priority, Operation(kind, bundle))))
+
+
+def without(kind: OpKind, bundle: int, trigger: int | None = None) -> Plan:
+    kept = tuple(
+        p
+        for p in GOOD.operations
+        if (p.operation.kind, p.operation.bundle) != (kind, bundle) or (trigger is not None and p.trigger != trigger)
+    )
+    return replace(GOOD, operations=kept)
+
+
+def test_a_good_plan_passes() -> None:
+    memory = validate(LAYOUT, TRACE, GOOD, context())
+    assert memory.total_peak > memory.pool_peak > 0
+
+
+def test_budget() -> None:
+    peak = validate(LAYOUT, TRACE, GOOD, context()).total_peak
+    validate(LAYOUT, TRACE, GOOD, context(device=peak))
+    message = refused(GOOD, device=peak - 1)
+    assert f"{peak} bytes on the device" in message
+    assert f"budget {peak - 1}" in message
+    assert "of unit" in message
+    assert "bytes on the host" in refused(GOOD, host=100)
+
+
+def test_use_before_fetch() -> None:
+    message = refused(without(OpKind.FETCH, 1))
+    assert "bundle 1 is used before it is fetched" in message
+    assert "of unit 1" in message
+
+
+def test_fetched_too_late() -> None:
+    late = with_operation(moment(Phase.FORWARD_EXIT, 1), OpKind.FETCH, 1, plan=without(OpKind.FETCH, 1))
+    assert "bundle 1 is used before it is fetched" in refused(late)
+
+
+@pytest.mark.parametrize("kind", [OpKind.DROP, OpKind.WRITE_BACK])
+def test_released_while_held(kind: OpKind) -> None:
+    layout = layout_of([(2, [0]), (3, [1]), (2, [0, 1])])
+    trace = trace_of(layout)
+    inner = list(trace.moments)
+    # unit 0 wraps unit 1: 0 enters, 1 enters and exits, 0 exits
+    inner[2], inner[3], inner[4] = inner[3], inner[4], inner[2]
+    nested = replace(trace, moments=tuple(inner))
+    case = Case(layout, nested, context())
+    plan = planned(case, spare=10_000)
+    validate(layout, nested, plan, case.context)
+    bad = replace(plan, operations=(*plan.operations, PlannedOperation(3, 99, Operation(kind, 0))))
+    with pytest.raises(PlanError, match=f"moment 3 .*bundle 0 has a {kind.value} while a unit holds it"):
+        validate(layout, nested, bad, case.context)
+
+
+def test_redundant_operations() -> None:
+    trigger = moment(Phase.FORWARD_EXIT, 0)
+    assert "bundle 0 is fetched though it is on the device" in refused(with_operation(trigger, OpKind.FETCH, 0))
+    assert "bundle 2 has a drop though it is not on the device" in refused(with_operation(0, OpKind.DROP, 2))
+
+
+def test_fetch_of_an_outdated_bundle_closes_a_circle() -> None:
+    """Bundle 2's update waits for the norm, the norm for bundle 0's gradient, that for bundle 0's fetch behind it."""
+    trigger = moment(Phase.BACKWARD_EXIT, 2)
+    plan = replace(planned(CASE, prefetch=0))
+    bad = with_operation(trigger, OpKind.FETCH, 2, plan=plan)
+    assert "circular wait over bundle" in refused(bad)
+    schedule = expand(LAYOUT, TRACE, bad, context())
+    cycle = circular_wait(schedule.operations)
+    assert {o.bundle for o in cycle} >= {2}
+    assert circular_wait(expand(LAYOUT, TRACE, plan, context()).operations) == []
+
+
+def test_nothing_waits_for_an_update_ahead_of_the_last_fetch() -> None:
+    plan = planned(CASE, prefetch=0, rule=UpdateRule.WHEN_REDUCED)
+    bad = with_operation(moment(Phase.BACKWARD_EXIT, 2), OpKind.FETCH, 2, plan=plan)
+    assert "waits for an update of this step ahead of the fetch of bundle" in refused(bad)
+
+
+def test_fetch_of_an_outdated_bundle_after_the_last_fetch() -> None:
+    trigger = moment(Phase.BACKWARD_EXIT, 0)
+    assert "circular wait over bundle 2" in refused(with_operation(trigger, OpKind.FETCH, 2))
+    plan = planned(CASE, prefetch=0, rule=UpdateRule.WHEN_REDUCED)
+    bad = with_operation(trigger, OpKind.FETCH, 2, plan=plan)
+    assert "bundle 2 is fetched between its flush and STEP_END" in refused(bad)
+
+
+def test_the_step_must_repeat() -> None:
+    assert "bundle 0 is on the device at the end of the step but not at its start" in refused(
+        replace(
+            with_operation(0, OpKind.FETCH, 0),
+            resident_at_start=GOOD.resident_at_start - {0},
+        )
+    )
+    assert "bundle 0 is not at the end of the step but at its start" in refused(
+        without(OpKind.FETCH, 0, len(TRACE) - 1)
+    )
+
+
+def test_what_stays_on_the_device() -> None:
+    tiers = (Tier.DEVICE, Tier.HOST, Tier.HOST)
+    plan = planned(CASE, on_device=frozenset({0}))
+    assert plan.optimizer_tier == tiers
+    validate(LAYOUT, TRACE, plan, context())
+    assert "bundle 0 stays on the device, yet the plan does not have it resident" in refused(
+        replace(plan, resident_at_start=plan.resident_at_start - {0})
+    )
+    trigger = moment(Phase.FORWARD_EXIT, 0)
+    assert "bundle 0 stays on the device, yet the plan has a drop" in refused(
+        with_operation(trigger, OpKind.DROP, 0, plan=plan)
+    )
+
+
+def test_order_of_collectives_must_follow_from_the_plan() -> None:
+    first = GOOD.operations[0]
+    assert "two operations have priority" in refused(
+        with_operation(first.trigger, OpKind.DROP, 1, priority=first.priority)
+    )
+
+
+def test_shape() -> None:
+    assert "signature" in refused(replace(GOOD, signature=GOOD.signature[:-1]))
+    assert "optimizer tiers for 3 segments" in refused(replace(GOOD, optimizer_tier=(Tier.HOST,)))
+    assert "updated on disk" in refused(replace(GOOD, optimizer_tier=(Tier.DISK, Tier.HOST, Tier.HOST)))
+    assert "has trigger 99" in refused(with_operation(99, OpKind.DROP, 0))
+    assert "there is no bundle 7" in refused(with_operation(0, OpKind.DROP, 7))
+    fixed = layout_of([(2, [0])], unmovable=frozenset({0}))
+    trace = trace_of(fixed)
+    plan = Plan(trace.signature, (), (Tier.HOST,), frozenset({0}))
+    with pytest.raises(PlanError, match="bundle 0 never moves, yet its update is on the host"):
+        validate(fixed, trace, plan, context())

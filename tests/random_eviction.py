@@ -1,0 +1,68 @@
+"""A strategy that exists only to test the substrate: a bundle a unit (or a shared set), no plan, random victims."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from systems.errors import BudgetError
+from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, pack
+from systems.planning.plan import Plan, UpdateRule
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import Trace
+
+
+class RandomOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    chunk_parameters: int = 3  # parameters a bundle, so that bundles straddle units
+    write_back: bool = False
+
+
+class RandomVictim:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, candidates: Sequence[int], moment: int) -> int:
+        return self._random.choice(list(candidates))
+
+
+class RandomEviction:
+    name = "random-eviction"
+    summary = "test only"
+    Options = RandomOptions
+    update_rule = UpdateRule.AFTER_NORM
+
+    def __init__(self, options: RandomOptions, context: PlanningContext) -> None:
+        self._options, self._context = options, context
+        self.write_back = options.write_back
+        self._victim = RandomVictim(context.seed)
+
+    def layout(self, index: ModelIndex) -> Layout:
+        unit_of = {u.name: u.index for u in index.units}
+        groups: dict[tuple, list] = {}
+        for p in index.parameters:
+            shared = p.users if len(p.users) > 1 else ()
+            groups.setdefault((p.trainable, shared), []).append(p)
+        segments, bundles = [], []
+        for (trainable, shared), members in groups.items():
+            size = len(members) if shared else self._options.chunk_parameters
+            for start in range(0, len(members), size):
+                part = members[start : start + size]
+                space = FlatSpace("world", self._context.ranks, trainable)
+                segment = pack(part, index=len(segments), space=space, itemsize=self._context.itemsize)
+                segments.append(segment)
+                units = tuple(sorted({unit_of[u] for p in part for u in p.users}))
+                bundles.append(Bundle(len(bundles), (segment.index,), units, segment.numel, trainable))
+        return Layout(self._context.itemsize, tuple(segments), tuple(bundles))
+
+    def eviction(self, layout: Layout, trace: Trace | None) -> RandomVictim:
+        return self._victim
+
+    def plan(self, layout: Layout, trace: Trace) -> Plan:
+        raise BudgetError("no plan, on purpose", tier="device", need=0, have=0)
+
+    def statistics(self) -> BaseModel:
+        return self._options

@@ -1,0 +1,97 @@
+"""The house rules that a program can check: nothing grows a long tail, and names say what a thing is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("models", "systems", "harness", "paper_figures", "tests")
+MAX_FILE_LINES = 500
+MAX_STRATEGY_LINES = 300
+MAX_FUNCTION_LINES = 80
+MAX_METHODS = 20
+EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
+NOT_FOR_STRATEGIES = ("torch.cuda", "torch.distributed")
+
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Relative path to text of every Python file."""
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {path: ast.parse(text, filename=path) for path, text in sources().items()}
+
+
+def long_files() -> Iterator[str]:
+    for path, text in sources().items():
+        most = MAX_STRATEGY_LINES if path.startswith("systems/strategies/") else MAX_FILE_LINES
+        if (lines := text.count("\n")) > most:
+            yield f"{path}: {lines} lines, at most {most}"
+
+
+def long_functions() -> Iterator[str]:
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    yield f"{path}:{node.lineno} {node.name}: {lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def wide_classes() -> Iterator[str]:
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(item, Function) for item in node.body)
+                if methods > MAX_METHODS:
+                    yield f"{path}:{node.lineno} {node.name}: {methods} methods, at most {MAX_METHODS}"
+
+
+def empty_names() -> Iterator[str]:
+    for path in sources():
+        words = {word for part in Path(path).with_suffix("").parts for word in part.split("_")}
+        if words & EMPTY_WORDS:
+            yield f"{path}: a name that says nothing; name it by what is in it"
+
+
+def acting_strategies() -> Iterator[str]:
+    """Strategies return data: not even by a dotted name do they reach a device or another rank."""
+    for path, tree in trees().items():
+        if not path.startswith("systems/strategies/"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                used = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                used = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                used = [ast.unparse(node)]
+            else:
+                continue
+            for name in used:
+                if name.startswith(NOT_FOR_STRATEGIES):
+                    yield f"{path}:{node.lineno} uses {name}"
+
+
+RULES = (long_files, long_functions, wide_classes, empty_names, acting_strategies)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_house_rule(rule: Callable[[], Iterator[str]]) -> None:
+    offenders = list(rule())
+    assert not offenders, "\n".join(["", *offenders])
+
+
+def test_the_rules_look_at_something() -> None:
+    assert len(sources()) > 20
