@@ -125,9 +125,7 @@ def energy(measured: Measured, resolved: Resolved) -> Energy:
     if not measured.complete or measured.timed_joules is None or not resolved.global_batch_samples:
         return Energy()
     useful = useful_steps(measured, resolved.warmup_steps or 0)
-    return Energy(
-        joules_per_sample=measured.timed_joules / (useful * resolved.global_batch_samples) if useful else None
-    )
+    return Energy(joules_per_sample=measured.timed_joules / (useful * resolved.global_batch_samples) if useful else None)
 
 
 def notes(measured: Measured, warmup: int) -> list[str]:
@@ -140,13 +138,9 @@ def notes(measured: Measured, warmup: int) -> list[str]:
     if measured.complete and measured.timed_s:
         deferred = measured.timed_s - math.fsum(measured.step_time_s[warmup:])
         if deferred > DEFERRED_SHARE * measured.timed_s:
-            found.append(
-                f"{deferred:.4g} s of the timed region lie behind the last step boundary: quote mean_step_time_s"
-            )
+            found.append(f"{deferred:.4g} s of the timed region lie behind the last step boundary: quote mean_step_time_s")
     if measured.eval_step:
-        found.append(
-            "validation passes were cut out of the timed region by drains, which also end overlap across steps"
-        )
+        found.append("validation passes were cut out of the timed region by drains, which also end overlap across steps")
     return found
 
 

@@ -13,12 +13,8 @@ from systems.registry import UnavailableError
 from systems.sizes import format_size, parse_size
 
 LOG_LINES = 20
-_HOST_ALLOCATION = re.compile(
-    r"can't allocate memory|cannot allocate memory|failed to allocate memory|std::bad_alloc", re.I
-)
-_DEVICE_ALLOCATION = re.compile(
-    r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation", re.I
-)
+_HOST_ALLOCATION = re.compile(r"can't allocate memory|cannot allocate memory|failed to allocate memory|std::bad_alloc", re.I)
+_DEVICE_ALLOCATION = re.compile(r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation", re.I)
 
 
 def _first_size(pattern: str, text: str) -> int | None:

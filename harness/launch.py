@@ -263,18 +263,12 @@ def _finish(job: Job, seen: Seen, death: Death, *, exited: bool, wall_s: float) 
         status, reason = from_death(death)
         identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": job.spec}
         memory = {"host_rss_peak_bytes": seen.rss_peak_bytes}
-        return build(
-            {**identity, **seen.partial, "status": status, "reason": reason, "memory": memory, "wall_s": wall_s}
-        )
+        return build({**identity, **seen.partial, "status": status, "reason": reason, "memory": memory, "wall_s": wall_s})
     changes: dict[str, Any] = {"wall_s": wall_s}
     if seen.record.reason is not None:
         changes["reason"] = seen.record.reason.model_copy(update={"log": death.log})
     if not exited:
-        why = (
-            "was stopped"
-            if death.stopped_by
-            else f"did not end within {_EXIT_GRACE_S:g} s of its result and was killed"
-        )
+        why = "was stopped" if death.stopped_by else f"did not end within {_EXIT_GRACE_S:g} s of its result and was killed"
         changes["notes"] = [*seen.record.notes, f"the process {why}"]
     elif death.exit_code != 0:
         changes["notes"] = [*seen.record.notes, f"the process ended with exit code {death.exit_code} after its result"]

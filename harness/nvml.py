@@ -57,9 +57,7 @@ class Nvml:
         if running is None:
             return None
         pids = [process.pid for process in running]
-        return len(pids) - (
-            1 if os.getpid() in pids else min(1, len(pids))
-        )  # in a container its own pid reads otherwise
+        return len(pids) - (1 if os.getpid() in pids else min(1, len(pids)))  # in a container its own pid reads otherwise
 
     def link(self) -> Link:
         library, handle = self._library, self._handle

@@ -53,9 +53,7 @@ class Resolved(Part):
     """What the spec came to on this machine."""
 
     device: Literal["cuda", "cpu"] | None = None
-    device_label: str | None = Field(
-        None, description="the device's name; cpu-emulated rows never mix with measured ones"
-    )
+    device_label: str | None = Field(None, description="the device's name; cpu-emulated rows never mix with measured ones")
     steps: int | None = None
     warmup_steps: int | None = None
     timed_steps: int | None = Field(None, description="steps inside the timed region: steps - warmup_steps")
@@ -205,9 +203,7 @@ class Record(Part):
     environment: Environment = Environment()
     samples: Samples = Samples()
     metrics: Metrics = Metrics()
-    phases_s: dict[str, float] = Field(
-        {}, description="import, build, initialize, warm_up, timed, eval, close; startup.*"
-    )
+    phases_s: dict[str, float] = Field({}, description="import, build, initialize, warm_up, timed, eval, close; startup.*")
     traffic: Traffic = Traffic()
     memory: Memory = Memory()
     counters: dict[str, int] = Field({}, description="the system's own, over the whole run")

@@ -48,23 +48,15 @@ class RunSpec(BaseModel):
 
     system: str = Field(description="name of a system: `harness ls systems`")
     model: str = Field(description="name of a model: `harness ls models`")
-    set: tuple[str, ...] = Field(
-        (), description="field=value: changes a field of the model's shape, such as num_layers=12"
-    )
-    device: Device | None = Field(
-        None, description="cpu is an emulated device with a budget; default: cuda if there is one"
-    )
-    device_memory: Size | None = Field(
-        None, description="device budget (40GiB, 64MiB, bytes); default: what the device has"
-    )
+    set: tuple[str, ...] = Field((), description="field=value: changes a field of the model's shape, such as num_layers=12")
+    device: Device | None = Field(None, description="cpu is an emulated device with a budget; default: cuda if there is one")
+    device_memory: Size | None = Field(None, description="device budget (40GiB, 64MiB, bytes); default: what the device has")
     host_memory: Size | None = Field(None, description="host budget; default: smallest of cgroup, ulimit and machine")
     ranks: int = Field(1, ge=1, description="data-parallel processes; this version runs one")
     batch_size: int | None = Field(None, ge=1, description="samples per rank and micro-batch; default: the model's")
     seq_len: int | None = Field(None, ge=1, description="tokens per sample; default: the model's")
     accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
-    steps: int | None = Field(
-        None, ge=1, description="optimizer steps, warm-up included; default: warm-up + 10 (cpu: 3)"
-    )
+    steps: int | None = Field(None, ge=1, description="optimizer steps, warm-up included; default: warm-up + 10 (cpu: 3)")
     warmup: int | None = Field(None, ge=0, description="first steps left out of every timing; default: at most 3")
     dtype: DType = Field("bf16", description="type of weights and gradients as computed with; masters are fp32")
     recompute: Annotated[Recompute, BeforeValidator(parse_recompute)] = Field(
@@ -79,14 +71,10 @@ class RunSpec(BaseModel):
     seed: int = Field(0, ge=0, description="seed of weights, data order and dropout")
     option: tuple[str, ...] = Field((), description="key=value: an option of the system's own")
     repeat: int = Field(1, ge=1, description="runs of the same spec, each in its own process, each with its own record")
-    timeout: float | None = Field(
-        None, gt=0, description="seconds after which a run is ended and recorded as timed out"
-    )
+    timeout: float | None = Field(None, gt=0, description="seconds after which a run is ended and recorded as timed out")
     results: str = Field("results", description="folder the records are kept in, one JSON file a run")
     tag: str | None = Field(None, description="a word to find this run's records by")
-    wandb: Literal["off", "offline", "online"] = Field(
-        "off", description="also log the finished record to Weights & Biases"
-    )
+    wandb: Literal["off", "offline", "online"] = Field("off", description="also log the finished record to Weights & Biases")
 
     @field_validator("ranks")
     @classmethod

@@ -102,8 +102,8 @@ def write(record: Record, folder: Path) -> Path:
     """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
     path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{os.getpid()}.tmp"
     try:
-        _write_flushed(beside, to_json(record).encode() + b"\n")
         try:
+            _write_flushed(beside, to_json(record).encode() + b"\n")
             _name_once(beside, path)
         finally:
             beside.unlink(missing_ok=True)
@@ -133,9 +133,7 @@ def upgrade(tree: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(version, int):
         raise ValueError("it has no schema_version")
     if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"it has schema_version {version}, this program reads up to {SCHEMA_VERSION}: update the program"
-        )
+        raise ValueError(f"it has schema_version {version}, this program reads up to {SCHEMA_VERSION}: update the program")
     while version < SCHEMA_VERSION:
         if version not in UPGRADES:
             raise ValueError(f"nothing reads schema_version {version}")

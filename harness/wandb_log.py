@@ -42,6 +42,4 @@ def log(record: Record, mode: Literal["offline", "online"]) -> None:
         for step, row in enumerate(_curves(record), start=1):
             run.log(row, step=step)
         scalars = {key: value for key, value in tree["metrics"].items() if not isinstance(value, list)}
-        run.summary.update(
-            {**scalars, "status": record.status, **{f"memory.{k}": v for k, v in tree["memory"].items()}}
-        )
+        run.summary.update({**scalars, "status": record.status, **{f"memory.{k}": v for k, v in tree["memory"].items()}})

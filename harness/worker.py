@@ -27,7 +27,7 @@ def die_with(parent_pid: int) -> None:
 def main() -> None:
     job = Job.model_validate_json(sys.stdin.buffer.read())
     die_with(job.parent_pid)
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # short enough for the last lines that a record keeps
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # a run that is timed out says where it was
     channel = Channel(job.descriptor)
     channel.enter("start")

@@ -109,9 +109,7 @@ class DummyEngine(Engine):
         self._counters["h2d_bytes"] += self._options.bytes_per_step
         clip = self._settings.clip
         factor = min(1.0, clip / NORM) if clip else 1.0
-        self.outcomes.append(
-            StepOutcome(step=self._done, norm=NORM, clip_factor=factor, loss_scale=1.0, skipped=skipped)
-        )
+        self.outcomes.append(StepOutcome(step=self._done, norm=NORM, clip_factor=factor, loss_scale=1.0, skipped=skipped))
 
     def _misbehave(self, step: int) -> None:
         options = self._options
@@ -140,9 +138,7 @@ class DummyEngine(Engine):
         return dict(self._counters)
 
     def memory(self) -> MemoryReport:
-        return MemoryReport(
-            device_budget_bytes=self._settings.device_memory, host_budget_bytes=self._settings.host_memory
-        )
+        return MemoryReport(device_budget_bytes=self._settings.device_memory, host_budget_bytes=self._settings.host_memory)
 
     def startup_s(self) -> dict[str, float]:
         return {"scripted": self._options.startup_time_s}

@@ -189,11 +189,11 @@ class Residence:
         return sum(self.layout.bundle_bytes(b) + self.state_bytes(b) for b in self.on_device)
 
 
-def gradient_profile(demand: Demand, residence: Residence, *, adopted: bool) -> list[int]:
-    """Bytes per moment of gradient ranges (adopted=False, pool bytes) or of adopted gradients (a bound, not pool bytes)."""
+def gradient_profile(demand: Demand, residence: Residence) -> list[int]:
+    """Pool bytes per moment of gradient ranges."""
     profile = Profile(len(demand))
     for bundle in demand.gradient_spans:
-        if residence.adopted(bundle) == adopted:
+        if not residence.adopted(bundle):
             for span in residence.gradient_spans(demand, bundle):
                 profile.add(span, residence.layout.bundle_bytes(bundle))
     return profile.values()
@@ -220,23 +220,35 @@ class Profile:
 def non_model_profile(trace: Trace, demand: Demand, residence: Residence) -> list[int]:
     """Device bytes per moment beside the pool's: activations, temporaries, adopted gradients. Never too low.
 
-    The bound holds for every plan: the trace measured with ranges, plus all of every adopted bundle's gradient from its
-    first BACKWARD_ENTER on. If all gradients are adopted and the trace measured that case it is exact instead:
-    gradients of earlier intervals by their running sum, those of this interval within the measured peak.
+    The lower of the two bounds of `non_model_bounds`. If all gradients are adopted and the trace measured that case it is
+    exact: those of earlier intervals by their running sum, those of this interval within the measured peak.
     """
-    adopted = gradient_profile(demand, residence, adopted=True)
-    bound = [measured + held for measured, held in zip(trace.non_model_bytes, adopted, strict=True)]
-    if (
-        not trace.adopted_peak_bytes
-        or not trace.gradient_bytes
-        or not all(map(residence.adopted, demand.gradient_spans))
-    ):
-        return bound
+    bounds = [min(pair) for pair in zip(*non_model_bounds(trace, demand, residence), strict=True)]
+    if not trace.measured_adopted or not all(map(residence.adopted, demand.gradient_spans)):
+        return bounds
     exact, earlier = [], 0
     for peak, produced in zip(trace.adopted_peak_bytes, trace.gradient_bytes, strict=True):
         exact.append(earlier + peak)
         earlier += produced
-    return [min(pair) for pair in zip(bound, exact, strict=True)]
+    return [min(pair) for pair in zip(bounds, exact, strict=True)]
+
+
+def non_model_bounds(trace: Trace, demand: Demand, residence: Residence) -> tuple[list[int], list[int]]:
+    """Two bounds that hold for every plan, per moment. Adopted gradients count with their whole bundle once it has begun.
+
+    The peak measured with ranges, plus the adopted gradients of bundles begun by now; and the peak measured with all
+    gradients of the interval kept, plus those of bundles begun in earlier intervals.
+    """
+    begun, earlier = Profile(len(demand)), Profile(len(demand))
+    for bundle in filter(residence.adopted, demand.gradient_spans):
+        size = residence.layout.bundle_bytes(bundle)
+        for span in residence.gradient_spans(demand, bundle):
+            begun.add(span, size)
+            earlier.add(Span(span.begin + 1, span.end), size)
+    ranged = [sum(pair) for pair in zip(trace.non_model_bytes, begun.values(), strict=True)]
+    if not trace.measured_adopted:
+        return ranged, ranged
+    return ranged, [sum(pair) for pair in zip(trace.adopted_peak_bytes, earlier.values(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -258,7 +270,7 @@ class Need:
 def minimum_need(trace: Trace, demand: Demand, residence: Residence) -> Need:
     """Only what is held is resident, nothing is fetched ahead. The moment that needs most, the first of equals."""
     layout, static = residence.layout, residence.static_bytes
-    gradients = gradient_profile(demand, residence, adopted=False)
+    gradients = gradient_profile(demand, residence)
     non_model = non_model_profile(trace, demand, residence)
     held = held_profile(demand, residence)
     totals = [static + sum(parts) for parts in zip(held, gradients, non_model, strict=True)]

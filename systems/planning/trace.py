@@ -63,5 +63,10 @@ class Trace:
         """Two steps with equal signatures can run the same plan."""
         return self.moments
 
+    @property
+    def measured_adopted(self) -> bool:
+        """True if adopted_peak_bytes and gradient_bytes are there."""
+        return bool(self.adopted_peak_bytes) and bool(self.gradient_bytes)
+
     def __len__(self) -> int:
         return len(self.moments)

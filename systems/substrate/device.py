@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from systems.errors import BudgetError, UnsupportedError
+from systems.limits import read_limits
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
 from systems.substrate.events import EventLog
@@ -47,8 +48,12 @@ class Device(ABC):
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log = log
         self.account = Account(Tier.DEVICE, budget, log)
-        self.host_kernel: AdamKernel = cpu_kernel()
+        self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())
         self.pool = Pool(self.account, self._new_granule)
+
+    def _update_threads(self) -> int | None:
+        """Threads of CPU Adam; None for all cores."""
+        return None
 
     def start_lanes(self, jitter: Callable[[], None] | None) -> None:
         self.lanes = {kind: Lane(kind, stream=self._stream(), jitter=jitter) for kind in COPY_LANES}
@@ -64,6 +69,10 @@ class Device(ABC):
     def warm_up_pool_bytes(self) -> int:
         """What the pool should stay under while the activations are not known yet."""
         return self.account.budget
+
+    def prepare(self, pool_bytes: int) -> None:
+        """A plan whose blocks need this many bytes at once comes into force; nothing but pinned blocks is resident."""
+        return
 
     @property
     @abstractmethod
@@ -98,6 +107,10 @@ class Device(ABC):
     def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
         """Partial sums of squares as numbers: the one host synchronisation of a step."""
 
+    def defer_partials(self, partials: list[torch.Tensor | float]) -> Callable[[], list[float]]:
+        """As read_partials, but the host waits only when the result is called for."""
+        return lambda: self.read_partials(partials)
+
     @abstractmethod
     def peak_bytes(self) -> int: ...
 
@@ -107,9 +120,11 @@ class Device(ABC):
         The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and a released parameter
         shows there as NaN.
         """
+        return
 
     def exempt(self, storage: torch.UntypedStorage) -> None:
         """These bytes are in the account as model data already: never count them as activations."""
+        return
 
     def drain(self) -> None:
         for lane in self.lanes.values():
@@ -199,6 +214,7 @@ class CudaDevice(Device):
     label = "cuda"
     granule_bytes = 32 << 20
     reserve_share = 0.08  # left to the allocator's fragmentation
+    slab_slack = 0.03  # holes between blocks of different sizes
     warm_up_share = 0.2  # PatrickStar section 6.2: model data in the warm-up step
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
@@ -225,9 +241,20 @@ class CudaDevice(Device):
     def warm_up_pool_bytes(self) -> int:
         return int(self.account.budget * self.warm_up_share)
 
+    def prepare(self, pool_bytes: int) -> None:
+        """One slab: the allocator would round and scatter single blocks."""
+        self.drain()
+        self.pool.trim()
+        torch.cuda.empty_cache()
+        self.pool.reserve(int(pool_bytes * (1 + self.slab_slack)))
+
     @property
     def kernel(self) -> AdamKernel:
         return self._kernel
+
+    def _update_threads(self) -> int | None:
+        """All cores but two: one launches kernels, one queues copies."""
+        return max(read_limits().cores - 2, 1)
 
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)
@@ -262,12 +289,23 @@ class CudaDevice(Device):
         self._handed_over += nbytes
 
     def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
+        return self.defer_partials(partials)()
+
+    def defer_partials(self, partials: list[torch.Tensor | float]) -> Callable[[], list[float]]:
+        """Copied behind the step on the device; the caller reads them a step later without stopping it."""
         if not partials:
-            return []
-        self.log.count("host_syncs")
-        on_device = [p for p in partials if isinstance(p, torch.Tensor)]
-        values = iter(torch.stack(on_device).tolist() if on_device else [])
-        return [next(values) if isinstance(p, torch.Tensor) else p for p in partials]
+            return list
+        sums = torch.empty(len(partials), dtype=torch.float64, pin_memory=True)
+        sums.copy_(torch.stack([torch.as_tensor(p, device=self.torch_device) for p in partials]), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+
+        def read() -> list[float]:
+            self.log.count("host_syncs")
+            event.synchronize()
+            return sums.tolist()
+
+        return read
 
     def peak_bytes(self) -> int:
         return max(self._reserved_peak, torch.cuda.max_memory_reserved(self.torch_device))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.errors import UnsupportedError
+from systems.planning.plan import UpdateRule
 from systems.planning.strategy import PlanningContext, Strategy
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
@@ -22,9 +23,10 @@ from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import host_account
+from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
-from systems.substrate.runtime import Parts, Runtime
+from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
 from systems.substrate.units import find_units
 from systems.substrate.updates import Updates
@@ -81,6 +83,11 @@ class ManagedEngine(Engine):
             seed=settings.seed,
         )
         self.strategy = make_strategy(context)
+        if self.strategy.update_rule is UpdateRule.WHEN_REDUCED and (settings.clip > 0 or settings.dtype == "fp16"):
+            raise UnsupportedError(
+                "updates that do not wait for the norm (nonfinite=stop) can neither clip nor run fp16's loss scaling: "
+                "leave --clip at 0 and take bf16, or use nonfinite=skip"
+            )
         layout = self.strategy.layout(found.index)
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")
@@ -180,6 +187,7 @@ class ManagedEngine(Engine):
 
     def drain(self) -> None:
         self._parts.device.drain()
+        self.runtime.settle()
 
     def counters(self) -> dict[str, int]:
         return dict(self.log.totals)

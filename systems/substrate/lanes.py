@@ -98,7 +98,8 @@ class CudaTicket:
 
     def order(self, stream: torch.cuda.Stream | None) -> None:
         if stream is None:
-            return self.wait()
+            self.wait()
+            return
         self._queued.wait()
         if self._error is not None:
             raise self._error
@@ -144,6 +145,10 @@ class Lane:
             self._changed.notify_all()
         return ticket
 
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._jobs)
+
     def _take(self) -> _Job:
         """The next job; called with the lock held and jobs present."""
         return self._jobs.popleft()
@@ -151,11 +156,11 @@ class Lane:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._running and not self._jobs:
+                while self._running and not self._waiting:
                     self._idle = True
                     self._changed.notify_all()
                     self._changed.wait()
-                if not self._jobs:
+                if not self._waiting:
                     return
                 self._idle = False
                 job = self._take()
@@ -177,7 +182,7 @@ class Lane:
                 event = torch.cuda.Event()
                 event.record(self.stream)
             ticket.queued(event)
-        except BaseException as error:  # handed to whoever waits for the ticket, and to drain
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket, and to drain
             self.error = self.error or error
             if self.stream is None:
                 ticket.finish(error)
@@ -187,7 +192,7 @@ class Lane:
     def drain(self) -> None:
         """Block until every job submitted so far is finished, on the device too; raises the first error of any job."""
         with self._changed:
-            while self._jobs or not self._idle:
+            while self._waiting or not self._idle:
                 self._changed.wait()
         if self.stream is not None:
             self.stream.synchronize()
@@ -206,14 +211,24 @@ class Lane:
 class UpdateLane(Lane):
     """The CPU lane: among jobs whose inputs have arrived it runs the one with the lowest priority number first.
 
-    Gradients arrive last unit first, but the next forward needs the first units first; see design "Transfers".
+    Gradients arrive last unit first, but the next forward needs the first units first; see design "Transfers". Inputs arrive
+    about in the order the jobs were submitted, so only the oldest job that is still waiting is asked, again and again.
     """
+
+    def __init__(self, kind: LaneKind, *, jitter: Callable[[], None] | None = None) -> None:
+        self._ready: list[_Job] = []
+        super().__init__(kind, jitter=jitter)
 
     def _take(self) -> _Job:
         while True:
-            ready = [job for job in self._jobs if all(earlier.done() for earlier in job.after)]
-            if ready:
-                job = min(ready, key=lambda job: job.priority)
-                self._jobs.remove(job)
+            while self._jobs and all(earlier.done() for earlier in self._jobs[0].after):
+                self._ready.append(self._jobs.popleft())
+            if self._ready:
+                job = min(self._ready, key=lambda job: job.priority)
+                self._ready.remove(job)
                 return job
             self._changed.wait(POLL_SECONDS)
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._jobs or self._ready)

@@ -12,38 +12,17 @@ Note [Departures]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from systems.errors import BudgetError, DivergedError
-from systems.planning.layout import Layout
-from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
+from systems.errors import DivergedError
+from systems.planning.plan import OpKind, UpdateRule
 from systems.planning.strategy import Strategy
-from systems.planning.trace import NO_UNIT, Moment, Phase, Trace
-from systems.substrate.device import Device
-from systems.substrate.gradients import Gradients
-from systems.substrate.recipe import StepControl
-from systems.substrate.recorder import Cursor, Recorder, merged
-from systems.substrate.residency import Residency
-from systems.substrate.store import Store
-from systems.substrate.updates import Updates
-from systems.system import StepOutcome
-
-
-@dataclass
-class Parts:
-    """The mechanism a runtime directs."""
-
-    layout: Layout
-    device: Device
-    store: Store
-    residency: Residency
-    gradients: Gradients
-    updates: Updates
-    control: StepControl
+from systems.planning.trace import NO_UNIT, Moment, Phase
+from systems.substrate.planner import Parts, Planner
+from systems.substrate.recorder import Cursor, Recorder
 
 
 class Runtime:
@@ -52,19 +31,15 @@ class Runtime:
     def __init__(self, parts: Parts, strategy: Strategy, accumulate: int) -> None:
         self.parts, self.strategy, self.accumulate = parts, strategy, accumulate
         self.cursor, self.recorder = Cursor(), Recorder(parts.device)
-        self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
         self.in_step = self.in_backward = False
         self._aside = False
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
+        self._updates_early = strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1
+        self._unread: Callable[[], dict[int, float]] | None = None
         self._updated: set[int] = set()  # segments updated during this backward (UpdateRule.WHEN_REDUCED)
-        self._replan = False
-        self._eviction = strategy.eviction(parts.layout, None)
-        parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(self.cursor.position, 0))
+        self.planner = Planner(parts, strategy, self.cursor)
         parts.residency.demote = self._relieve
-        for bundle in parts.layout.bundles:
-            if not bundle.movable:
-                self._promote(bundle.index)
 
     # ---- unit events, from the hooks
 
@@ -92,7 +67,6 @@ class Runtime:
 
     def begin_step(self) -> None:
         self.in_step, self.micro_step = True, 0
-        self._replan = False
         self._pending.clear()
         self._updated.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
@@ -167,40 +141,64 @@ class Runtime:
 
     # ---- the end of a step
 
-    def finish_step(self) -> StepOutcome:
+    def finish_step(self) -> None:
         """Norm, decision, updates, and the way to the next step. Called once after `accumulate` backward passes."""
         gradients, updates, control = self.parts.gradients, self.parts.updates, self.parts.control
         fired = gradients.fired()
         self._moment(Phase.STEP_END)
         if self.accumulate > 1:
             updates.norm_of_accumulated(fired)
-        names = list(gradients.partials)
-        values = self.parts.device.read_partials([gradients.partials[p] for p in names])
-        outcome = control.decide(dict(zip(names, values, strict=True)))
-        if outcome.skipped and self._updated:
-            raise DivergedError(
-                f"step {outcome.step}: a gradient is not finite and earlier segments were updated already: use "
-                "--option nonfinite=skip to skip such steps exactly"
-            )
-        for managed in self.parts.residency.bundles:
-            if not self.parts.residency.pinned(managed) and managed.index in gradients.bundles:
-                if gradients.bundles[managed.index].fired_in_step:
-                    self.parts.residency.drop(managed.index)
-        if outcome.skipped:
-            self.parts.device.log.count("skipped_steps")
-            updates.discard()
-        else:
+        self._drop_stale()
+        outcome = None
+        if self._updates_early:
+            self.settle()
+            self._unread = self._deferred_norm()
             left = [p for p in fired if self._segment_of(p) not in self._updated]
             control.begin_updates(left)
-            updates.run(left, control.multiplier(outcome))
+            updates.run(left, 1.0)
+        else:
+            outcome = control.decide(self._deferred_norm()())
+            if outcome.skipped:
+                self.parts.device.log.count("skipped_steps")
+                updates.discard()
+            else:
+                control.begin_updates(fired)
+                updates.run(fired, control.multiplier(outcome))
         gradients.learn()
         gradients.finish_step()
         self._carry_out_plan()
         self.in_step = False
         trace = self.recorder.finish()
-        control.record(outcome)
-        self._learn(trace)
-        return outcome
+        if outcome is not None:
+            control.record(outcome)
+        self.planner.learn(trace)
+
+    def _deferred_norm(self) -> Callable[[], dict[int, float]]:
+        """The step's partial sums; the host waits for them only when they are called for."""
+        names = list(self.parts.gradients.partials)
+        read = self.parts.device.defer_partials([self.parts.gradients.partials[p] for p in names])
+        return lambda: dict(zip(names, read(), strict=True))
+
+    def settle(self) -> None:
+        """Read the norm of the last step whose updates did not wait for it. Raises DivergedError if it is not finite."""
+        if self._unread is None:
+            return
+        read, self._unread = self._unread, None
+        outcome = self.parts.control.decide(read())
+        if outcome.skipped:
+            raise DivergedError(
+                f"step {outcome.step}: a gradient is not finite and was applied already: use --option nonfinite=skip to "
+                "skip such steps exactly"
+            )
+        self.parts.control.record(outcome)
+
+    def _drop_stale(self) -> None:
+        """Device copies of parameters that are about to be updated on the host go now, whoever brought them back."""
+        residency, gradients = self.parts.residency, self.parts.gradients
+        for managed in residency.bundles:
+            mine = gradients.bundles.get(managed.index)
+            if mine is not None and mine.fired_in_step and not residency.pinned(managed):
+                residency.drop(managed.index)
 
     def abort(self) -> None:
         """An exception broke the step: forget it. Parameters are as before it; the engine can run the next step."""
@@ -250,11 +248,11 @@ class Runtime:
         managed = residency.bundles[bundle]
         if gradients.last_micro_step and not residency.pinned(managed) and not managed.holds:
             residency.drop(bundle)
-        if self.strategy.update_rule is UpdateRule.WHEN_REDUCED and self.accumulate == 1:
+        if self._updates_early:
             fired = frozenset(gradients.bundles[bundle].fired)
             self.parts.control.begin_updates(sorted(fired))
             for s in managed.bundle.segments:
-                self.parts.updates.run_segment(s, fired, 1.0 / self.parts.control.scaler.scale)
+                self.parts.updates.run_segment(s, fired, 1.0)
                 self._updated.add(s)
 
     def _relieve(self) -> bool:
@@ -268,72 +266,6 @@ class Runtime:
                     return True
         for managed in residency.bundles:
             if managed.bundle.movable and not managed.holds and residency.pinned(managed):
-                self._demote(managed.index)
+                self.planner.demote(managed.index)
                 return True
         return False
-
-    def _demote(self, bundle: int) -> None:
-        self._replan, self.cursor.following = True, False
-        self.parts.device.log.count("demotions")
-        for s in self.parts.layout.bundles[bundle].segments:
-            self.parts.store.state_to_host(s)
-        if bundle in self.parts.gradients.bundles:
-            self.parts.gradients.to_slot(bundle)
-
-    def _promote(self, bundle: int) -> bool:
-        """Bring a bundle and its optimizer state to the device for good."""
-        residency, store = self.parts.residency, self.parts.store
-        residency.fetch(bundle)
-        return all(
-            store.state_to_device(s)
-            for s in self.parts.layout.bundles[bundle].segments
-            if store.segments[s].state is not None and store.segments[s].tier is Tier.HOST
-        )
-
-    # ---- planning
-
-    def _learn(self, trace: Trace) -> None:
-        """Have a plan for steps like the one that just ended, and use it for the next."""
-        known = self.plans.get(trace.signature)
-        old = self.cursor.plan
-        if known is not None and not self._replan:
-            if old is None or old.signature != trace.signature:
-                self._apply(known[1])
-            return
-        if known is not None:
-            trace = merged(known[0], trace)
-        if self.plans:
-            self.parts.device.log.count("retraces")
-        try:
-            plan = self.strategy.plan(self.parts.layout, trace)
-        except BudgetError:
-            plan = None  # the step itself went through on demand, so the next one will too
-            self.parts.device.log.count("unplanned_steps")
-        self.plans[trace.signature] = (trace, plan)
-        self._eviction = self.strategy.eviction(self.parts.layout, trace)
-        self._apply(plan)
-
-    def _apply(self, plan: Plan | None) -> None:
-        residency, store = self.parts.residency, self.parts.store
-        for index in residency.evictable():
-            residency.drop(index)
-        self.parts.device.pool.trim()
-        self.cursor.use(plan)
-        residency.limit = self.parts.device.warm_up_pool_bytes if plan is None else self.parts.device.plannable_bytes
-        if plan is None:
-            return
-        for bundle in self.parts.layout.bundles:
-            tiers = {plan.optimizer_tier[s] for s in bundle.segments}
-            managed = residency.bundles[bundle.index]
-            if bundle.movable and bundle.trainable and residency.pinned(managed) and tiers == {Tier.HOST}:
-                for s in bundle.segments:
-                    store.state_to_host(s)
-                residency.drop(bundle.index)
-        for bundle in self.parts.layout.bundles:
-            if bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE:
-                if not self._promote(bundle.index):
-                    self.cursor.use(None)
-                    return
-        for index in sorted(plan.resident_at_start):
-            residency.fetch(index)
-

@@ -20,6 +20,7 @@ from systems.substrate.host import HostMapping
 from systems.substrate.tiers import Account, Allocation
 from systems.substrate.transfers import Memory
 
+FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device while they are made
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
 
 
@@ -108,15 +109,21 @@ class Store:
         shapes: Sequence[tuple[int, ...]],
         initial: Callable[[int, torch.Tensor], None],
     ) -> None:
+        """First values, made on the compute device where they fit (same bits, and a GPU draws them faster)."""
         for place in stored.segment.placements:
             where = slice(place.offset, place.offset + place.numel)
-            if stored.state is None:
-                value = torch.empty(shapes[place.parameter])
-                initial(place.parameter, value)
+            fits = place.numel * 4 <= self.device.account.budget // FILL_SHARE
+            made_on = self.device.torch_device if fits else torch.device("cpu")
+            home = None if stored.state is None else stored.state.master[where].view(shapes[place.parameter])
+            in_place = home is not None and made_on == home.device
+            value = home if home is not None and in_place else torch.empty(shapes[place.parameter], device=made_on)
+            initial(place.parameter, value)
+            if home is not None and not in_place:
+                home.copy_(value)
+            if value.device.type == "cpu":
+                self.device.host_kernel.cast(value.reshape(-1), stored.slot[where])
             else:
-                value = stored.state.master[where].view(shapes[place.parameter])
-                initial(place.parameter, value)
-            self.device.host_kernel.cast(value.reshape(-1), stored.slot[where])
+                stored.slot[where].copy_(value.reshape(-1).to(self.dtype))
 
     def restore_slot(self, index: int) -> None:
         """Put the parameters back where a gradient lies: cast them anew from the master (skipped step, abort)."""

@@ -153,9 +153,7 @@ class Pool:
         memory = self._new_granule(reserved)
         if memory is None:
             return None
-        self._made += 1
-        granule = Granule(f"{self.account.tier.value}{self._made}", memory)
-        self._granules.append(granule)
+        granule = self._add(memory)
         return granule, granule.free[0], reserved
 
     def free(self, allocation: Allocation, label: str) -> None:
@@ -176,6 +174,20 @@ class Pool:
         self._granules = [
             g for g in self._granules if not g.empty or not all(t.done() for r in g.free for t in r.tickets)
         ]
+
+    def reserve(self, nbytes: int) -> None:
+        """Have one granule of at least `nbytes`, so that blocks of a plan lie in one piece; what is empty goes first."""
+        self.trim()
+        if nbytes > max((g.memory.numel() for g in self._granules), default=0):
+            memory = self._new_granule(nbytes)
+            if memory is not None:
+                self._add(memory)
+
+    def _add(self, memory: torch.Tensor) -> Granule:
+        self._made += 1
+        granule = Granule(f"{self.account.tier.value}{self._made}", memory)
+        self._granules.append(granule)
+        return granule
 
     @property
     def reserved_bytes(self) -> int:

@@ -83,9 +83,7 @@ class Trial:
 
     def metrics(self, measured: Measured, ranks: int = 1, **fields: Any) -> dict[str, Any]:
         samples = BATCH * self.accumulate * ranks
-        resolved = Resolved(
-            warmup_steps=self.warmup, global_batch_samples=samples, tokens_per_step=samples * SEQ, **fields
-        )
+        resolved = Resolved(warmup_steps=self.warmup, global_batch_samples=samples, tokens_per_step=samples * SEQ, **fields)
         flops = FlopCount(ForwardFlops(other=10**9), (ForwardFlops(other=10**8),) * 2)
         work = derive.StepWork(parameters=10**6, flops=flops, accumulate=self.accumulate, recompute=(0,))
         return derive.metrics(measured, resolved, work, ranks)

@@ -14,6 +14,7 @@ from systems.planning.demand import (
     held_profile,
     in_order_of_use,
     minimum_need,
+    non_model_bounds,
     non_model_profile,
     unmovable,
 )
@@ -104,8 +105,8 @@ class Placer:
 
     def _fixed(self, residence: Residence) -> list[int]:
         """Bytes per moment that are not for the cache to use."""
-        gradients = gradient_profile(self.demand, residence, adopted=False)
         non_model = non_model_profile(self.trace, self.demand, residence)
+        gradients = gradient_profile(self.demand, residence)
         return [residence.static_bytes + g + n for g, n in zip(gradients, non_model, strict=True)]
 
     def _ahead(self, residence: Residence) -> list[int]:
@@ -133,33 +134,39 @@ class Placer:
         the next step would wait for.
         """
         working = [sum(pair) for pair in zip(held_profile(self.demand, base), self._ahead(base), strict=True)]
-        need = [sum(pair) for pair in zip(self._fixed(base), working, strict=True)]
+        gradients = gradient_profile(self.demand, base)
+        rest = [base.static_bytes + sum(pair) for pair in zip(working, gradients, strict=True)]
+        bounds = non_model_bounds(self.trace, self.demand, base)
+        ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()
         cache = self.options.cache
         spare = cache - max(working) if isinstance(cache, int) else self.layout.param_bytes
         trainable = (b.index for b in self.layout.bundles if b.trainable and b.movable)
         for bundle in in_order_of_use(trainable, self.demand):
             size = self.layout.bundle_bytes(bundle)
-            grown = self._with(base, need, bundle)
-            if size <= spare and max(grown) <= budget:
+            grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
+            if size <= spare and max(map(min, *grown)) <= budget:
                 chosen.add(bundle)
-                need = grown
+                ranged, kept = grown
                 spare -= size
         return frozenset(chosen)
 
-    def _with(self, base: Residence, need: list[int], bundle: int) -> list[int]:
-        """`need` once this bundle lives and is updated on the device."""
+    def _with(self, base: Residence, need: list[int], bundle: int, *, delay: int) -> list[int]:
+        """`need` once this bundle lives and is updated on the device.
+
+        delay: moments after its BACKWARD_ENTER from which an adopted gradient counts (see non_model_bounds).
+        """
         size = self.layout.bundle_bytes(bundle)
         there = Residence(self.layout, self.context, base.on_device | {bundle}, self.rule)
+        delay = delay if there.adopted(bundle) else 0
         constant = size + there.state_bytes(bundle)
         grown = [n + constant for n in need]
-        for span in self.demand.hold_spans.get(bundle, ()):
-            for moment in range(span.begin, span.end):
-                grown[moment] -= size
-        for residence, sign in ((base, -size), (there, size)):
-            for span in residence.gradient_spans(self.demand, bundle):
-                for moment in range(span.begin, span.end):
-                    grown[moment] += sign
+        changes = [(span.begin, span.end, -size) for span in self.demand.hold_spans.get(bundle, ())]
+        changes += [(span.begin, span.end, -size) for span in base.gradient_spans(self.demand, bundle)]
+        changes += [(span.begin + delay, span.end, size) for span in there.gradient_spans(self.demand, bundle)]
+        for begin, end, change in changes:
+            for moment in range(begin, end):
+                grown[moment] += change
         return grown
 
 

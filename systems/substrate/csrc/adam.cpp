@@ -81,8 +81,8 @@ class StrictFloats {
 #endif
 };
 
-// body(block) for every block. The team has the same size at every call, because OpenMP ends and restarts threads when it
-// changes; work that fits one block stays on the calling thread.
+// body(block) for every block. The team has the same size at every call, because OpenMP ends and restarts threads when
+// it changes; work that fits one block stays on the calling thread.
 template <class Body>
 static void share(int threads, int64_t blocks, const Body& body) {
     if (threads <= 1 || blocks <= 1) {

@@ -1,6 +1,6 @@
 // One vector of floats for each instruction set: a namespace apiece with the same names (vec, WIDTH, load, store, ...),
-// so that kernels.h is written once. Functions carry their own target attribute; the library needs no -march and runs on
-// any machine.
+// so that kernels.h is written once. Functions carry their own target attribute; the library needs no -march and runs
+// on any machine.
 #pragma once
 
 #include "formats.h"

@@ -1,0 +1,115 @@
+"""Keeps the plans made so far and puts one into force: moves optimizer state and bundles to where it wants them at rest.
+
+Steps are told apart by their moments. A kind of step seen for the first time, or one that ran into its budget, is planned
+from what was measured; a kind seen before gets its plan back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from systems.errors import BudgetError
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan, Tier
+from systems.planning.strategy import Strategy
+from systems.planning.trace import Moment, Trace
+from systems.substrate.device import Device
+from systems.substrate.gradients import Gradients
+from systems.substrate.recipe import StepControl
+from systems.substrate.recorder import Cursor, merged
+from systems.substrate.residency import Residency
+from systems.substrate.store import Store
+from systems.substrate.updates import Updates
+
+
+@dataclass
+class Parts:
+    """The mechanism a runtime directs."""
+
+    layout: Layout
+    device: Device
+    store: Store
+    residency: Residency
+    gradients: Gradients
+    updates: Updates
+    control: StepControl
+
+
+class Planner:
+    """plans: the moments of a step to what was measured of it and its plan, None where no plan fits the budget."""
+
+    def __init__(self, parts: Parts, strategy: Strategy, cursor: Cursor) -> None:
+        self.parts, self.strategy, self.cursor = parts, strategy, cursor
+        self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
+        self._replan = False
+        self._eviction = strategy.eviction(parts.layout, None)
+        parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
+        for bundle in parts.layout.bundles:
+            if not bundle.movable:
+                self._promote(bundle.index)
+
+    def learn(self, trace: Trace) -> None:
+        """Have a plan for steps like the one that just ended, and use it for the next."""
+        known = self.plans.get(trace.signature)
+        replan, self._replan = self._replan, False
+        old = self.cursor.plan
+        if known is not None and not replan:
+            if old is None or old.signature != trace.signature:
+                self._apply(known[1])
+            return
+        if known is not None:
+            trace = merged(known[0], trace)
+        if self.plans:
+            self.parts.device.log.count("retraces")
+        try:
+            plan = self.strategy.plan(self.parts.layout, trace)
+        except BudgetError:
+            plan = None  # the step itself went through on demand, so the next one will too
+            self.parts.device.log.count("unplanned_steps")
+        self.plans[trace.signature] = (trace, plan)
+        self._eviction = self.strategy.eviction(self.parts.layout, trace)
+        self._apply(plan)
+
+    def _apply(self, plan: Plan | None) -> None:
+        residency, store = self.parts.residency, self.parts.store
+        for index in residency.evictable():
+            residency.drop(index)
+        self.cursor.use(plan)
+        if plan is not None and plan.predicted_model_peak_bytes is not None:
+            self.parts.device.prepare(plan.predicted_model_peak_bytes)
+        residency.limit = self.parts.device.warm_up_pool_bytes if plan is None else self.parts.device.plannable_bytes
+        if plan is None:
+            return
+        for bundle in self.parts.layout.bundles:
+            tiers = {plan.optimizer_tier[s] for s in bundle.segments}
+            managed = residency.bundles[bundle.index]
+            if bundle.movable and bundle.trainable and residency.pinned(managed) and tiers == {Tier.HOST}:
+                for s in bundle.segments:
+                    store.state_to_host(s)
+                residency.drop(bundle.index)
+        for bundle in self.parts.layout.bundles:
+            on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
+            if on_device and not self._promote(bundle.index):
+                self.cursor.use(None)
+                return
+        for index in sorted(plan.resident_at_start):
+            residency.fetch(index)
+
+    def demote(self, bundle: int) -> None:
+        """Send a bundle's optimizer state back to the host in the middle of a step; the step is planned anew after."""
+        self._replan, self.cursor.following = True, False
+        self.parts.device.log.count("demotions")
+        for s in self.parts.layout.bundles[bundle].segments:
+            self.parts.store.state_to_host(s)
+        if bundle in self.parts.gradients.bundles:
+            self.parts.gradients.to_slot(bundle)
+
+    def _promote(self, bundle: int) -> bool:
+        """Bring a bundle and its optimizer state to the device for good."""
+        residency, store = self.parts.residency, self.parts.store
+        residency.fetch(bundle)
+        return all(
+            store.state_to_device(s)
+            for s in self.parts.layout.bundles[bundle].segments
+            if store.segments[s].state is not None and store.segments[s].tier is Tier.HOST
+        )

@@ -1,0 +1,200 @@
+"""The command line: which flags there are, and that bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli, listing, store
+from harness.spec import RunSpec, flag
+from systems.registry import Entry
+from tests.harness.conftest import make_record
+
+# A flag costs every user a line of help: adding one means deciding so here.
+FLAGS = (
+    "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--ranks", "--batch-size",
+    "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
+    "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
+    "--wandb",
+)  # fmt: skip
+GOOD = ("run", "--system", "dummy", "--model", "opt-tiny")
+
+
+def test_the_flags_are_these() -> None:
+    assert tuple(flag(field) for field in RunSpec.model_fields) == FLAGS
+
+
+def test_every_flag_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(field.description for field in RunSpec.model_fields.values())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("rum",), "unknown command 'rum': did you mean run?"),
+        (("run", "--model", "opt-tiny"), "--system is missing: name of a system"),
+        ((*GOOD, "--sytem", "x"), "unknown flag '--sytem': did you mean --system"),
+        ((*GOOD, "--verbose"), "unknown flag '--verbose'"),
+        ((*GOOD, "--lr"), "--lr needs a value"),
+        ((*GOOD, "--option"), "--option needs a value"),
+        ((*GOOD, "--steps", "3", "4"), "unexpected argument '4' after --steps"),
+        ((*GOOD, "stray"), "unexpected argument 'stray' after --model"),
+        (("run", "--system", "dumy", "--model", "x"), "unknown system 'dumy': did you mean dummy?"),
+        ((*GOOD, "--steps", "many"), "--steps many: input should be a valid integer"),
+        ((*GOOD, "--steps", "0"), "--steps 0: input should be greater than or equal to 1"),
+        ((*GOOD, "--lr", "nan"), "--lr nan: input should be a finite number"),
+        ((*GOOD, "--device", "gpu"), "--device gpu: input should be 'cuda' or 'cpu'; did you mean cpu?"),
+        ((*GOOD, "--dtype=fp8"), "--dtype fp8: input should be 'bf16', 'fp16' or 'fp32'; did you mean fp"),
+        ((*GOOD, "--device-memory", "4QiB"), "--device-memory 4QiB: '4QiB' is not a size: write it as 40GiB"),
+        ((*GOOD, "--recompute", "3-1"), "write none, full, or block numbers such as 0-3,7"),
+        ((*GOOD, "--ranks", "2"), "--ranks 2: several ranks are not supported"),
+        ((*GOOD, "--option", "oops"), "--option oops: write it as key=value"),
+        ((*GOOD, "--steps", "5", "--warmup", "5"), "--warmup 5 leaves nothing to time in --steps 5"),
+        (("ls",), "what is missing"),
+        (("ls", "sistems"), "did you mean systems?"),
+        (("doctor", "--fix"), "unknown flag '--fix'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_wrong_results_folder_is_found_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    assert cli.main([*GOOD, "--results", str(tmp_path / "out.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_wandb_missing_is_found_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main([*GOOD, "--results", str(tmp_path), "--wandb", "offline"]) == 2
+    assert capsys.readouterr().err == "harness: --wandb needs the package wandb: pip install wandb, or use --wandb off\n"
+
+
+class FakeWandb:
+    """Takes the place of the package and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.summary: dict[str, Any] = {}
+        self.started: dict[str, Any] = {}
+
+    def init(self, **started: Any) -> FakeWandb:
+        self.started = started
+        return self
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self.rows.append((step, row))
+
+    def __enter__(self) -> FakeWandb:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_kept_record_goes_to_wandb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make_record(metrics={"loss": [2.0, None, 1.0], "tokens_per_s": 5.0, "eval_step": [2], "eval_loss": [1.5]})
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: record)
+    assert cli.main([*GOOD, "--results", str(tmp_path), "--wandb", "offline"]) == 0
+    assert fake.rows == [(1, {"loss": 2.0}), (2, {"eval_loss": 1.5}), (3, {"loss": 1.0})]
+    assert (fake.summary["tokens_per_s"], fake.summary["status"]) == (5.0, "ok")
+    assert fake.started["mode"] == "offline"
+    assert store.read_all(tmp_path)[0] == [record]
+
+
+def test_a_record_that_cannot_be_kept_is_fatal_but_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make_record()
+    store.write(record, tmp_path)
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: record)
+    assert cli.main([*GOOD, "--results", str(tmp_path), "--repeat", "3"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert "never overwritten" in err
+
+
+def test_values_reach_the_spec() -> None:
+    spec = cli.parse(
+        RunSpec,
+        ["--system=elixir", "--model", "opt-tiny", "--device-memory", "64MiB", "--recompute", "0-2,5", "--lr", "1e-3"]
+        + ["--option", "a=1", "b=2", "--set", "num_layers=12", "--option", "c=3"],
+        prog="harness run",
+    )
+    assert (spec.system, spec.device_memory, spec.recompute, spec.lr) == ("elixir", 64 << 20, (0, 1, 2, 5), 1e-3)
+    assert (spec.option, spec.set) == (("a=1", "b=2", "c=3"), ("num_layers=12",))
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "warmup", "resolved"),
+    [
+        ("cuda", None, None, (13, 3)),
+        ("cpu", None, None, (6, 3)),
+        ("cpu", 6, None, (6, 3)),
+        ("cpu", 2, None, (2, 1)),
+        ("cpu", 1, None, (1, 0)),
+        ("cuda", None, 20, (30, 20)),
+        ("cpu", 5, 0, (5, 0)),
+    ],
+)
+def test_default_steps_always_leave_some_to_time(device: Any, steps: Any, warmup: Any, resolved: tuple[int, int]) -> None:
+    assert RunSpec(system="s", model="m", steps=steps, warmup=warmup).resolve_steps(device) == resolved
+
+
+def test_nothing_heavy_is_imported_to_read_a_command_line() -> None:
+    code = "import sys, harness.cli; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Entry(name="broken", module="systems.baselines.broken", exposes="SYSTEM", broken="SyntaxError: oh")
+    found = listing.registry.find()
+    monkeypatch.setattr(listing.registry, "find", lambda: found | {"broken": broken})
+    assert cli.main(["ls", "systems"]) == 0
+    assert {"broken    unavailable: SyntaxError: oh", "dummy"} <= {
+        line if line.startswith("broken") else line.split()[0] for line in capsys.readouterr().out.splitlines()
+    }
+    assert cli.main(["ls", "models"]) == 0
+    assert any(line.startswith("opt-tiny ") for line in capsys.readouterr().out.splitlines())
+    store.write(make_record(metrics={"tokens_per_s": 12.5}), tmp_path)
+    (tmp_path / "cut.json").write_text("{")
+    assert cli.main(["ls", "runs", "--results", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "12.5" in out
+    assert "cut.json is no record" in err
+
+
+def test_doctor_tells_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(("ok   ", "lacks")) for line in lines)
+    assert {"cuda", "compiler", "ninja", "huge pages", "host memory", "deepspeed"} <= {line[7:21].strip() for line in lines}

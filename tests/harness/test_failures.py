@@ -1,0 +1,72 @@
+"""Exceptions and deaths as statuses and reasons (cases C36 and C48)."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from harness.failures import LOG_LINES, Death, from_death, from_exception
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnsupportedError
+from systems.registry import UnavailableError
+
+GIB = 1 << 30
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
+)
+CPU_MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:125] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (BudgetError("too small", tier="host", need=2, have=1), "refused", ("host", 2, 1)),
+        (UnsupportedError("cannot"), "refused", (None, None, None)),
+        (UnavailableError("missing"), "unavailable", (None, None, None)),
+        (OutOfMemoryError("full", tier="disk", need=5, have=3), "oom", ("disk", 5, 3)),
+        (torch.OutOfMemoryError(CUDA_MESSAGE), "oom", ("device", 2 * GIB, GIB + GIB // 2)),
+        (RuntimeError("CUDA error: out of memory"), "oom", ("device", None, None)),
+        (RuntimeError(CPU_MESSAGE), "oom", ("host", 4096, None)),
+        (MemoryError(), "oom", ("host", None, None)),
+        (DivergedError("20 skips"), "diverged", (None, None, None)),
+        (RuntimeError("a\nb"), "failed", (None, None, None)),
+        (SystemExit(3), "failed", (None, None, None)),
+        (ValueError("late"), "failed", (None, None, None)),
+    ],
+)
+def test_exceptions(error: BaseException, status: str, expected: tuple[Any, ...]) -> None:
+    found, reason = from_exception(error, "step", rank=0)
+    assert found == status
+    assert (reason.tier, reason.need, reason.have) == expected
+    assert reason.phase == "step"
+    assert "\n" not in reason.message
+    assert reason.message
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "said"),
+    [
+        ({"exit_code": -9, "oom_kills": 1, "host_bytes": GIB, "host_budget": GIB}, "oom", "at 1GiB resident"),
+        ({"exit_code": -9, "oom_kills": 0}, "failed", "killed by SIGKILL"),
+        ({"exit_code": -9}, "failed", "nothing here counts"),
+        ({"exit_code": -11, "oom_kills": 1}, "failed", "killed by SIGSEGV"),
+        ({"exit_code": 3}, "failed", "exit code 3"),
+        ({"exit_code": 0}, "failed", "left no result"),
+        ({"exit_code": -9, "timed_out_s": 5.0, "oom_kills": 0}, "timeout", "no end within 5 s"),
+        ({"exit_code": -9, "stopped_by": signal.SIGTERM, "oom_kills": 0}, "failed", "stopped by SIGTERM"),
+    ],
+)
+def test_deaths(death: dict[str, Any], status: str, said: str) -> None:
+    found, reason = from_death(Death(phase="step", log=[str(line) for line in range(50)], **death))
+    assert (found, reason.phase) == (status, "step")
+    assert said in reason.message
+    assert reason.log == [str(line) for line in range(50 - LOG_LINES, 50)]
+
+
+def test_a_kernel_kill_names_tier_and_budget() -> None:
+    _, reason = from_death(Death(exit_code=-9, phase="warm-up", oom_kills=1, host_budget=GIB))
+    assert (reason.tier, reason.have, reason.need, reason.signal) == ("host", GIB, None, "SIGKILL")

@@ -1,0 +1,151 @@
+"""What becomes of a run inside its process: requests that are wrong, and every scripted failure as a record."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.record import Record, to_json
+from harness.spec import BadInputError
+from tests.harness.conftest import make_spec
+
+Run = Callable[..., Record]
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "said"),
+    [
+        ((), {"model": "opt-tny"}, "opt-tiny"),
+        ((), {"set": ("num_layer=3",)}, "num_layers"),
+        ((), {"set": ("num_layers=x",)}, "num_layers"),
+        ((), {"seq_len": 4096}, "4096"),
+        ((), {"data": "/no/such/file"}, "no such file"),
+        ((), {"recompute": (99,)}, "--recompute names block 99"),
+        ((), {"eval_every": 5}, "--eval-every 5 is never reached in 4 steps"),
+        (("oom_tir=host",), {}, "did you mean oom_tier"),
+        (("oom_tier=hos",), {}, "did you mean host?"),
+        (("oom_at=0",), {}, "--option oom_at=0"),
+    ],
+)
+def test_wrong_requests(run_here: Run, options: tuple[str, ...], fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInputError) as caught:
+        run_here(make_spec(*options, **fields))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "phase", "tier"),
+    [
+        (("refuse=budget",), "refused", "initialize", "host"),
+        (("refuse=unsupported",), "refused", "initialize", None),
+        (("oom_at=1",), "oom", "warm-up", "device"),
+        (("oom_at=3", "oom_tier=host"), "oom", "step", "host"),
+        (("diverge_at=2",), "diverged", "step", None),
+        (("nan_at=2",), "diverged", "step", None),
+        (("crash_at=2",), "failed", "step", None),
+    ],
+)
+def test_failures_become_records(run_here: Run, options: tuple[str, ...], status: str, phase: str, tier: str) -> None:
+    record = run_here(make_spec(*options))
+    assert record.status == status
+    assert record.reason is not None
+    assert (record.reason.phase, record.reason.tier) == (phase, tier)
+    assert record.metrics.tokens_per_s is None or status == "diverged"
+    assert record.resolved.options is not None
+    assert record.environment.versions["torch"] == torch.__version__
+
+
+def test_a_good_run(run_here: Run) -> None:
+    record = run_here(
+        make_spec("step_time_s=0.01", "bytes_per_step=5", "skip_at=2", "startup_time_s=0.02", seed=7, eval_every=2)
+    )
+    assert (record.status, record.reason) == ("ok", None)
+    assert len(record.metrics.loss) == len(record.samples.micro_batch_loss) == len(record.samples.step_time_s) == 4
+    assert len(record.metrics.step_time_s) == record.resolved.timed_steps == 3
+    assert record.metrics.useful_steps == 2
+    assert record.metrics.mean_step_time_s is not None
+    assert record.metrics.mean_step_time_s >= 0.01
+    assert record.metrics.tokens_per_s is not None
+    assert record.metrics.tokens_per_s * 3 * record.metrics.mean_step_time_s == pytest.approx(2 * 2 * 16)
+    assert (record.traffic.h2d_bytes, record.counters["skipped_steps"]) == (5, 1)
+    assert record.phases_s["initialize"] >= record.phases_s["startup.scripted"] == 0.02
+    assert record.environment.seeds == {"weights": 7, "data": 7, "dropout": 7}
+    assert record.resolved.data is not None
+    assert len(record.resolved.data.sha256 or "") == 64
+    assert any("skipped" in note for note in record.notes)
+
+
+def test_an_emulated_device_never_passes_for_a_measured_one(run_here: Run) -> None:
+    """Case C52."""
+    record = run_here(make_spec())
+    assert record.resolved.device_label == record.environment.hardware.device_name == "cpu-emulated"
+    assert record.metrics.mfu is None
+    assert record.resolved.peak_flops_per_s is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there_makes_a_run_unavailable(run_here: Run) -> None:
+    record = run_here(make_spec(device="cuda"))
+    assert record.status == "unavailable"
+    assert "--device cpu" in (record.reason.message if record.reason else "")
+
+
+def test_a_small_container_is_refused_before_anything_is_allocated(run_here: Run) -> None:
+    """Case C36: 1 GiB there, 2 GiB needed; a budget given by the user is trusted instead."""
+    record = run_here(make_spec("host_need=2GiB"), host_budget=1 << 30)
+    assert record.status == "refused"
+    assert record.reason is not None
+    assert (record.reason.tier, record.reason.need, record.reason.have) == ("host", 2 << 30, 1 << 30)
+    assert record.resolved.host_budget_bytes == 1 << 30
+    assert run_here(make_spec("host_need=2GiB", host_memory="3GiB"), host_budget=1 << 30).status == "ok"
+
+
+def test_both_limits_are_in_the_record(run_here: Run, tmp_path: Path) -> None:
+    """Case C37."""
+    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    limits = run_here(make_spec(), cgroup_root=tmp_path).environment.limits
+    assert limits is not None
+    assert limits.cgroup_memory_bytes == limits.host_budget_bytes == 1 << 30
+    assert limits.machine_memory_bytes is not None
+    assert limits.machine_memory_bytes > 1 << 30
+
+
+def test_threads_are_the_usable_cores_or_what_the_user_says(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    record = run_here(make_spec())
+    assert record.environment.limits is not None
+    assert record.environment.threads.intra_op == record.environment.limits.cores
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    record = run_here(make_spec())
+    assert record.environment.threads.intra_op == 1
+    assert record.environment.variables["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_record_of_nan_losses_is_strict_json(run_here: Run) -> None:
+    record = run_here(make_spec("nan_at=3"))
+    tree = json.loads(to_json(record), parse_constant=lambda constant: pytest.fail(constant))
+    assert tree["metrics"]["loss"][2] is None
+    assert "metrics.loss[2] was nan" in record.notes
+    assert all(math.isfinite(loss) for loss in tree["metrics"]["loss"][:2])
+
+
+def test_a_real_model_by_the_reference_recipe(run_here: Run) -> None:
+    spec = make_spec(system="resident", dtype="fp32", steps=4, accumulate=2, schedule="cosine", eval_every=4, clip=1.0)
+    record = run_here(spec)
+    assert (record.status, record.reason) == ("ok", None)
+    assert record.resolved.parameters == 1_255_680
+    assert record.metrics.model_tflops is not None
+    assert record.metrics.model_tflops == record.metrics.hardware_tflops
+    assert record.metrics.eval_step == [4]
+    assert all(loss is not None and 3 < loss < 7 for loss in record.metrics.loss + record.metrics.eval_loss)
+    assert all(norm is not None and norm <= 1.001 for norm in record.metrics.grad_norm_after_clip)
+    assert record.samples.learning_rate[0] == 1e-4
+    assert record.memory.device_peak_bytes is not None
+    assert record.traffic.h2d_bytes == 0

@@ -1,0 +1,110 @@
+"""The folder is the registry; near names, options and sizes in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from systems import registry
+from systems.sizes import Size, SizeOrUnlimited, format_size, parse_size
+
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    chunk_bytes: Size = 1 << 20
+    variant: Literal["plain", "fancy"] = "plain"
+    depth: int = 1
+
+
+class System:
+    name, summary, Options = "toy", "", Options
+
+
+def test_every_listed_system_loads_under_its_own_name() -> None:
+    listed = registry.names()
+    assert {"dummy", "resident"} <= set(listed)
+    assert [registry.get(name).name for name in listed] == listed
+
+
+def test_unknown_systems_get_near_names() -> None:
+    with pytest.raises(ValueError, match="unknown system 'rezident': did you mean resident"):
+        registry.get("rezident")
+
+
+def folder(root: Path, files: dict[str, str]) -> dict[str, registry.Entry]:
+    for name, text in files.items():
+        path = root / "toys" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return registry.find(root, {"toys": "SYSTEM"})
+
+
+def test_what_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and packages that bind the name; the rest is their business. A broken one takes none of the others down."""
+    entries = folder(
+        tmp_path,
+        {
+            "__init__.py": "",
+            "good_one.py": "class Toy:\n    name = 'good-one'\nSYSTEM = Toy()\n",
+            "package/__init__.py": "from toys.good_one import SYSTEM as SYSTEM\n",
+            "shared.py": "X = 1\n",
+            "_private.py": "SYSTEM = 1\n",
+            "typo.py": "SYSTEM = (\n",
+            "lacking.py": "import no_such_package\nSYSTEM = 1\n",
+        },
+    )
+    assert list(entries) == ["good-one", "lacking", "package", "typo"]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.get("good-one", entries) is registry.get("package", entries)
+    with pytest.raises(registry.UnavailableError, match="lacking is unavailable: .*no_such_package"):
+        registry.get("lacking", entries)
+    with pytest.raises(registry.UnavailableError, match="typo is unavailable: SyntaxError"):
+        registry.get("typo", entries)
+
+
+def test_options_are_read_by_the_systems_own_types() -> None:
+    options = registry.parse_options(System(), ["chunk-bytes=2MiB", "variant=fancy"])  # type: ignore[arg-type]
+    assert options == Options(chunk_bytes=2 << 20, variant="fancy", depth=1)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["dept=3"], "unknown option of toy 'dept': did you mean depth?"),
+        (["depth"], "--option depth: write it as key=value"),
+        (["depth=1", "depth=2"], "--option depth is given twice: 1 and 2"),
+        (["depth=deep"], "--option depth=deep: input should be a valid integer"),
+        (["variant=fany"], "--option variant=fany: input should be 'plain' or 'fancy'; did you mean fancy?"),
+        (["chunk_bytes=4XB"], "--option chunk_bytes=4XB: '4XB' is not a size"),
+        (["chunk_bytes=-4"], "--option chunk_bytes=-4"),
+    ],
+)
+def test_wrong_options_are_told_in_one_line(texts: list[str], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        registry.parse_options(System(), texts)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("40GiB", 40 << 30), ("64MiB", 64 << 20), ("1.5KiB", 1536), ("3 GB", 3 * 10**9), ("123", 123), (7, 7), ("0", 0)],
+)
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_sizes_are_printed_so_that_they_can_be_read_again() -> None:
+    for size in (0, 1, 1023, 1 << 10, 3 << 20, 5 << 30, 7 << 40):
+        assert parse_size(format_size(size)) == size
+    assert format_size(1536) == "1.50KiB"
+
+
+def test_only_some_sizes_may_be_unlimited() -> None:
+    assert TypeAdapter(SizeOrUnlimited).validate_python("inf") is None
+    assert TypeAdapter(SizeOrUnlimited).validate_python("1KiB") == 1024
+    with pytest.raises(ValueError, match="is not a size"):
+        TypeAdapter(Size).validate_python("inf")
