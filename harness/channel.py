@@ -79,7 +79,7 @@ class Channel:
 
 
 class Lines:
-    """Splits what arrives on a pipe into whole lines; a last line without its end is never taken for one."""
+    """Splits what arrives on a pipe into whole lines; a last one without its end is kept apart."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -87,3 +87,7 @@ class Lines:
     def feed(self, data: bytes) -> list[str]:
         *whole, self._rest = (self._rest + data).split(b"\n")
         return [line.decode("utf-8", "replace") for line in whole]
+
+    def rest(self) -> str:
+        """What came after the last whole line."""
+        return self._rest.decode("utf-8", "replace")

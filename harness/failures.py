@@ -23,6 +23,16 @@ def _first_size(pattern: str, text: str) -> int | None:
     return parse_size(match[1] + match[2].replace("bytes", "")) if match else None
 
 
+def _cuda_room(message: str) -> int | None:
+    """Bytes that CUDA's allocator could still have taken: what the device had free, or less under a budget of its own."""
+    free = _first_size("of which", message)
+    allowed, allocated = _first_size(r"memory in use\.", message), _first_size("Of the allocated memory", message)
+    if " allowed;" not in message or free is None or allowed is None or allocated is None:
+        return free
+    cached = _first_size("by PyTorch, and", message) or 0
+    return max(0, min(free, allowed - allocated - cached))
+
+
 def from_exception(error: BaseException, phase: str, rank: int) -> tuple[Status, Reason]:
     """Status and reason of a run whose own process caught `error` in `phase`."""
     message = one_line(str(error)) or type(error).__name__
@@ -45,7 +55,7 @@ def from_exception(error: BaseException, phase: str, rank: int) -> tuple[Status,
     if isinstance(error, DivergedError):
         return "diverged", Reason(message=message, phase=phase, rank=rank)
     if type(error).__name__ == "OutOfMemoryError" or _DEVICE_ALLOCATION.search(message):  # torch's own class
-        need, have = _first_size("Tried to allocate", message), _first_size("of which", message)
+        need, have = _first_size("Tried to allocate", message), _cuda_room(message)
         return "oom", Reason(message=message, phase=phase, rank=rank, tier="device", need=need, have=have)
     if isinstance(error, MemoryError) or _HOST_ALLOCATION.search(message):
         need = _first_size("tried to allocate", message)

@@ -108,9 +108,13 @@ class Worker:
         )
         assert self.process.stdin and self.process.stdout
         self._selector = selectors.DefaultSelector()
-        for descriptor, take in ((read_end, self._take_message), (self.process.stdout.fileno(), self._take_output)):
+        self._output = Lines()
+        for descriptor, lines, take in (
+            (read_end, Lines(), self._take_message),
+            (self.process.stdout.fileno(), self._output, self._take_output),
+        ):
             os.set_blocking(descriptor, False)
-            self._selector.register(descriptor, selectors.EVENT_READ, (Lines(), take))
+            self._selector.register(descriptor, selectors.EVENT_READ, (lines, take))
         self._message_end = read_end
         try:
             self.process.stdin.write(job.model_dump_json().encode())
@@ -188,6 +192,8 @@ class Worker:
             if not self._selector.select(0):
                 break
             self.listen(0)
+        if self._output.rest():
+            self._take_output(self._output.rest())
         if self.seen.bad_input is None:
             self._let_go()
         self._selector.close()

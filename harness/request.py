@@ -64,7 +64,7 @@ def _check_steps(spec: RunSpec, device: Device, shape: ModelShape) -> tuple[int,
 
 
 def _open_data(spec: RunSpec, shape: ModelShape, seq_len: int) -> Dataset:
-    dataset = open_dataset(spec.data, vocab_size=shape.vocab_size, seed=spec.seed)
+    dataset = open_dataset(spec.data, vocab_size=shape.vocab_size, seed=spec.seed, objective=shape.objective)
     dataset.check(seq_len)
     if spec.eval_every:
         dataset.check(seq_len, split="validation")

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,8 @@ def _work(job: Job, request: Request) -> Work:
 
     return Work(
         batch=batch,
-        loss=token_loss,
-        count_labels=count_labels,
+        loss=partial(token_loss, objective=request.shape.objective),
+        count_labels=partial(count_labels, objective=request.shape.objective),
         accumulate=spec.accumulate,
         lr=spec.lr,
         schedule=spec.schedule,

@@ -100,7 +100,7 @@ def _flush_folder(folder: Path) -> None:
 
 def write(record: Record, folder: Path) -> Path:
     """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
-    path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{os.getpid()}.tmp"
+    path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{secrets.token_hex(4)}.tmp"
     try:
         try:
             _write_flushed(beside, to_json(record).encode() + b"\n")

@@ -8,16 +8,17 @@ from torch import nn
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Name to module of every block, in module order: block number i of a run is entry i.
 
-    A block is an element, with parameters, of an outermost ModuleList of two or more modules of one type. Lists one
-    behind the other (an encoder's and a decoder's) are numbered on.
+    A block is an element, with parameters, of an outermost ModuleList of modules of one type. Lists one behind the other
+    (an encoder's and a decoder's) are numbered on. A list of one counts too: a model of one layer, or ALBERT, which calls
+    its one layer many times.
     """
     found: dict[str, nn.Module] = {}
     lists: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in lists):
             continue
-        if isinstance(module, nn.ModuleList) and len(module) >= 2 and len({type(child) for child in module}) == 1:
-            lists.append(f"{name}." if name else "")
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
             prefix = f"{name}." if name else ""
+            lists.append(prefix)
             found |= {f"{prefix}{i}": child for i, child in enumerate(module) if any(True for _ in child.parameters())}
     return found

@@ -3,6 +3,7 @@
 A batch is a function of (seed, split, step, position in the step's global batch) and of nothing before it. So resuming
 needs no state, and a step sees the same sequences however its global batch is cut into ranks and micro-batches. Text is
 bytes, and a token is a byte: ids below 256, whatever the vocabulary. The last 5 % of the bytes are for validation only.
+What is made of a window of text is the objective's business (`models.objective`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Literal
 import torch
 
 from models.counter import random_words, stream_key
+from models.objective import OBJECTIVES, Batch, Objective
+from models.shape import ObjectiveName
 
 Split = Literal["train", "validation"]
 
@@ -34,8 +37,9 @@ class Dataset(ABC):
     source: str
     sha256: str
 
-    def __init__(self, source: str, sha256: str, *, seed: int) -> None:
-        self.source, self.sha256, self._seed = source, sha256, seed
+    def __init__(self, source: str, sha256: str, *, objective: Objective, vocab_size: int, seed: int) -> None:
+        self.source, self.sha256 = source, sha256
+        self._objective, self._vocab_size, self._seed = objective, vocab_size, seed
 
     def batch(
         self,
@@ -47,34 +51,33 @@ class Dataset(ABC):
         batch_size: int,
         seq_len: int,
         split: Split = "train",
-    ) -> dict[str, torch.Tensor]:
-        """input_ids and labels, int64 (batch_size, seq_len) on the CPU. Labels are the ids: the loss does the shift.
+    ) -> Batch:
+        """The objective's examples: input_ids and labels, int64 (batch_size, seq_len) on the CPU.
 
         Raises ValueError as `check` does.
         """
         self.check(seq_len, split=split)
         first = (micro_step * ranks + rank) * batch_size
-        rows = [
-            self._sequence(stream_key("data", self._seed, split, step, first + i), seq_len, split)
-            for i in range(batch_size)
-        ]
-        ids = torch.stack(rows)
-        return {"input_ids": ids, "labels": ids.clone()}
+        keys = [stream_key("data", self._seed, split, step, first + i) for i in range(batch_size)]
+        length = seq_len * self._objective.windows_per_sequence
+        windows = torch.stack([self._window(key, length, split) for key in keys])
+        return self._objective.examples(windows, keys, vocab_size=self._vocab_size)
 
     @abstractmethod
     def check(self, seq_len: int, *, split: Split = "train") -> None:
         """Raises ValueError, one line, if there is too little data for sequences of seq_len tokens."""
 
     @abstractmethod
-    def _sequence(self, key: int, seq_len: int, split: Split) -> torch.Tensor:
-        """int64 (seq_len,), a function of the arguments alone."""
+    def _window(self, key: int, length: int, split: Split) -> torch.Tensor:
+        """int64 (length,), a function of the arguments alone."""
 
 
 class ByteText(Dataset):
     """Windows at random places of one long text."""
 
-    def __init__(self, text: bytes, source: str, *, seed: int) -> None:
-        super().__init__(source, hashlib.sha256(text).hexdigest(), seed=seed)
+    def __init__(self, text: bytes, source: str, *, objective: Objective, vocab_size: int, seed: int) -> None:
+        sha256 = hashlib.sha256(text).hexdigest()
+        super().__init__(source, sha256, objective=objective, vocab_size=vocab_size, seed=seed)
         validation = int(len(text) * VALIDATION_SHARE)
         # uint8 and not ids: a byte a token in memory, eight only for the sequences in use.
         whole = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
@@ -84,55 +87,69 @@ class ByteText(Dataset):
         }
 
     def check(self, seq_len: int, *, split: Split = "train") -> None:
-        have = len(self._parts[split])
-        if have < seq_len + 1:
+        have, need = len(self._parts[split]), seq_len * self._objective.windows_per_sequence + 1
+        if have < need:
             raise ValueError(
-                f"the {split} part of {self.source} has {have} tokens, sequences of {seq_len} need {seq_len + 1}: "
+                f"the {split} part of {self.source} has {have} tokens, sequences of {seq_len} need {need}: "
                 "give more text with --data or lower --seq-len"
             )
 
-    def _sequence(self, key: int, seq_len: int, split: Split) -> torch.Tensor:
+    def _window(self, key: int, length: int, split: Split) -> torch.Tensor:
         part = self._parts[split]
-        start = key % (len(part) - seq_len)
-        return part[start : start + seq_len].to(torch.int64)
+        start = key % (len(part) - length)
+        return part[start : start + length].to(torch.int64)
 
 
 class SyntheticTokens(Dataset):
-    """Independent uniform tokens over the whole vocabulary: nothing to learn, any amount of it."""
+    """Independent uniform tokens over all that the objective leaves of the vocabulary: nothing to learn, no end to it."""
 
-    def __init__(self, *, vocab_size: int, seed: int) -> None:
-        source = f"synthetic: uniform tokens below {vocab_size}"
-        super().__init__(source, hashlib.sha256(source.encode()).hexdigest(), seed=seed)
-        self._vocab_size = vocab_size
+    def __init__(self, *, objective: Objective, vocab_size: int, seed: int) -> None:
+        self._below = vocab_size - objective.reserved_tokens
+        if self._below < 1:
+            raise ValueError(f"a vocabulary of {vocab_size} leaves no token to train on: raise it with --set vocab_size")
+        source = f"synthetic: uniform tokens below {self._below}"
+        sha256 = hashlib.sha256(source.encode()).hexdigest()
+        super().__init__(source, sha256, objective=objective, vocab_size=vocab_size, seed=seed)
 
     def check(self, seq_len: int, *, split: Split = "train") -> None:
         pass
 
-    def _sequence(self, key: int, seq_len: int, split: Split) -> torch.Tensor:
-        return random_words(key, start=0, count=seq_len).bitwise_and_((1 << 63) - 1) % self._vocab_size
+    def _window(self, key: int, length: int, split: Split) -> torch.Tensor:
+        return random_words(key, start=0, count=length).bitwise_and_((1 << 63) - 1) % self._below
 
 
-def open_dataset(source: str, *, vocab_size: int, seed: int) -> Dataset:
+def open_dataset(source: str, *, vocab_size: int, seed: int, objective: ObjectiveName = "causal") -> Dataset:
     """`text` (the running Python's standard library), `synthetic`, or a path to a file or folder, read as bytes.
 
-    Raises ValueError, one line, for a path that is not there and for a vocabulary that cannot hold a byte.
+    vocab_size, objective: the shape's. Raises ValueError, one line, for a path that is not there and for a vocabulary
+    that cannot hold a byte and what the objective needs beside it.
     """
+    goal = OBJECTIVES[objective]
     if source == "synthetic":
-        return SyntheticTokens(vocab_size=vocab_size, seed=seed)
-    if vocab_size < BYTES:
+        return SyntheticTokens(objective=goal, vocab_size=vocab_size, seed=seed)
+    least = BYTES + goal.reserved_tokens
+    if vocab_size < least:
+        beside = f", the {objective} objective {goal.reserved_tokens} more" if goal.reserved_tokens else ""
         raise ValueError(
-            f"text is read as bytes, which need a vocabulary of {BYTES}, not {vocab_size}: use --data synthetic"
+            f"text is read as bytes, which need a vocabulary of {BYTES}{beside}, not {vocab_size}: "
+            "use --data synthetic or raise it with --set vocab_size"
         )
-    if source == "text":
-        root = Path(os.__file__).parent
-        text = _read(_library_files(root), limit=_LIBRARY_LIMIT)
-        return ByteText(text, f"text: standard library of Python {platform.python_version()}", seed=seed)
+    text, name = _library() if source == "text" else _user_text(source)
+    return ByteText(text, name, objective=goal, vocab_size=vocab_size, seed=seed)
+
+
+def _library() -> tuple[bytes, str]:
+    text = _read(_library_files(Path(os.__file__).parent), limit=_LIBRARY_LIMIT)
+    return text, f"text: standard library of Python {platform.python_version()}"
+
+
+def _user_text(source: str) -> tuple[bytes, str]:
     path = Path(source)
     if not path.exists():
         raise ValueError(f"--data {source}: no such file or folder (or give text or synthetic)")
     files = (p for p in sorted(path.rglob("*")) if p.is_file()) if path.is_dir() else [path]
     try:
-        return ByteText(_read(files, limit=_USER_LIMIT), str(path), seed=seed)
+        return _read(files, limit=_USER_LIMIT), str(path)
     except OSError as error:
         raise ValueError(f"--data {source} cannot be read: {error}") from error
 

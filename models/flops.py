@@ -2,11 +2,13 @@
 
 The count runs the model's own forward on the meta device, where no arithmetic is done and no memory used, and adds up
 2 m n k for each matrix product it sees. So it holds for any architecture, and counts what is really multiplied: the
-output head, projections, both products of attention; not embedding look-ups, norms or element-wise work.
+output head, projections, both products of attention; not embedding look-ups, norms or element-wise work. A layer that is
+run many times counts each time.
 
 Note [What a step costs]
     Backward is twice forward (a product for each operand's gradient). A recomputed block adds its forward once more.
     Causal attention needs half of the score products; a count with that half left out is `causal`, without is `full`.
+    Only a decoder's attention to itself is causal: an encoder's, and a decoder's to an encoder, count whole in both.
     model_tflops      3 x forward, recomputation not counted: what the mathematics needs
     hardware_tflops   the same plus recomputed forwards: what the device was asked to do
     relative_tflops   Elixir's equation (1): 8 x tokens x parameters, whether or not anything is recomputed
@@ -28,8 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.blocks import find_blocks
+from models.objective import OBJECTIVES
 from models.registry import build
-from models.shape import ModelShape
+from models.shape import ModelShape, ObjectiveName
 
 FORMULA_VERSION = "matmul-1"
 
@@ -86,21 +89,28 @@ class FlopCount:
         return sum((self.blocks[i] for i in numbers), ForwardFlops())
 
 
-def count(model: ModelShape | nn.Module, *, batch_size: int, seq_len: int) -> FlopCount:
-    """Count a micro-batch of token ids (batch_size, seq_len). A module may have real weights; it is left as it is.
+def count(
+    model: ModelShape | nn.Module, *, batch_size: int, seq_len: int, objective: ObjectiveName | None = None
+) -> FlopCount:
+    """Count a micro-batch of token ids (batch_size, seq_len); a decoder beside an encoder sees as many again.
 
+    A module may have real weights; it is left as it is. objective: what it is called with; None asks the shape or the
+    module's config.
     Raises ValueError, one line, if the forward pass cannot run on ids alone or depends on computed values.
     """
     module = _on_meta(build(model) if isinstance(model, ModelShape) else model).eval()
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
+    inputs = OBJECTIVES[objective or _objective_of(model)].inputs({"input_ids": ids, "labels": ids})
     counter = _Counter()
     blocks: dict[int, nn.Module] = {id(block): block for block in find_blocks(module).values()}
     for number, block in enumerate(blocks.values(), start=1):
-        block.register_forward_pre_hook(lambda *_, number=number: counter.enter(number))
-        block.register_forward_hook(lambda *_: counter.leave())
+        _stand_for(block, number, counter.block)
+    for part in module.modules():
+        if isinstance(causal := getattr(part, "is_causal", None), bool):
+            _stand_for(part, causal, counter.causal)
     try:
         with torch.no_grad(), counter, _Attention(counter):
-            module(input_ids=ids)
+            module(**inputs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"FLOPs of {type(module).__name__} cannot be counted on the meta device: {reason}") from error
@@ -135,6 +145,25 @@ def tflops_6n(*, parameters: int, tokens: int, step_time_s: float) -> float:
     return 6 * tokens * parameters / 1e12 / step_time_s
 
 
+def _objective_of(model: ModelShape | nn.Module) -> ObjectiveName:
+    if isinstance(model, ModelShape):
+        return model.objective
+    return "seq2seq" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "causal"
+
+
+def _stand_for(module: nn.Module, value: Any, stack: list[Any]) -> None:
+    """Have `value` on top of `stack` while the module's forward runs."""
+
+    def push(*_: Any) -> None:
+        stack.append(value)
+
+    def pop(*_: Any) -> None:
+        stack.pop()
+
+    module.register_forward_pre_hook(push)
+    module.register_forward_hook(pop)
+
+
 def _on_meta(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers are meta tensors, shared where the original's are; no weight is copied."""
     memo: dict[int, Any] = {}
@@ -146,21 +175,23 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up matrix products under the number of the block they run in, 0 outside."""
+    """Adds up matrix products under the number of the block they run in, 0 outside.
+
+    block, causal: stacks of what the forward is in: block numbers, and whether an attention module, as transformers marks
+    it, is causal; None outside of one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.spent: dict[int, ForwardFlops] = {}
-        self._inside = [0]
-
-    def enter(self, number: int) -> None:
-        self._inside.append(number)
-
-    def leave(self) -> None:
-        self._inside.pop()
+        self.block: list[int] = [0]
+        self.causal: list[bool | None] = [None]
 
     def add(self, flops: ForwardFlops) -> None:
-        self.spent[self._inside[-1]] = self.spent.get(self._inside[-1], ForwardFlops()) + flops
+        self.spent[self.block[-1]] = self.spent.get(self.block[-1], ForwardFlops()) + flops
+
+    def add_scores(self, scores: int, *, causal: bool) -> None:
+        self.add(ForwardFlops(scores=scores, causal_scores=scores // 2 if causal else scores))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -169,7 +200,11 @@ class _Counter(TorchDispatchMode):
             # A model asks whether all is as usual (no padding, no packed sequences): in training here it is.
             return True
         if func in _PRODUCTS:
-            self.add(ForwardFlops(other=_PRODUCTS[func](*args)))
+            spent, causal = _PRODUCTS[func](*args), self.causal[-1]
+            if causal is not None and func in _BATCHED:  # attention written out; its projections are no batched products
+                self.add_scores(spent, causal=causal)
+            else:
+                self.add(ForwardFlops(other=spent))
         return func(*args, **(kwargs or {}))
 
 
@@ -197,10 +232,13 @@ class _Attention(TorchFunctionMode):
         is_causal: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """Grouped heads need no care: every query head multiplies with some key and value head."""
+        """Grouped heads need no care: every query head multiplies with some key and value head.
+
+        A position bias comes as a mask, with the causal one in it; then only the module knows that it is causal.
+        """
         rows = math.prod(query.shape[:-1])
         scores = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        self._counter.add(ForwardFlops(scores=scores, causal_scores=scores // 2 if is_causal else scores))
+        self._counter.add_scores(scores, causal=is_causal or (attn_mask is not None and self._counter.causal[-1] is True))
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
@@ -220,3 +258,4 @@ _PRODUCTS: Mapping[Any, Callable[..., int]] = {
     _aten.mv.default: lambda a, b: 2 * math.prod(a.shape),
     _aten.dot.default: lambda a, b: 2 * math.prod(a.shape),
 }
+_BATCHED = frozenset({_aten.bmm.default, _aten.baddbmm.default})

@@ -13,27 +13,34 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-IGNORED = -100  # a label that counts for nothing
+from models.objective import IGNORED, OBJECTIVES
+from models.shape import ObjectiveName
+
 _SLAB_ELEMENTS = 1 << 24  # 64 MiB of fp32
 
 
-def count_labels(batch: Mapping[str, torch.Tensor]) -> int:
-    """Tokens of this micro-batch that a causal model is to predict: all labels but each sequence's first."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
+def count_labels(batch: Mapping[str, torch.Tensor], *, objective: ObjectiveName = "causal") -> int:
+    """Tokens of this micro-batch that the model is to predict: of a causal one, all labels but each sequence's first."""
+    return int((OBJECTIVES[objective].targets(batch) != IGNORED).sum())
 
 
-def token_loss(model: Callable[..., Any], batch: Mapping[str, torch.Tensor], label_count: int) -> torch.Tensor:
+def token_loss(
+    model: Callable[..., Any],
+    batch: Mapping[str, torch.Tensor],
+    label_count: int,
+    *,
+    objective: ObjectiveName = "causal",
+) -> torch.Tensor:
     """This micro-batch's share of the step's loss, a fp32 scalar: sum over its label tokens / label_count.
 
-    model: called with the batch less its labels; returns logits (batch, seq, vocab) or an output with them as .logits.
-    batch: input_ids and labels, both (batch, seq). Token i predicts label i + 1.
-    label_count: of the whole step, over all ranks and micro-batches.
+    model: called with the objective's inputs; returns logits (batch, seq, vocab) or an output with them as .logits.
+    batch: as the dataset makes it; input_ids and labels, both (batch, seq).
+    label_count: of the whole step, over all ranks and micro-batches. objective: the shape's.
     """
-    output = model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+    goal = OBJECTIVES[objective]
+    output = model(**goal.inputs(batch))
     logits = output if isinstance(output, torch.Tensor) else output.logits
-    # Shifting the labels instead of the logits leaves the logits contiguous, so that they need not be copied.
-    targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    losses = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    losses = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), goal.targets(batch).reshape(-1))
     return losses.sum() / label_count
 
 

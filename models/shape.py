@@ -12,7 +12,10 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
+
+ObjectiveName = Literal["causal", "masked", "seq2seq"]
+"""What a model learns to predict: the next token, masked tokens, or one text from another (`models.objective`)."""
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
@@ -28,7 +31,8 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 class ModelShape:
     """One entry of a family's table of sizes.
 
-    num_layers: transformer blocks. hidden_size: width of the residual stream.
+    objective: the kind of batch and loss this model trains on.
+    num_layers: as the source counts them: blocks of each stack where there are two. hidden_size: of the residual stream.
     num_heads, ffn_size (inner width of the feed-forward): None where unknown (a user's own module).
     max_positions: longest sequence in tokens, None: no limit.
     seq_len, batch_size: what a run uses unless told otherwise; batch_size is per rank and micro-batch.
@@ -37,9 +41,11 @@ class ModelShape:
     """
 
     heads_divide_width: ClassVar[bool] = True
+    fixed: ClassVar[frozenset[str]] = frozenset({"name", "family", "objective"})
 
     name: str
     family: str
+    objective: ObjectiveName = "causal"
     num_layers: int
     hidden_size: int
     num_heads: int | None
@@ -71,10 +77,10 @@ class ModelShape:
         """A copy with fields replaced, as `--set field=value` asks; text is read as the field's type.
 
         Raises ValueError, one line, for an unknown field (with near names), a value of another type, or a shape that
-        cannot be built. name and family say which entry this is and stay.
+        cannot be built. name, family and objective say what this entry is and stay.
         """
         hints = typing.get_type_hints(type(self))
-        settable = {f.name for f in dataclasses.fields(self)} - {"name", "family"}
+        settable = {f.name for f in dataclasses.fields(self)} - self.fixed
         values: dict[str, Any] = {}
         for field, given in overrides.items():
             if field not in settable:
@@ -110,11 +116,12 @@ def _read(field: str, given: object, hint: Any) -> object:
             return int(text)
         if wanted is float and not isinstance(given, bool):
             return float(text)
-        if wanted is str:
+        if wanted is str or text in typing.get_args(wanted):
             return text
     except (KeyError, ValueError):
         pass
-    kind = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[wanted]
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    kind = kinds.get(wanted) or " or ".join(typing.get_args(wanted))
     raise ValueError(f"{field} takes {kind}, not {given!r}")
 
 

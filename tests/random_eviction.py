@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from systems.errors import BudgetError
-from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, pack
+from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Parameter, Segment, pack
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
@@ -42,11 +42,12 @@ class RandomEviction:
 
     def layout(self, index: ModelIndex) -> Layout:
         unit_of = {u.name: u.index for u in index.units}
-        groups: dict[tuple, list] = {}
+        groups: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = {}
         for p in index.parameters:
             shared = p.users if len(p.users) > 1 else ()
             groups.setdefault((p.trainable, shared), []).append(p)
-        segments, bundles = [], []
+        segments: list[Segment] = []
+        bundles: list[Bundle] = []
         for (trainable, shared), members in groups.items():
             size = len(members) if shared else self._options.chunk_parameters
             for start in range(0, len(members), size):

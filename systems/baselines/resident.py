@@ -134,7 +134,7 @@ class ResidentEngine(Engine):
             elif parameter.grad is not None:
                 gradients[number] = parameter.grad.reshape(-1)
         kernel = self.device.kernel
-        values = self.device.read_partials([kernel.sum_squares(g) for g in gradients.values()])
+        values = self.device.partials([kernel.sum_squares(g) for g in gradients.values()])()
         outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
             self.log.count("skipped_steps")

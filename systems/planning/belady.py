@@ -40,7 +40,7 @@ class NextUse:
 
 @dataclass(frozen=True)
 class Replay:
-    """misses: positions whose block had to be fetched. evictions: (position, block). resident: blocks left at the end."""
+    """misses: positions whose block was fetched. evictions: (position, block). resident: blocks left at the end."""
 
     misses: tuple[int, ...]
     evictions: tuple[tuple[int, int], ...]

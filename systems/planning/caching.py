@@ -124,7 +124,7 @@ class _Step:
                 return
 
     def _fetch_ahead(self, moment: int, bundle: int, use: int, held: set[int]) -> bool:
-        """Fetch `bundle` now for its use at `use` (past the last moment: in the next step) if there is or can be room."""
+        """Fetch `bundle` now for its use at `use` (past the last moment: in the next step) if room can be made."""
         if self._blocked.get(bundle, -1) >= moment and use < self.moments:
             return False
         size = self.sizes[bundle]

@@ -16,6 +16,7 @@ Note [Lifetimes on the device]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,60 +65,70 @@ class Demand:
                 uses.setdefault(bundle, []).append(moment)
         return NextUse(uses, len(self))
 
-    @cached_property
-    def stale_at(self) -> dict[int, int]:
-        """Bundle to the moment from which its device copy is outdated, if the host updates it."""
-        return {bundle: moment for moment, bundles in enumerate(self.stale) for bundle in bundles}
-
 
 def demand_of(layout: Layout, trace: Trace, context: PlanningContext) -> Demand:
-    """Walk the trace once. See Note [Lifetimes on the device]."""
-    last = len(trace) - 1
+    """Walk the trace. See Note [Lifetimes on the device]."""
     holds: dict[int, int] = {}
     open_backward: dict[int, int] = {}
     demanded: list[tuple[int, ...]] = []
     held: list[tuple[int, ...]] = []
     backward: list[tuple[int, ...]] = []
-    stale: list[list[int]] = [[] for _ in trace.moments]
-    gradient_open: dict[int, int] = {}
-    gradient_spans: dict[int, list[Span]] = {}
-    flushed: set[int] = set()
+    stale: list[tuple[int, ...]] = []
+    gone: set[int] = set()
+    at_the_end: set[int] = set()  # flushed and on the device again, or still
     for number, moment in enumerate(trace.moments):
         bundles = layout.bundles_of_unit.get(moment.unit, ()) if moment.unit != NO_UNIT else ()
-        if moment.phase in ENTER:
-            for bundle in bundles:
-                holds[bundle] = holds.get(bundle, 0) + 1
-        else:
-            for bundle in bundles:
-                holds[bundle] = max(0, holds.get(bundle, 0) - 1)
+        entering = moment.phase in ENTER
+        for bundle in bundles:
+            holds[bundle] = max(0, holds.get(bundle, 0) + (1 if entering else -1))
         if moment.phase is Phase.BACKWARD_ENTER:
             open_backward[moment.unit] = open_backward.get(moment.unit, 0) + 1
-            for bundle in bundles:
-                if layout.bundles[bundle].trainable:
-                    gradient_open.setdefault(bundle, number)
-        if moment.phase is Phase.BACKWARD_EXIT:
+        elif moment.phase is Phase.BACKWARD_EXIT:
             open_backward[moment.unit] = max(0, open_backward.get(moment.unit, 0) - 1)
-        for bundle in trace.flushes[number]:
-            flushed.add(bundle)
-            if bundle in gradient_open:
-                gradient_spans.setdefault(bundle, []).append(Span(gradient_open.pop(bundle), number))
-            if moment.micro_step == context.accumulate - 1 and not holds.get(bundle):
-                flushed.discard(bundle)
-                stale[number].append(bundle)
-        demanded.append(bundles if moment.phase in ENTER else ())
+        at_the_end.update(gone.intersection(bundles) if entering else ())
+        last_micro_step = moment.micro_step == context.accumulate - 1
+        going = tuple(b for b in trace.flushes[number] if last_micro_step and not holds.get(b))
+        gone.update(going)
+        at_the_end.update(trace.flushes[number])
+        at_the_end.difference_update(going)
+        stale.append(going if number < len(trace) - 1 else tuple(sorted(at_the_end)))
+        demanded.append(bundles if entering else ())
         held.append(tuple(sorted(bundle for bundle, count in holds.items() if count)))
         backward.append(tuple(unit for unit, count in open_backward.items() if count))
-    stale[last].extend(sorted(flushed))
-    for bundle, begin in gradient_open.items():
-        gradient_spans.setdefault(bundle, []).append(Span(begin, last))
     return Demand(
         demanded=tuple(demanded),
         held=tuple(held),
         backward=tuple(backward),
-        stale=tuple(tuple(bundles) for bundles in stale),
-        gradient_spans={bundle: tuple(spans) for bundle, spans in gradient_spans.items()},
+        stale=tuple(stale),
+        gradient_spans=_gradient_spans(layout, trace),
         hold_spans=_hold_spans(held),
     )
+
+
+def _gradient_spans(layout: Layout, trace: Trace) -> dict[int, tuple[Span, ...]]:
+    """From the first BACKWARD_ENTER of a unit that reads the bundle to its flush, or to STEP_END without one.
+
+    A unit that enters again after the flush opens the range again only if there is another flush in the micro-step.
+    """
+    coming = Counter(
+        (m.micro_step, b) for m, flushes in zip(trace.moments, trace.flushes, strict=True) for b in flushes
+    )
+    expected = Counter(coming)
+    begun: dict[int, int] = {}
+    spans: dict[int, list[Span]] = {}
+    for number, moment in enumerate(trace.moments):
+        if moment.phase is Phase.BACKWARD_ENTER:
+            for bundle in layout.bundles_of_unit.get(moment.unit, ()):
+                key = (moment.micro_step, bundle)
+                if layout.bundles[bundle].trainable and (coming[key] or not expected[key]):
+                    begun.setdefault(bundle, number)
+        for bundle in trace.flushes[number]:
+            coming[moment.micro_step, bundle] -= 1
+            if bundle in begun:
+                spans.setdefault(bundle, []).append(Span(begun.pop(bundle), number))
+    for bundle, begin in begun.items():
+        spans.setdefault(bundle, []).append(Span(begin, len(trace) - 1))
+    return {bundle: tuple(found) for bundle, found in spans.items()}
 
 
 def _hold_spans(held: Sequence[tuple[int, ...]]) -> dict[int, tuple[Span, ...]]:
@@ -220,8 +231,8 @@ class Profile:
 def non_model_profile(trace: Trace, demand: Demand, residence: Residence) -> list[int]:
     """Device bytes per moment beside the pool's: activations, temporaries, adopted gradients. Never too low.
 
-    The lower of the two bounds of `non_model_bounds`. If all gradients are adopted and the trace measured that case it is
-    exact: those of earlier intervals by their running sum, those of this interval within the measured peak.
+    The lower of the two bounds of `non_model_bounds`. If all gradients are adopted and the trace measured that case it
+    is exact: those of earlier intervals by their running sum, those of this interval within the measured peak.
     """
     bounds = [min(pair) for pair in zip(*non_model_bounds(trace, demand, residence), strict=True)]
     if not trace.measured_adopted or not all(map(residence.adopted, demand.gradient_spans)):
@@ -234,7 +245,8 @@ def non_model_profile(trace: Trace, demand: Demand, residence: Residence) -> lis
 
 
 def non_model_bounds(trace: Trace, demand: Demand, residence: Residence) -> tuple[list[int], list[int]]:
-    """Two bounds that hold for every plan, per moment. Adopted gradients count with their whole bundle once it has begun.
+    """Two bounds that hold for every plan, per moment. Adopted gradients count with their whole bundle once it has
+    begun.
 
     The peak measured with ranges, plus the adopted gradients of bundles begun by now; and the peak measured with all
     gradients of the interval kept, plus those of bundles begun in earlier intervals.

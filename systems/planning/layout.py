@@ -131,6 +131,14 @@ class Layout:
         owner = {s: b.index for b in self.bundles for s in b.segments}
         return tuple(owner[s.index] for s in self.segments)
 
+    @cached_property
+    def segment_of_parameter(self) -> dict[int, int]:
+        return {place.parameter: s.index for s in self.segments for place in s.placements}
+
+    @cached_property
+    def bundle_of_parameter(self) -> dict[int, int]:
+        return {p: self.bundle_of_segment[s] for p, s in self.segment_of_parameter.items()}
+
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize
 

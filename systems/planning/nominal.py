@@ -11,7 +11,7 @@ from systems.planning.trace import Moment, Phase, Trace
 
 
 def nominal_trace(layout: Layout, *, accumulate: int = 1) -> Trace:
-    """Every unit that reads a bundle, once forward and once backward a micro-step; a bundle is flushed after its last unit."""
+    """All units that read a bundle, forward and backward once a micro-step; a bundle is flushed after its last unit."""
     units = sorted(layout.bundles_of_unit)
     moments, flushes = [Moment(Phase.STEP_BEGIN)], [()]  # type: tuple[list[Moment], list[tuple[int, ...]]]
     for micro_step in range(accumulate):

@@ -31,12 +31,12 @@ class Race:
     second: int
 
     def __str__(self) -> str:
-        return f"operations {self.first} and {self.second} access {self.resource}, one of them writes, and neither waits for the other"
+        return f"operations {self.first} and {self.second} access {self.resource}, one writes, and neither waits"
 
 
 @dataclass
 class _Resource:
-    """Latest accesses as (ticket, lane number, position in lane); of several readers on a lane the last one stands for all."""
+    """Latest accesses as (ticket, lane number, position in lane); the last reader on a lane stands for all on it."""
 
     write: tuple[int, int, int] | None = None
     reads: dict[int, tuple[int, int, int]] = field(default_factory=dict)

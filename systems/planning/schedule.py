@@ -15,14 +15,14 @@ Note [What happens at a moment]
 
 Note [Resources]
     device:param:B  device:grad:B  one bundle's device copy and gradient
-    host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update
+    host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update; what
+                    is used again in between is fetched from the master in state:S
     state:S         master weight, moments and accumulator of a segment, on either tier
     norm:B, norm    a bundle's sum of squares; the step's norm
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -36,7 +36,7 @@ from systems.planning.waits import Accesses, Room, Waits, merge
 
 
 class Work(Enum):
-    """Kinds of scheduled operations. Those of the second group are bookkeeping: they are on no lane and take no time."""
+    """Kinds of scheduled operations. The second group is bookkeeping: on no lane, taking no time."""
 
     COMPUTE = "compute"  # the model, from one moment to the next
     FETCH = "fetch"  # host slots to the device
@@ -93,7 +93,7 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Schedule:
-    """initial_device_bytes: the pool at the step's start, states included. resident_at_end: bundles on the device then."""
+    """initial_device_bytes: the pool at the step's start, states included. resident_at_end: bundles there then."""
 
     operations: tuple[ScheduledOperation, ...]
     flaws: tuple[Flaw, ...]
@@ -103,7 +103,7 @@ class Schedule:
     residence: Residence
 
     def issued(self, *, steps: int = 2) -> list[IssuedOperation]:
-        """The schedule as the race detector reads it, several steady steps in a row. Only for schedules without flaws."""
+        """Several steady steps in a row as the race detector reads them. Only for schedules without flaws."""
         offset, found = len(self.operations), []
         for step in range(steps):
             for o in self.operations:
@@ -161,8 +161,13 @@ class _Expansion:
         self.flushed: dict[int, None] = {}  # bundles whose update is due at STEP_END, in order of flushing
         self.operations: list[ScheduledOperation] = []
         self.flaws: list[Flaw] = []
+        self.outdated: set[int] = set()  # bundles flushed in the last micro-step
         self.late: list[tuple[int, int]] = []  # (ticket of a fetch, bundle) that needs an update issued after it
         self.moment = 0
+        self._opening: dict[int, list[int]] = {}
+        for bundle, spans in demand.gradient_spans.items():
+            for span in spans:
+                self._opening.setdefault(span.begin, []).append(bundle)
         self._planned: dict[int, list[tuple[int, OpKind, int]]] = {}
         for p in plan.operations:
             self._planned.setdefault(p.trigger, []).append((p.priority, p.operation.kind, p.operation.bundle))
@@ -182,7 +187,7 @@ class _Expansion:
                     self._fetch(bundle, planned=False)
                 self._add(Work.HOLD, None, bundle)
             if entering.phase is Phase.BACKWARD_ENTER:
-                self._open_gradients(bundles)
+                self._open_gradients()
         else:
             for bundle in bundles:
                 self._add(Work.RELEASE, None, bundle)
@@ -213,8 +218,8 @@ class _Expansion:
                 self._flaw(bundle, f"has a {kind.value} though it is not on the device")
             elif bundle in held:
                 self._flaw(bundle, f"has a {kind.value} while a unit holds it")
-            elif kind is OpKind.DROP:
-                self._drop(bundle)
+            elif kind is OpKind.DROP or bundle in self.outdated:
+                self._drop(bundle)  # an outdated bundle is never written: its slot holds the gradient
             else:
                 slots = tuple(slot(s) for s in self.layout.bundles[bundle].segments)
                 size = self._shard_bytes(bundle)
@@ -222,12 +227,17 @@ class _Expansion:
                 self._drop(bundle)
 
     def _fetch(self, bundle: int, *, planned: bool) -> None:
-        if self.demand.stale_at.get(bundle, len(self.trace)) <= self.moment < len(self.trace) - 1:
-            self._flaw(bundle, "is fetched between its flush and STEP_END, when its parameters are outdated")
-            self.late.append((len(self.operations), bundle))
+        segments = self.layout.bundles[bundle].segments
+        reads = tuple(slot(s) for s in segments)
+        if bundle in self.outdated and self.moment < len(self.trace) - 1:
+            used_again = self.demand.next_use.after(bundle, self.moment - 1) < len(self.trace)
+            if used_again and self.plan.update_rule is UpdateRule.AFTER_NORM:
+                reads = tuple(state(s) for s in segments)
+            else:
+                self._flaw(bundle, "is fetched between its flush and STEP_END, when its parameters are outdated")
+                self.late.append((len(self.operations), bundle))
         self.resident.add(bundle)
         size = self.layout.bundle_bytes(bundle)
-        reads = tuple(slot(s) for s in self.layout.bundles[bundle].segments)
         payload, writes = self._shard_bytes(bundle), (param(bundle),)
         self._add(
             Work.FETCH,
@@ -250,9 +260,9 @@ class _Expansion:
         self.resident.discard(bundle)
         self._add(Work.DROP, None, bundle, device_delta=-self.layout.bundle_bytes(bundle))
 
-    def _open_gradients(self, bundles: Iterable[int]) -> None:
-        for bundle in bundles:
-            if self.layout.bundles[bundle].trainable and bundle not in self.gradients:
+    def _open_gradients(self) -> None:
+        for bundle in self._opening.get(self.moment, ()):
+            if bundle not in self.gradients:
                 self.gradients.add(bundle)
                 if not self.residence.adopted(bundle):
                     self._add(Work.ALLOCATE, None, bundle, device_delta=self.layout.bundle_bytes(bundle))
@@ -285,6 +295,8 @@ class _Expansion:
             self._add(Work.ACCUMULATE, LaneKind.COMPUTE, bundle, reads=gradient, writes=(*states, *norm))
         update_now = not several and self.plan.update_rule is UpdateRule.WHEN_REDUCED
         self.flushed[bundle] = None
+        if last_micro_step:
+            self.outdated.add(bundle)
         if update_now:
             self._update(bundle)
             del self.flushed[bundle]

@@ -42,7 +42,7 @@ class Eviction(Protocol):
     """Which bundle goes when room is needed and no plan says so (warm-up, departures from the trace)."""
 
     def choose(self, candidates: Sequence[int], moment: int) -> int:
-        """candidates: resident bundles that nothing holds, never empty. moment: the step's current (last begun) moment."""
+        """candidates: resident bundles that nothing holds, never empty. moment: the last one that began."""
 
 
 class Strategy(Protocol):

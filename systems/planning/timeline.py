@@ -44,7 +44,7 @@ def timeline(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext)
 
 
 def timeline_of(schedule: Schedule, trace: Trace) -> MemTimeline:
-    """At a moment itself no more activations live than at the peak of either neighbouring interval: they share the end."""
+    """At a moment itself no more activations live than at the peak of either interval that it bounds."""
     non_model = non_model_profile(trace, schedule.demand, schedule.residence)
     moments = len(trace)
     after, peaks, now = [schedule.initial_device_bytes] * moments, [0] * moments, schedule.initial_device_bytes
@@ -74,7 +74,7 @@ def timeline_of(schedule: Schedule, trace: Trace) -> MemTimeline:
 
 
 def _host_bytes(schedule: Schedule) -> int:
-    """Slots of all segments; state of those updated on the host (its pages are given back while it is on the device)."""
+    """Slots of all segments; state of those updated on the host (its pages go back while it is on the device)."""
     layout, residence = schedule.residence.layout, schedule.residence
     slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize
     return slots + sum(residence.optimizer_bytes(b.index) for b in layout.bundles if b.index not in residence.on_device)

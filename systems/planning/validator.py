@@ -111,8 +111,8 @@ def check_waits(trace: Trace, schedule: Schedule) -> None:
         if o.lane in waiting:
             first = waiting[o.lane]
             raise PlanError(
-                f"{describe(trace, first.moment)}: the {first.kind.value} of bundle {first.bundle} waits for an update of "
-                f"this step ahead of the fetch of bundle {o.bundle} at moment {o.moment}, on the same lane"
+                f"{describe(trace, first.moment)}: the {first.kind.value} of bundle {first.bundle} waits for an update "
+                f"of this step ahead of the fetch of bundle {o.bundle} at moment {o.moment}, on the same lane"
             )
         if updates.intersection(o.waits):
             waiting[o.lane] = o

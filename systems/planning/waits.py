@@ -53,7 +53,7 @@ class Accesses:
 
 
 class Room:
-    """Freed memory in the order of its freeing: new ranges take what was never used, then what was freed longest ago."""
+    """Freed memory in order of freeing: new ranges take what was never used, then what was freed longest ago."""
 
     def __init__(self, unused_bytes: int) -> None:
         self._freed: deque[tuple[int, Waits]] = deque([(unused_bytes, {})])

@@ -44,4 +44,4 @@ def _wrap(module: nn.Module) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    module.forward = recomputed  # type: ignore[method-assign]
+    module.forward = recomputed

@@ -60,8 +60,51 @@ class Coefficients(NamedTuple):
     negative_step: float  # -lr / (1 - beta1^step)
 
 
+@dataclass(frozen=True, slots=True)
+class AdamTask:
+    """Flat tensors that share offsets, and the ranges of them to update: ascending and disjoint; the rest is not touched.
+
+    master, exp_avg, exp_avg_sq: fp32. gradient: fp32, bf16 or fp16. out: gets the new weights rounded to its type, or
+    None; it may be the very memory of gradient, if of one width. All 1-D, contiguous, of one length, on one device.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradient: torch.Tensor
+    out: torch.Tensor | None
+    ranges: Sequence[AdamRange]
+
+    def check(self) -> None:
+        """Raises ValueError unless the task is what the class says."""
+        master, gradient = self.master, self.gradient
+        numel, device = master.numel(), master.device
+        for tensor in (master, self.exp_avg, self.exp_avg_sq):
+            if tensor.dtype is not torch.float32:
+                raise ValueError(f"master, exp_avg and exp_avg_sq must be fp32, got {tensor.dtype}")
+        for tensor in (master, self.exp_avg, self.exp_avg_sq, gradient, gradient if self.out is None else self.out):
+            if tensor.dtype not in FORMATS:
+                raise ValueError(f"gradient and out must be fp32, bf16 or fp16, got {tensor.dtype}")
+            if tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
+                raise ValueError(
+                    f"Adam's tensors must be contiguous with {numel} elements on {device}, "
+                    f"got one with {tensor.numel()} on {tensor.device}"
+                )
+        if self.out is not None and numel and _clash(gradient, self.out):
+            raise ValueError(
+                "gradient and out overlap: they must be disjoint, or start at one address with elements of one width"
+            )
+        end = 0
+        for each in self.ranges:
+            if each.offset < end or each.numel < 0:
+                raise ValueError(f"ranges must be ascending and disjoint: one starts at {each.offset}, below {end}")
+            end = each.offset + each.numel
+        if end > numel:
+            raise ValueError(f"ranges end at {end}, beyond the tensors' {numel} elements")
+
+
 class AdamKernel(Protocol):
-    """`name`, for the record: avx512, avx2, plain, triton or torch. All tensors are 1-D, contiguous, on one device."""
+    """`name`, for the record: avx512, avx2, plain, triton or torch. Tensors are 1-D, contiguous, on one device."""
 
     name: str
 
@@ -76,15 +119,18 @@ class AdamKernel(Protocol):
         ranges: Sequence[AdamRange],
         factor: float,
     ) -> None:
-        """One Adam step in place over ranges, ascending and disjoint; elements outside them are not touched.
+        """One Adam step in place on one AdamTask. factor (loss scale and clipping) multiplies the gradient first."""
+        self.update_all([AdamTask(master, exp_avg, exp_avg_sq, gradient, out, ranges)], factor=factor)
 
-        master, exp_avg, exp_avg_sq: fp32. gradient: fp32, bf16 or fp16, first multiplied by factor (loss scale and
-        clipping). out: the new weights rounded to its type, or None; it may be the very memory of gradient, if of
-        one width.
-        """
+    def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
+        """`update` for several tasks. On CUDA it is one launch in all, where launches cost more than small tensors."""
 
     def sum_squares(self, tensor: torch.Tensor) -> float | torch.Tensor:
         """Sum of squares in fp64: a float on the CPU; on CUDA a 0-dim fp64 tensor there, without waiting for it."""
+        return self.sum_squares_all([tensor])[0]
+
+    def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float] | torch.Tensor:
+        """`sum_squares` of each: floats on the CPU, one fp64 tensor on CUDA. The same bits as one by one."""
 
     def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
         """accumulator (fp32) += gradient (fp32, bf16 or fp16)."""
@@ -129,40 +175,6 @@ def merge_ranges(ranges: Iterable[AdamRange], *, max_gap: int = 0) -> tuple[Adam
     return tuple(merged)
 
 
-def check_update(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
-    out: torch.Tensor | None,
-    ranges: Sequence[AdamRange],
-) -> None:
-    """Raises ValueError unless the arguments of `AdamKernel.update` are what it says."""
-    numel = master.numel()
-    for name, tensor in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if tensor.dtype is not torch.float32 or tensor.numel() != numel:
-            raise ValueError(f"{name} must be fp32 with {numel} elements, got {tensor.dtype} with {tensor.numel()}")
-    for name, tensor in (("gradient", gradient), ("out", gradient if out is None else out)):
-        if tensor.dtype not in FORMATS or tensor.numel() != numel:
-            raise ValueError(
-                f"{name} must be fp32, bf16 or fp16 with {numel} elements, got {tensor.dtype} with {tensor.numel()}"
-            )
-    for tensor in (master, exp_avg, exp_avg_sq, gradient, gradient if out is None else out):
-        if tensor.device != master.device or not tensor.is_contiguous():
-            raise ValueError(f"Adam's tensors must be contiguous and on {master.device}, got one on {tensor.device}")
-    if out is not None and out.numel() and _clash(gradient, out):
-        raise ValueError(
-            "gradient and out overlap: they must be disjoint, or start at one address with elements of one width"
-        )
-    end = 0
-    for each in ranges:
-        if each.offset < end or each.numel < 0:
-            raise ValueError(f"ranges must be ascending and disjoint: one starts at {each.offset}, below {end}")
-        end = each.offset + each.numel
-    if end > numel:
-        raise ValueError(f"ranges end at {end}, beyond the tensors' {numel} elements")
-
-
 def _clash(gradient: torch.Tensor, out: torch.Tensor) -> bool:
     at, to = gradient.data_ptr(), out.data_ptr()
     if at == to:
@@ -190,11 +202,11 @@ def _function(library: ctypes.CDLL, name: str, arguments: str, result: type | No
     return function
 
 
-class CpuKernel:
+class CpuKernel(AdamKernel):
     """csrc/adam.cpp through ctypes, which holds no GIL. Bit-equal for every instruction set and number of threads."""
 
     def __init__(self, library: ctypes.CDLL, isa: int, threads: int) -> None:
-        self.name: str = ISAS[isa]
+        self.name = ISAS[isa]
         self.threads = threads
         self._mode = (isa, threads)
         self._update = _function(library, "adam_update", "iippppipiclf")
@@ -203,46 +215,37 @@ class CpuKernel:
         self._cast = _function(library, "cast", "iippil")
         self._copy = _function(library, "copy", "ippl")
 
-    def update(
-        self,
-        *,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        gradient: torch.Tensor,
-        out: torch.Tensor | None,
-        ranges: Sequence[AdamRange],
-        factor: float,
-    ) -> None:
-        check_update(master, exp_avg, exp_avg_sq, gradient, out, ranges)
-        _check_cpu(master)
-        table = b"".join([ROW.pack(each.offset, each.numel, *coefficients(each)) for each in ranges])
-        self._update(
-            *self._mode,
-            master.data_ptr(),
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
-            gradient.data_ptr(),
-            FORMATS[gradient.dtype],
-            None if out is None else out.data_ptr(),
-            NO_OUTPUT if out is None else FORMATS[out.dtype],
-            table,
-            len(ranges),
-            factor,
-        )
+    def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
+        for task in tasks:
+            task.check()
+            _check_cpu(task.master)
+            rows = [ROW.pack(each.offset, each.numel, *coefficients(each)) for each in task.ranges]
+            self._update(
+                *self._mode,
+                task.master.data_ptr(),
+                task.exp_avg.data_ptr(),
+                task.exp_avg_sq.data_ptr(),
+                task.gradient.data_ptr(),
+                FORMATS[task.gradient.dtype],
+                None if task.out is None else task.out.data_ptr(),
+                NO_OUTPUT if task.out is None else FORMATS[task.out.dtype],
+                b"".join(rows),
+                len(rows),
+                factor,
+            )
 
-    def sum_squares(self, tensor: torch.Tensor) -> float:
-        _check_cpu(tensor)
-        if tensor.dtype not in FORMATS or not tensor.is_contiguous():
-            raise ValueError(f"sum_squares takes a contiguous fp32, bf16 or fp16 tensor, got {tensor.dtype}")
-        return float(self._sum_squares(*self._mode, tensor.data_ptr(), FORMATS[tensor.dtype], tensor.numel()))
+    def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+        sums = []
+        for tensor in tensors:
+            _check_cpu(tensor)
+            _check_squares(tensor)
+            sums.append(self._sum_squares(*self._mode, tensor.data_ptr(), FORMATS[tensor.dtype], tensor.numel()))
+        return sums
 
     def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
         _check_pair(accumulator, gradient)
         _check_cpu(accumulator)
-        self._accumulate(
-            *self._mode, accumulator.data_ptr(), gradient.data_ptr(), FORMATS[gradient.dtype], gradient.numel()
-        )
+        self._accumulate(*self._mode, accumulator.data_ptr(), gradient.data_ptr(), FORMATS[gradient.dtype], gradient.numel())
 
     def cast(self, master: torch.Tensor, out: torch.Tensor) -> None:
         _check_pair(master, out)
@@ -262,47 +265,49 @@ class CpuKernel:
         self._copy(self.threads, destination.data_ptr(), source.data_ptr(), source.nbytes)
 
 
+def _check_squares(tensor: torch.Tensor) -> None:
+    if tensor.dtype not in FORMATS or not tensor.is_contiguous():
+        raise ValueError(f"sum_squares takes contiguous fp32, bf16 or fp16, got {tensor.dtype}")
+
+
 def _check_cpu(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
         raise ValueError(f"a CPU kernel was given a tensor on {tensor.device}: use cuda_kernel()")
 
 
-class TorchKernel:
+class TorchKernel(AdamKernel):
     """The same formula in plain torch operations, on any device. Agrees with the others to 1e-6, not bit for bit."""
 
     name = "torch"
     PIECE = 1 << 22  # elements at a time: bounds the temporaries to a few times 16 MiB
 
-    def update(
-        self,
-        *,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        gradient: torch.Tensor,
-        out: torch.Tensor | None,
-        ranges: Sequence[AdamRange],
-        factor: float,
-    ) -> None:
-        check_update(master, exp_avg, exp_avg_sq, gradient, out, ranges)
-        for each in ranges:
-            c, end = coefficients(each), each.offset + each.numel
-            for begin in range(each.offset, end, self.PIECE):
-                piece = slice(begin, min(begin + self.PIECE, end))
-                p, m, v = master[piece], exp_avg[piece], exp_avg_sq[piece]
-                g = gradient[piece].float() * factor
-                if c.l2:
-                    g.add_(p, alpha=c.l2)
-                m.lerp_(g, c.w1)
-                v.mul_(c.b2).addcmul_(g, g, value=c.w2)
-                denominator = v.sqrt().mul_(c.inverse_root_correction2).add_(c.eps)
-                p.mul_(c.decay).addcdiv_(m, denominator, value=c.negative_step)
-                if out is not None:
-                    out[piece].copy_(p)
+    def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
+        for task in tasks:
+            task.check()
+            for each in task.ranges:
+                end = each.offset + each.numel
+                for begin in range(each.offset, end, self.PIECE):
+                    self._piece(task, slice(begin, min(begin + self.PIECE, end)), coefficients(each), factor)
 
-    def sum_squares(self, tensor: torch.Tensor) -> float | torch.Tensor:
-        square = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-        return square if tensor.is_cuda else float(square)
+    def _piece(self, task: AdamTask, where: slice, c: Coefficients, factor: float) -> None:
+        p, m, v = task.master[where], task.exp_avg[where], task.exp_avg_sq[where]
+        g = task.gradient[where].float() * factor
+        if c.l2:
+            g.add_(p, alpha=c.l2)
+        m.lerp_(g, c.w1)
+        v.mul_(c.b2).addcmul_(g, g, value=c.w2)
+        denominator = v.sqrt().mul_(c.inverse_root_correction2).add_(c.eps)
+        p.mul_(c.decay).addcdiv_(m, denominator, value=c.negative_step)
+        if task.out is not None:
+            task.out[where].copy_(p)
+
+    def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float] | torch.Tensor:
+        for tensor in tensors:
+            _check_squares(tensor)
+        if not tensors:
+            return []
+        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
+        return norms.square() if norms.is_cuda else norms.square().tolist()
 
     def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
         _check_pair(accumulator, gradient)
@@ -333,9 +338,7 @@ def cpu_kernel(isa: Isa = "auto", threads: int | None = None) -> AdamKernel:
     except build.BuildError as error:
         if isa != "auto":
             raise UnsupportedError(f"the {isa} Adam kernel cannot be built: {error}") from error
-        warnings.warn(
-            f"Adam runs in plain torch operations, several times slower: {error}", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn(f"Adam runs in plain torch operations, several times slower: {error}", RuntimeWarning, stacklevel=2)
         return TorchKernel()
     best: int = library.best_isa()
     chosen = best if isa == "auto" else ISAS.index(isa)
@@ -351,8 +354,6 @@ def cuda_kernel() -> AdamKernel:
     if not torch.cuda.is_available():
         raise UnsupportedError("there is no CUDA device: use cpu_kernel()")
     if not adam_cuda.HAS_TRITON:
-        warnings.warn(
-            "Adam on CUDA runs in plain torch operations: Triton is not installed", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn("Adam on CUDA runs in plain torch operations: Triton is not installed", RuntimeWarning, stacklevel=2)
         return TorchKernel()
     return adam_cuda.TritonKernel()

@@ -1,17 +1,21 @@
 """Adam on CUDA as one Triton pass, with the operations of csrc/kernels.h one for one, so that it gives the CPU's bits.
 
 What that takes: explicit fma, division and square root rounded correctly (`div_rn`, `sqrt_rn`; Triton's `/` is
-approximate), no fusion by the compiler (`enable_fp_fusion=False`), and one pattern for every NaN. Imports without
-Triton; `HAS_TRITON` says. Work is queued on the current stream; nothing here waits.
+approximate), no fusion by the compiler (`enable_fp_fusion=False`), and one pattern for every NaN.
+
+A launch costs the host tens of microseconds, more than a small tensor costs the device. So one launch takes any number of
+ranges in any number of tensors: their addresses and scalars go to the device as a table, in which each program looks its
+range up. Imports without Triton; `HAS_TRITON` says. Work is queued on the current stream; nothing here waits.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
 
-from systems.substrate.adam import AdamRange, TorchKernel, check_update, coefficients
+from systems.substrate.adam import AdamTask, TorchKernel, coefficients
 
 try:
     import triton  # type: ignore[import-not-found]
@@ -21,97 +25,148 @@ try:
 except ImportError:
     HAS_TRITON = False
 
-UPDATE_BLOCK = 1024
-SQUARES_BLOCK = 4096
+PIECE = 1024  # elements handled together, 8 a thread
+PIECES = 4  # one after another by each program
+ROW = struct.Struct("=5q q q 8f")  # addresses of master, both moments, gradient, out; numel; first program; scalars
 # What the kernel stores for a NaN, which also says how it narrows: none, fp32, or the NaN of a 16-bit type.
 NO_OUT, FP32_OUT = -1, 0
 NAN_OF = {torch.float32: FP32_OUT, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
+Formats = tuple[torch.dtype, torch.dtype | None]  # of the gradient and of out
+
 if HAS_TRITON:
+    TRITON_TYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, None: tl.float32}
+
+    @triton.jit
+    def _at(address, at, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+        pointer = address + at
+        if aligned:
+            pointer = tl.multiple_of(pointer, 16)
+        return pointer
+
+    @triton.jit
+    def _load(address, at, numel, masked: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+        if masked:
+            value = tl.load(_at(address, at, aligned), mask=at < numel, other=0.0)
+        else:
+            value = tl.load(_at(address, at, aligned))
+        return value
+
+    @triton.jit
+    def _store(address, at, value, numel, masked: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+        if masked:
+            tl.store(_at(address, at, aligned), value, mask=at < numel)
+        else:
+            tl.store(_at(address, at, aligned), value)
 
     @triton.jit
     def _quiet(x):  # type: ignore[no-untyped-def]
         return tl.where(x != x, tl.full(x.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True), x)
 
     @triton.jit
-    def _update_kernel(  # type: ignore[no-untyped-def]
-        master, first, second, gradient, out, numel, factor, decay, l2, w1, b2, w2, inverse_root_correction2, eps,
-        negative_step, coupled: tl.constexpr, out_nan: tl.constexpr, block_size: tl.constexpr,
+    def _piece(  # type: ignore[no-untyped-def]
+        master, first, second, gradient, out, at, numel, factor, scalars,
+        out_nan: tl.constexpr, masked: tl.constexpr, aligned: tl.constexpr,
     ):  # fmt: skip
-        at = tl.program_id(0).to(tl.int64) * block_size + tl.arange(0, block_size)
-        inside = at < numel
-        p = tl.load(master + at, mask=inside, other=0.0)
-        m = tl.load(first + at, mask=inside, other=0.0)
-        v = tl.load(second + at, mask=inside, other=0.0)
-        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * factor
-        if coupled:
-            g = tl.fma(p, l2, g)
+        decay, l2, w1, b2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
+        w2, inverse_root_correction2 = tl.load(scalars + 4), tl.load(scalars + 5)
+        eps, negative_step = tl.load(scalars + 6), tl.load(scalars + 7)
+        p = _load(master, at, numel, masked, aligned)
+        m = _load(first, at, numel, masked, aligned)
+        v = _load(second, at, numel, masked, aligned)
+        g = _load(gradient, at, numel, masked, aligned).to(tl.float32) * factor
+        g = tl.where(l2 != 0.0, tl.fma(p, l2, g), g)
         m = tl.fma(g - m, w1, m)
         v = tl.fma(g * w2, g, v * b2)
         p = tl.fma(tl.div_rn(m, tl.fma(tl.sqrt_rn(v), inverse_root_correction2, eps)), negative_step, p * decay)
-        tl.store(first + at, _quiet(m), mask=inside)
-        tl.store(second + at, _quiet(v), mask=inside)
-        tl.store(master + at, _quiet(p), mask=inside)
+        _store(first, at, _quiet(m), numel, masked, aligned)
+        _store(second, at, _quiet(v), numel, masked, aligned)
+        _store(master, at, _quiet(p), numel, masked, aligned)
         if out_nan == 0:
-            tl.store(out + at, _quiet(p), mask=inside)
+            _store(out, at, _quiet(p), numel, masked, aligned)
         if out_nan > 0:
             bits = p.to(out.dtype.element_ty).to(tl.int16, bitcast=True)
             bits = tl.where(p != p, tl.full(p.shape, out_nan, tl.int16), bits)
-            tl.store(out + at, bits.to(out.dtype.element_ty, bitcast=True), mask=inside)
+            _store(out, at, bits.to(out.dtype.element_ty, bitcast=True), numel, masked, aligned)
 
-    @triton.jit
-    def _squares_kernel(x, partial, numel, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
-        block = tl.program_id(0).to(tl.int64)
-        at = block * block_size + tl.arange(0, block_size)
-        value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32).to(tl.float64)
-        tl.store(partial + block, tl.sum(value * value))
+    @triton.jit(do_not_specialize=["rows", "steps"])
+    def _update_kernel(  # type: ignore[no-untyped-def]
+        table, scalars, rows, steps, factor,
+        gradient_type: tl.constexpr, out_type: tl.constexpr, out_nan: tl.constexpr, aligned: tl.constexpr,
+        piece: tl.constexpr, pieces: tl.constexpr,
+    ):  # fmt: skip
+        program = tl.program_id(0)
+        row, end = program * 0, program * 0 + rows
+        for _ in range(steps):  # binary search for the last row whose first program is not after this one
+            middle = (row + end) // 2
+            found = tl.load(table + middle * 11 + 6) <= program
+            row, end = tl.where(found, middle, row), tl.where(found, end, middle)
+        table += row * 11
+        scalars += row * 22 + 14
+        master = tl.load(table).to(tl.pointer_type(tl.float32))
+        first = tl.load(table + 1).to(tl.pointer_type(tl.float32))
+        second = tl.load(table + 2).to(tl.pointer_type(tl.float32))
+        gradient = tl.load(table + 3).to(tl.pointer_type(gradient_type))
+        out = tl.load(table + 4).to(tl.pointer_type(out_type))
+        numel = tl.load(table + 5)
+        start = (program - tl.load(table + 6)) * (piece * pieces)
+        for _ in range(pieces):
+            at = start + tl.arange(0, piece)
+            if start + piece <= numel:
+                _piece(master, first, second, gradient, out, at, numel, factor, scalars, out_nan, False, aligned)
+            elif start < numel:
+                _piece(master, first, second, gradient, out, at, numel, factor, scalars, out_nan, True, aligned)
+            start += piece
 
 
 class TritonKernel(TorchKernel):
-    """The AdamKernel for CUDA tensors; accumulate, cast and copy are single torch operations already.
+    """The AdamKernel for CUDA tensors; all but the update are single torch operations already.
 
-    Bit-equal to CpuKernel in `update`; `sum_squares` adds in another order, the same at every call.
+    Bit-equal to CpuKernel in the update; sums of squares are added in another order, the same at every call.
     """
 
     name = "triton"
 
-    def update(
-        self,
-        *,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        gradient: torch.Tensor,
-        out: torch.Tensor | None,
-        ranges: Sequence[AdamRange],
-        factor: float,
-    ) -> None:
-        check_update(master, exp_avg, exp_avg_sq, gradient, out, ranges)
-        with torch.cuda.device(master.device):
-            for each in ranges:
-                if each.numel == 0:
-                    continue
-                c, at = coefficients(each), slice(each.offset, each.offset + each.numel)
-                _update_kernel[(triton.cdiv(each.numel, UPDATE_BLOCK),)](
-                    master[at],
-                    exp_avg[at],
-                    exp_avg_sq[at],
-                    gradient[at],
-                    master if out is None else out[at],
-                    each.numel,
-                    float(factor),
-                    *c,
-                    coupled=c.l2 != 0.0,
-                    out_nan=NO_OUT if out is None else NAN_OF[out.dtype],
-                    block_size=UPDATE_BLOCK,
-                    num_warps=4,
-                    enable_fp_fusion=False,
-                )
+    def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
+        launches: dict[Formats, list[tuple[int | float, ...]]] = {}
+        programs: dict[Formats, int] = {}
+        for task in tasks:
+            task.check()
+            formats = task.gradient.dtype, None if task.out is None else task.out.dtype
+            rows, program = launches.setdefault(formats, []), programs.get(formats, 0)
+            out = task.master if task.out is None else task.out
+            tensors = (task.master, task.exp_avg, task.exp_avg_sq, task.gradient, out)
+            places = [(tensor.data_ptr(), tensor.element_size()) for tensor in tensors]
+            for each in task.ranges:
+                if each.numel:
+                    addresses = [address + size * each.offset for address, size in places]
+                    rows.append((*addresses, each.numel, program, *coefficients(each)))
+                    program += -(-each.numel // (PIECE * PIECES))
+            programs[formats] = program
+        for formats, rows in launches.items():
+            if rows:
+                self._launch(tasks[0].master.device, formats, rows, programs[formats], factor)
 
-    def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
-        blocks = triton.cdiv(tensor.numel(), SQUARES_BLOCK)
-        partial = torch.empty(blocks, dtype=torch.float64, device=tensor.device)
-        if blocks:
-            with torch.cuda.device(tensor.device):
-                _squares_kernel[(blocks,)](tensor, partial, tensor.numel(), block_size=SQUARES_BLOCK, num_warps=4)
-        return partial[0] if blocks == 1 else partial.sum()
+    def _launch(
+        self, device: torch.device, formats: Formats, rows: list[tuple[int | float, ...]], programs: int, factor: float
+    ) -> None:
+        gradient, out = formats
+        packed = bytearray().join([ROW.pack(*row) for row in rows])
+        # Through pinned memory: only from there is the copy sure not to wait for the stream.
+        table = torch.frombuffer(packed, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        with torch.cuda.device(device):
+            _update_kernel[(programs,)](
+                table,
+                table.view(torch.float32),
+                len(rows),
+                len(rows).bit_length(),
+                float(factor),
+                TRITON_TYPE[gradient],
+                TRITON_TYPE[out],
+                NO_OUT if out is None else NAN_OF[out],
+                not any(int(address) % 16 for row in rows for address in row[:5]),
+                PIECE,
+                PIECES,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )

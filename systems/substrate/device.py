@@ -49,7 +49,7 @@ class Device(ABC):
         self.log = log
         self.account = Account(Tier.DEVICE, budget, log)
         self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())
-        self.pool = Pool(self.account, self._new_granule)
+        self.pool = Pool(self.account, self._new_granule, lambda: self._mark(log.next_ticket()))
 
     def _update_threads(self) -> int | None:
         """Threads of CPU Adam; None for all cores."""
@@ -104,12 +104,8 @@ class Device(ABC):
         """A gradient was copied out of autograd's buffer."""
 
     @abstractmethod
-    def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
-        """Partial sums of squares as numbers: the one host synchronisation of a step."""
-
-    def defer_partials(self, partials: list[torch.Tensor | float]) -> Callable[[], list[float]]:
-        """As read_partials, but the host waits only when the result is called for."""
-        return lambda: self.read_partials(partials)
+    def partials(self, sums: list[torch.Tensor | float]) -> Callable[[], list[float]]:
+        """Partial sums of squares as numbers; the host waits, once a step, only when the result is called for."""
 
     @abstractmethod
     def peak_bytes(self) -> int: ...
@@ -201,8 +197,8 @@ class EmulatedDevice(Device):
     def hand_over(self, nbytes: int) -> None:
         self.meter.hand_over(nbytes)
 
-    def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
-        return [float(p) for p in partials]
+    def partials(self, sums: list[torch.Tensor | float]) -> Callable[[], list[float]]:
+        return lambda: [float(s) for s in sums]
 
     def peak_bytes(self) -> int:
         return self.account.peak
@@ -288,22 +284,18 @@ class CudaDevice(Device):
     def hand_over(self, nbytes: int) -> None:
         self._handed_over += nbytes
 
-    def read_partials(self, partials: list[torch.Tensor | float]) -> list[float]:
-        return self.defer_partials(partials)()
-
-    def defer_partials(self, partials: list[torch.Tensor | float]) -> Callable[[], list[float]]:
-        """Copied behind the step on the device; the caller reads them a step later without stopping it."""
-        if not partials:
+    def partials(self, sums: list[torch.Tensor | float]) -> Callable[[], list[float]]:
+        if not sums:
             return list
-        sums = torch.empty(len(partials), dtype=torch.float64, pin_memory=True)
-        sums.copy_(torch.stack([torch.as_tensor(p, device=self.torch_device) for p in partials]), non_blocking=True)
+        values = torch.empty(len(sums), dtype=torch.float64, pin_memory=True)
+        values.copy_(torch.stack([torch.as_tensor(s, device=self.torch_device) for s in sums]), non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
 
         def read() -> list[float]:
             self.log.count("host_syncs")
             event.synchronize()
-            return sums.tolist()
+            return values.tolist()
 
         return read
 

@@ -116,7 +116,7 @@ class ManagedEngine(Engine):
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
         device.guard(residency, self.poison, self._name_of)
-        hooks = UnitHooks(found, self.runtime, gradients)
+        hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
 
@@ -187,7 +187,7 @@ class ManagedEngine(Engine):
 
     def drain(self) -> None:
         self._parts.device.drain()
-        self.runtime.settle()
+        self.runtime.ending.settle()
 
     def counters(self) -> dict[str, int]:
         return dict(self.log.totals)

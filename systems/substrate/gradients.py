@@ -11,7 +11,7 @@ Note [Life of a gradient]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,13 +71,13 @@ class Gradients:
             if bundle.trainable:
                 self.bundles[bundle.index] = BundleGradient(tuple(parameters), frozenset(parameters))
 
-    def bundle_of(self, parameter: int) -> int:
-        return self._places[parameter][0]
-
     def adopts(self, bundle: int) -> bool:
         """True if the bundle's gradients stay where autograd made them until the device updates them."""
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
         return self.accumulate == 1 and all(s.tier is Tier.DEVICE and s.segment.space.ranks == 1 for s in segments)
+
+    def adopted_bytes(self) -> int:
+        return sum(t.nbytes for g in self.bundles.values() for t in g.adopted.values())
 
     def reserve(self, bundle: int) -> None:
         """A unit's backward begins: have a range for each of its gradients."""
@@ -90,7 +90,7 @@ class Gradients:
         gradient.range = block
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
         if gradient.fired and any(s.slot_holds_gradient for s in segments):
-            targets = self._pieces(bundle, block)
+            targets = self.store.pieces(bundle, block)
 
             def copy() -> None:
                 for target, stored in zip(targets, segments, strict=True):
@@ -107,14 +107,6 @@ class Gradients:
         self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle} begins")
         gradient.flushed = False
         return block
-
-    def _pieces(self, bundle: int, block: Allocation) -> list[torch.Tensor]:
-        pieces, start = [], 0
-        for s in self.layout.bundles[bundle].segments:
-            numel = self.layout.segments[s].numel
-            pieces.append(block.view(self.store.dtype, start, numel))
-            start += numel
-        return pieces
 
     def accept(self, parameter: int, gradient: torch.Tensor) -> None:
         """Take a gradient over from autograd."""
@@ -181,7 +173,7 @@ class Gradients:
     def _offload(self, bundle: int, gradient: BundleGradient) -> None:
         assert gradient.range is not None
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
-        pieces = self._pieces(bundle, gradient.range)
+        pieces = self.store.pieces(bundle, gradient.range)
 
         def copy() -> None:
             for stored, piece in zip(segments, pieces, strict=True):
@@ -227,7 +219,7 @@ class Gradients:
     def _add_on_device(self, bundle: int, gradient: BundleGradient) -> None:
         assert gradient.range is not None
         for s, piece in zip(
-            self.layout.bundles[bundle].segments, self._pieces(bundle, gradient.range), strict=True
+            self.layout.bundles[bundle].segments, self.store.pieces(bundle, gradient.range), strict=True
         ):
             stored = self.store.segments[s]
             state = stored.state
@@ -245,6 +237,12 @@ class Gradients:
         if gradient.range is not None:
             self.device.pool.free(gradient.range, f"gradient of bundle {bundle}")
             gradient.range = None
+
+    def consumed(self, bundle: int) -> None:
+        """The bundle's update was issued: what it left on the device can go."""
+        gradient = self.bundles[bundle]
+        gradient.adopted.clear()
+        self._free(bundle, gradient)
 
     def to_slot(self, bundle: int) -> None:
         """The optimizer of a bundle moves to the host while its gradients are adopted: put them into the slot."""
@@ -294,10 +292,6 @@ class Gradients:
     def fired(self) -> list[int]:
         """Parameters that have a gradient in this step, in model order."""
         return sorted(p for g in self.bundles.values() for p in g.fired_in_step)
-
-    def each_open(self, visit: Callable[[int], None]) -> None:
-        for index in self.open_bundles():
-            visit(index)
 
     def open_bundles(self) -> Sequence[int]:
         return [i for i, g in self.bundles.items() if g.open]

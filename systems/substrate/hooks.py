@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from systems.substrate.gradients import Gradients
+from systems.planning.layout import Layout
 from systems.substrate.runtime import Runtime
 from systems.substrate.units import FoundModel
 
@@ -49,8 +49,8 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 class UnitHooks:
     """Installs the hooks on construction; `remove` takes them off again."""
 
-    def __init__(self, found: FoundModel, runtime: Runtime, gradients: Gradients) -> None:
-        self._runtime, self._gradients, self._found = runtime, gradients, found
+    def __init__(self, found: FoundModel, runtime: Runtime, layout: Layout) -> None:
+        self._runtime, self._layout = runtime, layout
         self._inputs: dict[int, list[torch.Tensor]] = {}
         self._waiting = [
             {p for p in unit.parameters if found.index.parameters[p].trainable} for unit in found.index.units
@@ -115,7 +115,7 @@ class UnitHooks:
         runtime.backward_enter(unit)
 
     def _take_gradient(self, number: int) -> Any:
-        bundle = self._gradients.bundle_of(number)
+        bundle = self._layout.bundle_of_parameter[number]
         users = self._users[number]
 
         def hook(parameter: torch.Tensor) -> None:

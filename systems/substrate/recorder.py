@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from systems.planning.plan import Operation, Plan
 from systems.planning.trace import Moment, Trace
@@ -11,10 +11,13 @@ from systems.substrate.device import Device
 
 
 class Recorder:
-    """Collects the moments of the step in progress with what was measured between them."""
+    """Collects the moments of the step in progress with what was measured between them.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    adopted_bytes: gradients kept in autograd's buffers now; those of earlier intervals are not part of an interval's own.
+    """
+
+    def __init__(self, device: Device, adopted_bytes: Callable[[], int]) -> None:
+        self._device, self._adopted_bytes = device, adopted_bytes
         self.moments: list[Moment] = []
         self._reset()
 
@@ -26,7 +29,7 @@ class Recorder:
         self._flushes: list[list[int]] = []
         self._produced: list[int] = []
         self._waited = 0.0
-        self._adopted = self._adopted_before = 0
+        self._adopted_before = 0
 
     def start(self) -> None:
         self._reset()
@@ -45,7 +48,7 @@ class Recorder:
         peak, kept = self._device.start_interval()
         self._non_model.append(max(peak - self._adopted_before, 0))
         self._kept.append(max(kept - self._adopted_before, 0))
-        self._adopted_before = self._adopted
+        self._adopted_before = self._adopted_bytes()
         self._times.append(max(now - self._last - self._waited, 0.0))
         self._last, self._waited = now, 0.0
 
@@ -57,12 +60,10 @@ class Recorder:
         if self._flushes:
             self._flushes[-1].append(bundle)
 
-    def produced(self, nbytes: int, *, adopted: bool) -> None:
-        """A parameter's first gradient of the step. Adopted ones stay in autograd's buffers, behind later intervals."""
+    def produced(self, nbytes: int) -> None:
+        """A parameter's first gradient of the step."""
         if self._produced:
             self._produced[-1] += nbytes
-        if adopted:
-            self._adopted += nbytes
 
     def finish(self) -> Trace:
         self._measure()

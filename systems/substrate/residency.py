@@ -104,21 +104,13 @@ class Residency:
         sources, memories = self._sources(managed.bundle)
 
         def copy() -> None:
-            for target, source in zip(self._shards(managed.bundle, block), sources, strict=True):
+            for target, source in zip(self.store.pieces(index, block), sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("h2d_bytes", nbytes)
         self.device.transfers.issue(
             LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=f"fetch bundle {index}"
         )
-
-    def _shards(self, bundle: Bundle, block: Allocation) -> list[torch.Tensor]:
-        views, offset = [], 0
-        for s in bundle.segments:
-            numel = self.layout.segments[s].numel
-            views.append(block.view(self.store.dtype, offset, numel))
-            offset += numel
-        return views
 
     def _sources(self, bundle: Bundle) -> tuple[list[torch.Tensor], list[Memory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
@@ -191,7 +183,7 @@ class Residency:
         if not any(t.slot_holds_gradient for t in targets):
 
             def copy() -> None:
-                for target, source in zip(targets, self._shards(managed.bundle, block), strict=True):
+                for target, source in zip(targets, self.store.pieces(index, block), strict=True):
                     target.slot.copy_(source, non_blocking=True)
 
             self.device.log.count("d2h_bytes", self.layout.bundle_bytes(index))

@@ -12,7 +12,7 @@ Note [Departures]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,7 @@ from systems.planning.strategy import Strategy
 from systems.planning.trace import NO_UNIT, Moment, Phase
 from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Cursor, Recorder
+from systems.substrate.step_ending import StepEnding
 
 
 class Runtime:
@@ -30,14 +31,13 @@ class Runtime:
 
     def __init__(self, parts: Parts, strategy: Strategy, accumulate: int) -> None:
         self.parts, self.strategy, self.accumulate = parts, strategy, accumulate
-        self.cursor, self.recorder = Cursor(), Recorder(parts.device)
+        self.cursor = Cursor()
+        self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
         self.in_step = self.in_backward = False
         self._aside = False
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
-        self._updates_early = strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1
-        self._unread: Callable[[], dict[int, float]] | None = None
-        self._updated: set[int] = set()  # segments updated during this backward (UpdateRule.WHEN_REDUCED)
+        self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
         parts.residency.demote = self._relieve
 
@@ -68,7 +68,7 @@ class Runtime:
     def begin_step(self) -> None:
         self.in_step, self.micro_step = True, 0
         self._pending.clear()
-        self._updated.clear()
+        self.ending.updated.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
         self.cursor.start()
         self.recorder.start()
@@ -117,13 +117,13 @@ class Runtime:
 
     def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None:
         """Autograd finished a parameter's gradient."""
-        if self._updated and any(s in self._updated for s in self.parts.layout.bundles[bundle].segments):
+        if self.ending.updated.intersection(self.parts.layout.bundles[bundle].segments):
             raise DivergedError(
                 f"a gradient for bundle {bundle} arrived after its update had begun: use --option nonfinite=skip"
             )
         gradients = self.parts.gradients
         if parameter not in gradients.bundles[bundle].fired_in_step:
-            self.recorder.produced(gradient.nbytes, adopted=gradients.adopts(bundle))
+            self.recorder.produced(gradient.nbytes)
         gradients.accept(parameter, gradient)
 
     def end_backward(self) -> None:
@@ -132,7 +132,8 @@ class Runtime:
             self.backward_exit(unit)
         self._pending.clear()
         self._moment(Phase.BACKWARD_END)
-        self.parts.gradients.each_open(self._flush)
+        for bundle in self.parts.gradients.open_bundles():
+            self._flush(bundle)
         self._carry_out_plan()
         self.in_backward = False
         self.micro_step += 1
@@ -143,62 +144,16 @@ class Runtime:
 
     def finish_step(self) -> None:
         """Norm, decision, updates, and the way to the next step. Called once after `accumulate` backward passes."""
-        gradients, updates, control = self.parts.gradients, self.parts.updates, self.parts.control
-        fired = gradients.fired()
         self._moment(Phase.STEP_END)
-        if self.accumulate > 1:
-            updates.norm_of_accumulated(fired)
-        self._drop_stale()
-        outcome = None
-        if self._updates_early:
-            self.settle()
-            self._unread = self._deferred_norm()
-            left = [p for p in fired if self._segment_of(p) not in self._updated]
-            control.begin_updates(left)
-            updates.run(left, 1.0)
-        else:
-            outcome = control.decide(self._deferred_norm()())
-            if outcome.skipped:
-                self.parts.device.log.count("skipped_steps")
-                updates.discard()
-            else:
-                control.begin_updates(fired)
-                updates.run(fired, control.multiplier(outcome))
-        gradients.learn()
-        gradients.finish_step()
+        outcome = self.ending.update()
+        self.parts.gradients.learn()
+        self.parts.gradients.finish_step()
         self._carry_out_plan()
         self.in_step = False
         trace = self.recorder.finish()
         if outcome is not None:
-            control.record(outcome)
+            self.parts.control.record(outcome)
         self.planner.learn(trace)
-
-    def _deferred_norm(self) -> Callable[[], dict[int, float]]:
-        """The step's partial sums; the host waits for them only when they are called for."""
-        names = list(self.parts.gradients.partials)
-        read = self.parts.device.defer_partials([self.parts.gradients.partials[p] for p in names])
-        return lambda: dict(zip(names, read(), strict=True))
-
-    def settle(self) -> None:
-        """Read the norm of the last step whose updates did not wait for it. Raises DivergedError if it is not finite."""
-        if self._unread is None:
-            return
-        read, self._unread = self._unread, None
-        outcome = self.parts.control.decide(read())
-        if outcome.skipped:
-            raise DivergedError(
-                f"step {outcome.step}: a gradient is not finite and was applied already: use --option nonfinite=skip to "
-                "skip such steps exactly"
-            )
-        self.parts.control.record(outcome)
-
-    def _drop_stale(self) -> None:
-        """Device copies of parameters that are about to be updated on the host go now, whoever brought them back."""
-        residency, gradients = self.parts.residency, self.parts.gradients
-        for managed in residency.bundles:
-            mine = gradients.bundles.get(managed.index)
-            if mine is not None and mine.fired_in_step and not residency.pinned(managed):
-                residency.drop(managed.index)
 
     def abort(self) -> None:
         """An exception broke the step: forget it. Parameters are as before it; the engine can run the next step."""
@@ -234,13 +189,6 @@ class Runtime:
         for bundle in self.parts.layout.bundles_of_unit.get(unit, ()):
             self.parts.residency.release(bundle, key)
 
-    def _segment_of(self, parameter: int) -> int:
-        bundle = self.parts.layout.bundles[self.parts.gradients.bundle_of(parameter)]
-        for s in bundle.segments:
-            if any(p.parameter == parameter for p in self.parts.layout.segments[s].placements):
-                return s
-        raise AssertionError(parameter)
-
     def _flush(self, bundle: int) -> None:
         gradients, residency = self.parts.gradients, self.parts.residency
         gradients.flush(bundle)
@@ -248,12 +196,8 @@ class Runtime:
         managed = residency.bundles[bundle]
         if gradients.last_micro_step and not residency.pinned(managed) and not managed.holds:
             residency.drop(bundle)
-        if self._updates_early:
-            fired = frozenset(gradients.bundles[bundle].fired)
-            self.parts.control.begin_updates(sorted(fired))
-            for s in managed.bundle.segments:
-                self.parts.updates.run_segment(s, fired, 1.0)
-                self._updated.add(s)
+        if self.ending.early:
+            self.ending.update_bundle(bundle)
 
     def _relieve(self) -> bool:
         """Nothing can be evicted and room is needed: send a gradient off early, or optimizer state back to the host."""

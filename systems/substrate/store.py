@@ -125,6 +125,15 @@ class Store:
             else:
                 stored.slot[where].copy_(value.reshape(-1).to(self.dtype))
 
+    def pieces(self, bundle: int, block: Allocation) -> list[torch.Tensor]:
+        """A bundle's block cut into its segments, as flat tensors of the compute dtype."""
+        views, offset = [], 0
+        for s in self.layout.bundles[bundle].segments:
+            numel = self.layout.segments[s].numel
+            views.append(block.view(self.dtype, offset, numel))
+            offset += numel
+        return views
+
     def restore_slot(self, index: int) -> None:
         """Put the parameters back where a gradient lies: cast them anew from the master (skipped step, abort)."""
         stored = self.segments[index]

@@ -90,11 +90,15 @@ class _Range:
 
 
 class Granule:
-    """A piece of address space that the pool cuts up. memory: uint8 tensor, 256-byte aligned."""
+    """A piece of address space that the pool cuts up. memory: uint8 tensor, 256-byte aligned.
 
-    def __init__(self, space: str, memory: torch.Tensor) -> None:
+    last: ticket of whoever may still be using that memory. A caching allocator hands out what was freed on the host while
+    kernels that read it are still queued; that is safe on its own stream only, and copies run on others.
+    """
+
+    def __init__(self, space: str, memory: torch.Tensor, last: Ticket) -> None:
         self.space, self.memory = space, memory
-        self.free = [_Range(0, memory.numel(), [])]
+        self.free = [_Range(0, memory.numel(), [last])]
 
     def best_fit(self, nbytes: int) -> _Range | None:
         fitting = [r for r in self.free if r.stop - r.start >= nbytes]
@@ -123,10 +127,13 @@ class Pool:
     """Best-fit allocation out of granules, under an account's budget.
 
     new_granule: makes a granule of at least the given bytes, or returns None when the device has no more.
+    mark: a ticket for all compute queued so far.
     """
 
-    def __init__(self, account: Account, new_granule: Callable[[int], torch.Tensor | None]) -> None:
-        self.account, self._new_granule = account, new_granule
+    def __init__(
+        self, account: Account, new_granule: Callable[[int], torch.Tensor | None], mark: Callable[[], Ticket]
+    ) -> None:
+        self.account, self._new_granule, self._mark = account, new_granule, mark
         self._granules: list[Granule] = []
         self._made = 0
 
@@ -185,7 +192,7 @@ class Pool:
 
     def _add(self, memory: torch.Tensor) -> Granule:
         self._made += 1
-        granule = Granule(f"{self.account.tier.value}{self._made}", memory)
+        granule = Granule(f"{self.account.tier.value}{self._made}", memory, self._mark())
         self._granules.append(granule)
         return granule
 

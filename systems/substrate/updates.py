@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange
@@ -98,7 +100,7 @@ class Updates:
         else:
             self.device.transfers.issue(
                 LaneKind.CPU,
-                lambda: accumulator.zero_() and None,
+                lambda: _zero(accumulator),
                 writes=[state.memory],
                 label=label,
                 priority=self._priority[stored.segment.index],
@@ -177,3 +179,6 @@ class Updates:
             state.accumulator.zero_()
         self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
 
+
+def _zero(tensor: torch.Tensor) -> None:
+    tensor.zero_()

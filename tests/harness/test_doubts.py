@@ -13,7 +13,8 @@ STEADY = [1.0] * 10
 
 
 def codes(**seen: Any) -> list[str]:
-    return [doubt.code for doubt in judge(Seen(**({"timed_step_s": STEADY, "threads": 2, "cores": 2} | seen)))]
+    given: dict[str, Any] = {"timed_step_s": STEADY, "threads": 2, "cores": 2}
+    return [doubt.code for doubt in judge(Seen(**(given | seen)))]
 
 
 def test_a_good_run_raises_none() -> None:

@@ -16,6 +16,10 @@ GIB = 1 << 30
 CUDA_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
 )
+CUDA_BUDGET_MESSAGE = (
+    CUDA_MESSAGE + " Including non-PyTorch memory, this process has 1.75 GiB memory in use. 2.00 GiB allowed; "
+    "Of the allocated memory 1.50 GiB is allocated by PyTorch, and 256.00 MiB is reserved by PyTorch but unallocated."
+)
 CPU_MESSAGE = (
     "[enforce fail at alloc_cpu.cpp:125] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
 )
@@ -29,6 +33,7 @@ CPU_MESSAGE = (
         (UnavailableError("missing"), "unavailable", (None, None, None)),
         (OutOfMemoryError("full", tier="disk", need=5, have=3), "oom", ("disk", 5, 3)),
         (torch.OutOfMemoryError(CUDA_MESSAGE), "oom", ("device", 2 * GIB, GIB + GIB // 2)),
+        (torch.OutOfMemoryError(CUDA_BUDGET_MESSAGE), "oom", ("device", 2 * GIB, GIB // 4)),
         (RuntimeError("CUDA error: out of memory"), "oom", ("device", None, None)),
         (RuntimeError(CPU_MESSAGE), "oom", ("host", 4096, None)),
         (MemoryError(), "oom", ("host", None, None)),

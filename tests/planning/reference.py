@@ -22,7 +22,8 @@ class PoolAccount:
     after: list[int] = field(default_factory=list)
     h2d_bytes: int = 0
     d2h_bytes: int = 0
-    adopted: list[int] = field(default_factory=list)
+    adopted: list[int] = field(default_factory=list)  # bytes in autograd's buffers after each moment, all of its unit's
+    newly_adopted: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, moment: int, size: int) -> None:
         self.now += size
@@ -59,6 +60,7 @@ class ReferenceRuntime:
                 states += segment.numel // segment.space.ranks * each if segment.space.trainable else 0
         self.account.now = states + sum(map(self.size, self.resident))
         for moment in range(len(self.trace)):
+            self.account.newly_adopted[moment] = []
             self.at(moment)
             self.account.after.append(self.account.now)
             self.account.adopted.append(sum(map(self.size, self.kept)))
@@ -81,6 +83,8 @@ class ReferenceRuntime:
                     and bundle not in self.ranges
                 ):
                     if bundle in self.adopts:
+                        if bundle not in self.kept:
+                            self.account.newly_adopted[moment].append(bundle)
                         self.kept.add(bundle)
                     else:
                         self.ranges.add(bundle)

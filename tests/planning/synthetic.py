@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Parameter, Segment, Unit, pack
+from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Parameter, Unit, pack
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Phase, Trace
 
@@ -53,28 +53,30 @@ def trace_of(
     seconds: float = 1e-3,
     unused: frozenset[int] = frozenset(),
 ) -> Trace:
-    """order: units in order of their forward, repeats allowed. activation: bytes that every unit leaves for its backward.
+    """order: units in order of their forward, repeats allowed. activation: bytes that every unit leaves for its
+    backward.
 
     unused: units that are only in the forward. Gradients are measured exactly, as autograd would make them.
     """
     units = list(order if order is not None else sorted(layout.bundles_of_unit))
-    moments, flushes, other, kept, produced = [Moment(Phase.STEP_BEGIN)], [()], [0], [0], [0]  # type: ignore[var-annotated]
+    moments, other, kept, produced = [Moment(Phase.STEP_BEGIN)], [0], [0], [0]
+    flushes: list[tuple[int, ...]] = [()]
     made: set[int] = set()
 
     def add(phase: Phase, unit: int = -1, micro: int = 0, *, live: int = 0, flush: tuple[int, ...] = ()) -> None:
         moments.append(Moment(phase, unit, micro))
         flushes.append(flush)
-        new, transient = 0, 0
+        new, transient, peak = 0, 0, 0
         if phase is Phase.BACKWARD_ENTER:
             for bundle in layout.bundles_of_unit[unit]:
                 if layout.bundles[bundle].trainable:
                     size = layout.segments[layout.bundles[bundle].segments[0]].used * layout.itemsize
-                    transient = max(transient, size)
+                    transient, peak = max(transient, size), max(peak, new + size)
                     if bundle not in made:
                         made.add(bundle)
                         new += size
         other.append(live + transient)
-        kept.append(live + max(new, transient))
+        kept.append(live + peak)
         produced.append(new)
 
     for micro in range(accumulate):
@@ -99,9 +101,7 @@ def trace_of(
                 )
         add(Phase.BACKWARD_END, micro=micro)
     add(Phase.STEP_END, micro=accumulate)
-    return Trace(
-        tuple(moments), tuple(other), (seconds,) * len(moments), tuple(flushes), tuple(kept), tuple(produced)
-    )
+    return Trace(tuple(moments), tuple(other), (seconds,) * len(moments), tuple(flushes), tuple(kept), tuple(produced))
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,7 @@ def model_of(
     for number, (_, sizes) in enumerate(units):
         for numel in sizes:
             add(numel, [number])
-    found = tuple(
-        Unit(number, f"unit{number}", tuple(owned[number]), block) for number, (block, _) in enumerate(units)
-    )
+    found = tuple(Unit(number, f"unit{number}", tuple(owned[number]), block) for number, (block, _) in enumerate(units))
     return ModelIndex(tuple(parameters), found)
 
 
@@ -180,7 +178,3 @@ def transformer(blocks: int, width: int, *, vocabulary: int = 257, positions: in
     units += [(number, block) for number in range(blocks)]
     units += [(None, [width, width]), (None, [])]
     return model_of(units, tied=[(vocabulary * width, [0, len(units) - 1])])
-
-
-def segment_bytes(segment: Segment) -> int:
-    return segment.numel * ITEMSIZE

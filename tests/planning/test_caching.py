@@ -9,7 +9,7 @@ from systems.planning.belady import belady
 from systems.planning.caching import CachePlan, CacheRequest, plan_cache
 from systems.planning.demand import demand_of
 from systems.planning.layout import Layout
-from systems.planning.plan import OpKind
+from systems.planning.plan import OpKind, PlannedOperation
 from systems.planning.trace import Phase, Trace
 from tests.planning.synthetic import Case, cases, context, layout_of, trace_of
 
@@ -53,7 +53,7 @@ def test_frozen_bundles_miss_as_often_as_belady_says(units: int, capacity: int) 
 def test_prefetching_brings_the_next_bundles_while_one_computes() -> None:
     layout, trace = chain(5)
     plan = cached(layout, trace, 3 * 256, 1)
-    fetched_at = {}
+    fetched_at: dict[int, int] = {}
     for p in plan.operations:
         if p.operation.kind is OpKind.FETCH:
             fetched_at.setdefault(p.operation.bundle, p.trigger)
@@ -81,7 +81,7 @@ def test_plans_keep_to_the_room_and_repeat(case: Case, spare: int, prefetch: int
     room = [max(h, max(held) * (m % 3) // 3) + spare * 256 * (m % 2) for m, h in enumerate(held)]
     plan = plan_cache(CacheRequest(demand, sizes, room, prefetch))
     resident = set(plan.resident)
-    operations = {}
+    operations: dict[int, list[PlannedOperation]] = {}
     for p in plan.operations:
         operations.setdefault(p.trigger, []).append(p)
     for moment in range(len(trace)):

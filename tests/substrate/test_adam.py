@@ -20,6 +20,7 @@ from systems.substrate.adam import (
     ISAS,
     AdamKernel,
     AdamRange,
+    AdamTask,
     Isa,
     TorchKernel,
     coefficients,
@@ -30,9 +31,7 @@ from systems.substrate.adam import (
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-RANGE = AdamRange(
-    offset=0, numel=0, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, step=1
-)
+RANGE = AdamRange(offset=0, numel=0, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, step=1)
 
 
 def available() -> tuple[Isa, ...]:
@@ -53,43 +52,31 @@ def random_state(numel: int, seed: int, gradient: torch.dtype = torch.float32) -
 # --- against torch.optim ---
 
 
-@pytest.mark.parametrize(
-    "kernel", [cpu_kernel(threads=1), cpu_kernel(threads=8), TorchKernel()], ids=["threads1", "threads8", "torch"]
-)
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("numel", [1, 7, 1023, 1025, 4097, 40_000])
-def test_c24_agrees_with_torch_optim_over_200_steps(kernel: AdamKernel, decoupled: bool, numel: int) -> None:
+def test_c24_agrees_with_torch_optim_over_200_steps(decoupled: bool, numel: int) -> None:
+    torch.set_num_threads(1)  # a threaded sqrt of 4097 elements waits 8 ms for its second thread on a busy machine
+    kernels = [cpu_kernel(threads=1), cpu_kernel(threads=8), TorchKernel()]
+    steps = 200 if numel < 40_000 else 40  # the largest is there for its threads
     for weight_decay, eps in itertools.product((0.0, 0.1), (1e-8, 1e-6)):
-        if numel == 40_000 and (weight_decay, eps) != (0.1, 1e-8):
-            continue
         generator = torch.Generator().manual_seed(numel)
-        master = torch.randn(numel, generator=generator)
-        exp_avg, exp_avg_sq, out = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
-        theirs = torch.nn.Parameter(master.clone())
+        start = torch.randn(numel, generator=generator)
+        theirs = torch.nn.Parameter(start.clone())
         make = torch.optim.AdamW if decoupled else torch.optim.Adam
         optimizer = make([theirs], lr=1e-3, eps=eps, weight_decay=weight_decay)
-        for step in range(1, 201 if numel < 40_000 else 41):
+        ours = [(start.clone(), torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)) for _ in kernels]
+        for step in range(1, steps + 1):
             theirs.grad = torch.randn(numel, generator=generator)
-            ours = replace(RANGE, numel=numel, eps=eps, weight_decay=weight_decay, decoupled=decoupled, step=step)
             scaled = theirs.grad * 4
-            kernel.update(
-                master=master,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
-                gradient=scaled,
-                out=out,
-                ranges=[ours],
-                factor=0.25,
-            )
+            each = replace(RANGE, numel=numel, eps=eps, weight_decay=weight_decay, decoupled=decoupled, step=step)
+            for kernel, (p, m, v, out) in zip(kernels, ours, strict=True):
+                kernel.update_all([AdamTask(p, m, v, scaled, out, [each])], factor=0.25)
             optimizer.step()
         state = optimizer.state[theirs]
-        for mine, torchs in (
-            (master, theirs.data),
-            (exp_avg, state["exp_avg"]),
-            (exp_avg_sq, state["exp_avg_sq"]),
-            (out, theirs.data),
-        ):
-            assert (mine - torchs).abs().max() <= 1e-6
+        right = (theirs.data, state["exp_avg"], state["exp_avg_sq"], theirs.data)
+        for kernel, mine in zip(kernels, ours, strict=True):
+            for a, b in zip(mine, right, strict=True):
+                assert (a - b).abs().max() <= 1e-6, kernel.name
 
 
 def test_one_step_agrees_with_double_precision() -> None:
@@ -292,15 +279,39 @@ def test_merging_ranges_keeps_the_update() -> None:
     merged = merge_ranges(parts, max_gap=28)
     assert [(r.offset, r.numel) for r in merged] == [(0, 328), (328, 50)]
     before = random_state(378, seed=2)
-    before["gradient"][200:228] = before["exp_avg"][200:228] = before["exp_avg_sq"][200:228] = before["master"][
-        200:228
-    ] = 0
+    before["gradient"][200:228] = before["exp_avg"][200:228] = before["exp_avg_sq"][200:228] = before["master"][200:228] = 0
     results = []
     for ranges in (parts, merged):
         now = {name: tensor.clone() for name, tensor in before.items()}
         cpu_kernel().update(**now, out=None, ranges=ranges, factor=1.0)
         results.append(now)
     assert all(same_bits(results[0][name], results[1][name]) for name in before)
+
+
+KERNELS = [cpu_kernel(), TorchKernel(), *([cuda_kernel()] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_many_tasks_at_once_equal_each_alone(kernel: AdamKernel) -> None:
+    device = "cuda" if kernel.name == "triton" else "cpu"
+    results = []
+    for together in (True, False):
+        tasks = []
+        for seed, (numel, dtype) in enumerate(itertools.product((1, 4096, 5000, 20_000, 0), DTYPES)):
+            state = {name: tensor.to(device) for name, tensor in random_state(numel, seed, dtype).items()}
+            ranges = [
+                replace(RANGE, numel=numel // 3, step=seed + 1),
+                replace(RANGE, offset=numel // 2, numel=numel // 2, decoupled=False),
+            ]
+            tasks.append(AdamTask(**state, out=state["gradient"] if seed % 2 else None, ranges=ranges))
+        for some in [tasks] if together else [[task] for task in tasks]:
+            kernel.update_all(some, factor=0.5)
+        results.append([t for task in tasks for t in (task.master, task.exp_avg, task.exp_avg_sq, task.gradient)])
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    sums = kernel.sum_squares_all(results[0])
+    assert [float(each) for each in sums] == [float(kernel.sum_squares(each)) for each in results[0]]
+    kernel.update_all([], factor=1.0)
+    assert len(kernel.sum_squares_all([])) == 0
 
 
 @pytest.mark.parametrize("kernel", [cpu_kernel(), TorchKernel()], ids=lambda kernel: kernel.name)
@@ -427,14 +438,33 @@ def test_cuda_gives_the_bits_of_the_cpu() -> None:
 
 @needs_cuda
 def test_cuda_sum_squares_stays_on_the_device_and_repeats() -> None:
-    for dtype, numel in itertools.product(DTYPES, (0, 1, 4097, 1_000_003)):
-        values = torch.randn(numel).to(dtype)
-        sums = [cuda_kernel().sum_squares(values.cuda()) for _ in range(3)]
-        assert all(
-            isinstance(s, torch.Tensor) and s.is_cuda and s.dtype is torch.float64 and s.shape == () for s in sums
-        )
-        assert len({float(each) for each in sums}) == 1
-        assert float(sums[0]) == pytest.approx(float(cpu_kernel().sum_squares(values)), rel=1e-13)
+    kernel = cuda_kernel()
+    for dtype in DTYPES:
+        values = [torch.randn(numel).to(dtype) for numel in (1, 4097, 1_000_003, 0)]
+        together = kernel.sum_squares_all([each.cuda() for each in values])
+        assert isinstance(together, torch.Tensor) and together.is_cuda and together.dtype is torch.float64
+        for each, once in zip(values, together, strict=True):
+            alone = kernel.sum_squares(each.cuda())
+            assert isinstance(alone, torch.Tensor) and alone.is_cuda and alone.shape == ()
+            assert float(alone) == float(once) == pytest.approx(float(cpu_kernel().sum_squares(each)), rel=1e-13)
+
+
+@needs_cuda
+def test_cuda_kernels_never_wait_for_the_device() -> None:
+    kernel, state = cuda_kernel(), {name: tensor.cuda() for name, tensor in random_state(5000, 3).items()}
+
+    def work() -> None:
+        kernel.update(**state, out=None, ranges=[replace(RANGE, numel=5000)], factor=1.0)
+        kernel.sum_squares(state["gradient"])
+        kernel.accumulate(state["master"], state["gradient"])
+
+    work()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # clock cycles: half a second
+    busy = torch.cuda.Event()
+    busy.record()
+    work()
+    assert not busy.query()
 
 
 @needs_cuda

@@ -68,13 +68,15 @@ class Chunker:
     def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext) -> None:
         self._index, self._options, self._context = index, options, context
         self._align = align_elements(context.itemsize)
+        self._sizes = [round_up(p.numel, self._align) for p in index.parameters]
         self._groups = group_parameters(index, context.ranks)
+        self._totals = {group.space: sum(map(self.size, group.parameters())) for group in self._groups}
         self.chunk = self._search()
         self.layout, self.statistics = self._build()
 
     def size(self, parameter: Parameter) -> int:
         """With the padding that lets the next parameter start aligned."""
-        return round_up(parameter.numel, self._align)
+        return self._sizes[parameter.index]
 
     def cut(self, runs: Iterable[Run], chunk: int) -> Cut:
         """Pack runs into chunks of the given size."""
@@ -167,7 +169,7 @@ class Chunker:
         return found
 
     def _fused(self, group: Group, chunk: int) -> bool:
-        total = sum(map(self.size, group.parameters()))
+        total = self._totals[group.space]
         per_element = self._context.itemsize
         if group.space.trainable:
             per_element += self._context.itemsize + self._context.optimizer_itemsize

@@ -1,4 +1,4 @@
-"""Who goes when room is needed and no plan says so: anybody in the warm-up step, the one used last once there is a trace."""
+"""Who goes when room is needed and no plan says so: anybody in the warm-up step, with a trace the one used last."""
 
 from __future__ import annotations
 

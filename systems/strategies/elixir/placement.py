@@ -21,7 +21,6 @@ from systems.planning.demand import (
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan, Tier, UpdateRule
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import timeline
 from systems.planning.trace import NO_UNIT, Trace
 from systems.sizes import format_size
 from systems.strategies.elixir.options import ElixirOptions
@@ -67,16 +66,15 @@ class Placer:
         """None if everything fits on the device. BudgetError if not even what a unit holds fits."""
         limit = self.options.cache
         whole = limit is None or limit == "auto" or limit >= self.layout.param_bytes or not self.options.offload
-        peak = timeline(
-            self.layout, self.trace, resident_plan(self.layout, self.trace, self.rule), self.context
-        ).total_peak
+        everything = frozenset(b.index for b in self.layout.bundles)
+        peak = max(self._fixed(Residence(self.layout, self.context, everything, self.rule)))
         if whole and peak <= self.context.device_budget:
             return None
         if not self.options.offload:
             raise BudgetError(
-                f"elixir with offload=false needs {format_size(peak)} of device memory for parameters, gradients, optimizer "
-                f"state and activations, {format_size(self.context.device_budget)} is given: raise --device-memory or allow "
-                "offload",
+                f"elixir with offload=false needs {format_size(peak)} of device memory for parameters, gradients, "
+                f"optimizer state and activations, {format_size(self.context.device_budget)} is given: raise "
+                "--device-memory or allow offload",
                 tier="device",
                 need=peak,
                 have=self.context.device_budget,
@@ -96,8 +94,8 @@ class Placer:
     def _check_cache(self, limit: int, held: list[int]) -> None:
         if max(held) > limit:
             raise BudgetError(
-                f"elixir's cache of {format_size(limit)} is less than the {format_size(max(held))} of parameters that one unit "
-                "holds: raise --option cache, or leave it at auto",
+                f"elixir's cache of {format_size(limit)} is less than the {format_size(max(held))} of parameters that "
+                "one unit holds: raise --option cache, or leave it at auto",
                 tier="device",
                 need=max(held),
                 have=limit,
@@ -106,8 +104,8 @@ class Placer:
     def _fixed(self, residence: Residence) -> list[int]:
         """Bytes per moment that are not for the cache to use."""
         non_model = non_model_profile(self.trace, self.demand, residence)
-        gradients = gradient_profile(self.demand, residence)
-        return [residence.static_bytes + g + n for g, n in zip(gradients, non_model, strict=True)]
+        gradients, static = gradient_profile(self.demand, residence), residence.static_bytes
+        return [static + g + n for g, n in zip(gradients, non_model, strict=True)]
 
     def _ahead(self, residence: Residence) -> list[int]:
         """Bytes per moment of the next bundles that prefetching would like to have beside what is held."""
@@ -135,14 +133,15 @@ class Placer:
         """
         working = [sum(pair) for pair in zip(held_profile(self.demand, base), self._ahead(base), strict=True)]
         gradients = gradient_profile(self.demand, base)
-        rest = [base.static_bytes + sum(pair) for pair in zip(working, gradients, strict=True)]
+        static = base.static_bytes
+        rest = [static + sum(pair) for pair in zip(working, gradients, strict=True)]
         bounds = non_model_bounds(self.trace, self.demand, base)
         ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()
         cache = self.options.cache
         spare = cache - max(working) if isinstance(cache, int) else self.layout.param_bytes
-        trainable = (b.index for b in self.layout.bundles if b.trainable and b.movable)
-        for bundle in in_order_of_use(trainable, self.demand):
+        movable = (b for b in self.demand.gradient_spans if b not in base.on_device)
+        for bundle in in_order_of_use(movable, self.demand):
             size = self.layout.bundle_bytes(bundle)
             grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
             if size <= spare and max(map(min, *grown)) <= budget:

@@ -1,0 +1,83 @@
+"""How a step ends: the norm, the decision, and updates that either wait for it or have already begun.
+
+Note [Early updates]
+    With UpdateRule.WHEN_REDUCED a segment is updated as soon as its own gradient is complete, while backward goes on. Nothing
+    may then depend on the norm: it is read one step late, and a non-finite gradient ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from systems.errors import DivergedError
+from systems.substrate.planner import Parts
+from systems.system import StepOutcome
+
+
+class StepEnding:
+    """early: see Note [Early updates]. updated: segments whose update was issued during this step's backward."""
+
+    def __init__(self, parts: Parts, *, early: bool) -> None:
+        self.parts, self.early = parts, early
+        self.updated: set[int] = set()
+        self._unread: Callable[[], dict[int, float]] | None = None
+
+    def update_bundle(self, bundle: int) -> None:
+        """The bundle's gradient is complete: update its segments now."""
+        fired = frozenset(self.parts.gradients.bundles[bundle].fired)
+        self.parts.control.begin_updates(sorted(fired))
+        for s in self.parts.layout.bundles[bundle].segments:
+            self.parts.updates.run_segment(s, fired, 1.0)
+            self.updated.add(s)
+        self.parts.gradients.consumed(bundle)
+
+    def update(self) -> StepOutcome | None:
+        """Issue what is left to update, or discard the step. None if the outcome is not known yet."""
+        gradients, updates, control = self.parts.gradients, self.parts.updates, self.parts.control
+        fired = gradients.fired()
+        if gradients.accumulate > 1:
+            updates.norm_of_accumulated(fired)
+        self._drop_stale()
+        if self.early:
+            self.settle()
+            self._unread = self._norm()
+            segment_of = self.parts.layout.segment_of_parameter
+            left = [p for p in fired if segment_of[p] not in self.updated]
+            control.begin_updates(left)
+            updates.run(left, 1.0)
+            return None
+        outcome = control.decide(self._norm()())
+        if outcome.skipped:
+            self.parts.device.log.count("skipped_steps")
+            updates.discard()
+        else:
+            control.begin_updates(fired)
+            updates.run(fired, control.multiplier(outcome))
+        return outcome
+
+    def _norm(self) -> Callable[[], dict[int, float]]:
+        """The step's partial sums by parameter; the host waits for them only when they are called for."""
+        names = list(self.parts.gradients.partials)
+        read = self.parts.device.partials([self.parts.gradients.partials[p] for p in names])
+        return lambda: dict(zip(names, read(), strict=True))
+
+    def settle(self) -> None:
+        """Read the norm of the last step that did not wait for it. Raises DivergedError if it is not finite."""
+        if self._unread is None:
+            return
+        read, self._unread = self._unread, None
+        outcome = self.parts.control.decide(read())
+        if outcome.skipped:
+            raise DivergedError(
+                f"step {outcome.step}: a gradient is not finite and was applied already: use --option nonfinite=skip to "
+                "skip such steps exactly"
+            )
+        self.parts.control.record(outcome)
+
+    def _drop_stale(self) -> None:
+        """Device copies of parameters that are about to be updated on the host go now, whoever brought them back."""
+        residency, gradients = self.parts.residency, self.parts.gradients
+        for managed in residency.bundles:
+            mine = gradients.bundles.get(managed.index)
+            if mine is not None and mine.fired_in_step and not residency.pinned(managed):
+                residency.drop(managed.index)
