@@ -19,7 +19,7 @@ from models.weights import Constant, InitialWeights, Law, Normal, Rule
 
 @dataclass(frozen=True, kw_only=True)
 class AlbertShape(ModelShape):
-    """num_layers: applications of a layer group. num_groups: groups with weights of their own, num_layers divided evenly.
+    """num_layers: applications of a layer group. num_groups: groups with weights of their own, each applied in a row.
 
     layers_per_group: layers, each with its own weights, that one application runs through.
     embedding_size: width of the token embedding, projected to hidden_size and back.
@@ -36,6 +36,14 @@ class AlbertShape(ModelShape):
     layers_per_group: int = 1
     token_types: int = 2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_groups > self.num_layers:
+            raise ValueError(
+                f"{self.name}: num_layers {self.num_layers} leaves some of num_groups {self.num_groups} unused: "
+                f"set num_groups to at most {self.num_layers}"
+            )
+
 
 SIZES = (
     AlbertShape(
@@ -49,7 +57,7 @@ SIZES = (
         max_positions=128,
         seq_len=16,
         batch_size=2,
-        notes="small enough for any machine, with model states well above activations",
+        notes="small enough for any machine; three groups, twice each, for model states well above activations",
     ),
     AlbertShape(
         name="albert-base", num_layers=12, hidden_size=768, num_heads=12, ffn_size=3072, label="ALBERT base"

@@ -2,7 +2,7 @@
 
 A function brings its module as it is: weights it holds are kept, parameters it left on the meta device start by a
 general law. A folder's config.json is built without memory; its *.safetensors, where there are any, are read tensor
-by tensor when asked for, and otherwise the general law holds. Only causal language models: token ids in, logits out.
+by tensor when asked for, and otherwise the general law holds. Only language models: token ids in, logits out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from models.blocks import find_blocks
 from models.family import Family, FillWeights, from_config, parameters_on_meta
-from models.shape import ModelShape
+from models.shape import ModelShape, ObjectiveName
 from models.weights import InitialWeights, law_of
 
 # Our names for what transformers' configs call by several.
@@ -34,14 +34,19 @@ _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
     "max_positions": ("max_position_embeddings",),
     "tied": ("tie_word_embeddings",),
 }
-_OF_THE_RUN = frozenset({"batch_size", "seq_len", "vocab_size", "max_positions", "label", "notes"})
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+_OF_THE_RUN = frozenset({"objective", "batch_size", "seq_len", "vocab_size", "max_positions", "label", "notes"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalShape(ModelShape):
-    """name is the text given to --model. num_layers counts the blocks found; 0 where there are none."""
+    """name is the text given to --model. num_layers counts a module's blocks; 0 where there are none.
+
+    objective: what the module or folder shows it is made for; a module that shows nothing is causal unless set.
+    """
 
     heads_divide_width: ClassVar[bool] = False  # newer architectures choose the width of a head freely
+    fixed: ClassVar[frozenset[str]] = frozenset({"name", "family"})
     batch_size: int = 1
 
 
@@ -52,7 +57,13 @@ def is_external(name: str) -> bool:
 def resolve_external(name: str, overrides: Mapping[str, object]) -> ExternalShape:
     """The shape of `module:function` or of a folder. A function is called once for it, and again by each build."""
     if os.path.isdir(name):
-        return _folder_shape(name).with_overrides(overrides)
+        if "objective" in overrides:
+            raise ValueError(f"{name} says in its config.json what it is: --set objective has no effect there")
+        shape = _folder_shape(name)
+        changed = shape.with_overrides(overrides)
+        if shape.objective == "seq2seq" and changed.tied != shape.tied:
+            raise ValueError(f"{name}: encoder, decoder and head of such a model share one embedding: leave tied as it is")
+        return changed
     fixed = sorted(set(overrides) - _OF_THE_RUN)
     if fixed:
         raise ValueError(f"{name} builds its own shape: --set {fixed[0]} has no effect there, change the function")
@@ -69,6 +80,7 @@ def _module_shape(name: str) -> ExternalShape:
     return ExternalShape(
         name=name,
         family="module",
+        objective=_module_objective(module),
         num_layers=len(find_blocks(module)),
         hidden_size=_from(config, "hidden_size") or embedding.embedding_dim,
         num_heads=_from(config, "num_heads"),
@@ -78,6 +90,12 @@ def _module_shape(name: str) -> ExternalShape:
         seq_len=min(1024, max_positions or 1024),
         tied=bool(_from(config, "tied")),
     )
+
+
+def _module_objective(module: nn.Module) -> ObjectiveName:
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return "seq2seq"
+    return "masked" if type(module).__name__.endswith("ForMaskedLM") else "causal"
 
 
 def _call(name: str) -> nn.Module:
@@ -125,6 +143,7 @@ def _folder_shape(folder: str) -> ExternalShape:
     return ExternalShape(
         name=folder,
         family="folder",
+        objective=_folder_objective(config),
         num_layers=_from(config, "num_layers") or 0,
         hidden_size=_from(config, "hidden_size"),
         num_heads=_from(config, "num_heads"),
@@ -136,19 +155,43 @@ def _folder_shape(folder: str) -> ExternalShape:
     )
 
 
-def _build_folder(shape: ExternalShape) -> nn.Module:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _model_classes(objective: ObjectiveName) -> Mapping[str, str]:
+    """transformers' language models for an objective: config.model_type to class name."""
+    from transformers.models.auto import modeling_auto as auto
 
+    return {
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }[objective]
+
+
+def _folder_objective(config: Any) -> ObjectiveName:
+    """Types with both a masked and a causal form (BERT) are masked unless the folder was saved from the causal one."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "seq2seq"
+    if config.model_type not in _model_classes("masked"):
+        return "causal"
+    causal_form = _model_classes("causal").get(config.model_type)
+    return "causal" if causal_form in (config.architectures or ()) else "masked"
+
+
+def _build_folder(shape: ExternalShape) -> nn.Module:
     config = _config(shape.name)
+    for name in _DECODER_LAYERS:  # a decoder as deep as its encoder stays so
+        if getattr(config, name, None) == _from(config, "num_layers"):
+            setattr(config, name, shape.num_layers)
     for field in _CONFIG_NAMES:
         if getattr(shape, field) != _from(config, field):
             setattr(config, _config_name(config, field), getattr(shape, field))
     for key in config.to_dict():
         if "dropout" in key or key.endswith("pdrop") or key == "layerdrop":
             setattr(config, key, shape.dropout)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    model_class = _model_classes(shape.objective).get(config.model_type)
     if model_class is None:
-        raise ValueError(f"--model {shape.name}: transformers has no causal language model of type {config.model_type}")
+        raise ValueError(
+            f"--model {shape.name}: transformers has no {shape.objective} language model of type {config.model_type}"
+        )
     return from_config(model_class, config)
 
 

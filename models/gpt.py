@@ -1,7 +1,7 @@
 """GPT-2 and GPT-3 shapes over transformers' GPT2LMHeadModel: the sizes of both papers and of the systems' papers.
 
-Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020 (arXiv 2005.14165), table 2.1; PatrickStar,
-table 2; Elixir, figure 8. GPT-3's alternating sparse attention is dense here.
+Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020 (arXiv 2005.14165), table 2.1; Angel-PTM, table 4;
+PatrickStar, table 2; Elixir, figure 8. GPT-3's alternating sparse attention is dense here.
 """
 
 from __future__ import annotations
@@ -38,6 +38,37 @@ def _gpt3(name: str, num_layers: int, hidden_size: int, num_heads: int, *, label
     )
 
 
+def _angel(
+    size: str, num_layers: int, hidden_size: int, num_heads: int, *, ffn_size: int | None = None, notes: str = ""
+) -> GptShape:
+    return GptShape(
+        name=f"angel-{size.lower()}",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        ffn_size=ffn_size or 4 * hidden_size,
+        max_positions=2048,
+        label=f"Angel-PTM GPT3-{size}",
+        notes=notes,
+    )
+
+
+def _patrickstar(size: str, num_layers: int, hidden_size: int, *, notes: str = "") -> GptShape:
+    return GptShape(
+        name=f"ps-{size.lower()}",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=16,
+        ffn_size=4 * hidden_size,
+        label=f"PatrickStar {size}",
+        notes=notes,
+    )
+
+
+def _exchanged(printed: int, meant: int, other: str) -> str:
+    return f"table 2 prints {printed} layers here and {meant} for {other}: exchanged, the label decides"
+
+
 SIZES = (
     GptShape(
         name="gpt-tiny",
@@ -67,16 +98,32 @@ SIZES = (
         "gpt3-13b", 40, 5120, 40, label="GPT-3 13B", notes="printed with width 5140, which 40 heads do not divide: 5120"
     ),
     _gpt3("gpt3-175b", 96, 12288, 96, label="GPT-3 175B"),
-    GptShape(name="ps-4b", num_layers=64, hidden_size=2304, num_heads=16, ffn_size=9216, label="PatrickStar 4B"),
-    GptShape(
-        name="ps-10b",
-        num_layers=50,
-        hidden_size=4096,
-        num_heads=16,
-        ffn_size=16384,
-        label="PatrickStar 10B",
-        notes="table 2 prints 78 layers of 4096 for 10B and 50 for 15B: exchanged, the label decides",
+    _angel("1.7B", 24, 2304, 24),
+    _angel(
+        "13B", 40, 5120, 40, ffn_size=20506, notes="printed with width 5140, which 40 heads do not divide: 5120"
     ),
+    _angel("28B", 26, 8192, 128, notes="counts 21.4B by the shape of table 4"),
+    _angel(
+        "30B", 64, 8192, 32, notes="counts 52.0B by the shape of table 4; its 36 heads do not divide the width 8192: 32"
+    ),
+    _angel("55B", 68, 8192, 128),
+    _angel("120B", 64, 12288, 96),
+    _angel("175B", 70, 14336, 112),
+    _patrickstar("1B", 20, 2048),
+    _patrickstar("2B", 40, 2048),
+    _patrickstar("4B", 64, 2304),
+    _patrickstar("6B", 53, 3072),
+    _patrickstar("8B", 72, 3072),
+    _patrickstar("10B", 50, 4096, notes=_exchanged(78, 50, "15B")),
+    _patrickstar("12B", 60, 4096, notes=_exchanged(90, 60, "18B")),
+    _patrickstar("15B", 78, 4096, notes=_exchanged(50, 78, "10B")),
+    _patrickstar("18B", 90, 4096, notes=_exchanged(60, 90, "12B")),
+    _patrickstar("20B", 25, 8192),
+    _patrickstar("30B", 37, 8192),
+    _patrickstar("40B", 50, 8192),
+    _patrickstar("50B", 62, 8192),
+    _patrickstar("60B", 75, 8192),
+    _patrickstar("68B", 66, 9120, notes="printed with width 9126, which 16 heads do not divide: 9120"),
     GptShape(
         name="gpt-20b",
         num_layers=24,
@@ -109,7 +156,7 @@ def build(shape: GptShape) -> nn.Module:
         n_layer=shape.num_layers,
         n_head=shape.num_heads,
         n_inner=shape.ffn_size,
-        activation_function="gelu_new",
+        activation_function="gelu_pytorch_tanh",  # gelu_new by its fused kernel: the same function in one pass
         resid_pdrop=shape.dropout,
         embd_pdrop=shape.dropout,
         attn_pdrop=shape.dropout,

@@ -16,6 +16,7 @@ from torch import nn
 
 import models
 from models import external
+from models.blocks import find_blocks
 from models.family import Family, FillWeights, parameters_on_meta
 from models.shape import ModelShape, did_you_mean
 
@@ -74,3 +75,9 @@ def initial_weights(shape: ModelShape, seed: int) -> FillWeights | None:
 def parameter_count(shape: ModelShape) -> int:
     """Exact number of parameters, a tied one counted once."""
     return sum(p.numel() for p in build(shape).parameters())
+
+
+@lru_cache(maxsize=256)
+def block_count(shape: ModelShape) -> int:
+    """Exact number of blocks that --recompute can name: of both stacks, a block that is called many times counted once."""
+    return len(find_blocks(build(shape)))

@@ -8,7 +8,7 @@ to be added, which keeps torch from its fastest kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -45,7 +45,7 @@ class T5Shape(ModelShape):
     init_factor: float = 1.0
 
 
-_PER_STACK = "layers are of each stack"
+_PER_STACK = "its layers taken as those of each stack"
 
 SIZES = (
     T5Shape(
@@ -76,7 +76,7 @@ SIZES = (
         num_heads=16,
         ffn_size=16384,
         label="Angel-PTM T5-1.4B",
-        notes=f"table 4: counts 1.3B, {_PER_STACK}",
+        notes=_PER_STACK,
     ),
     T5Shape(
         name="t5-27b",
@@ -85,7 +85,7 @@ SIZES = (
         num_heads=64,
         ffn_size=16384,
         label="Angel-PTM T5-27B",
-        notes=f"table 4: counts 13.3B, {_PER_STACK}",
+        notes=f"counts 13.3B by the shape of table 4, {_PER_STACK}",
     ),
     T5Shape(
         name="t5-58b",
@@ -94,7 +94,7 @@ SIZES = (
         num_heads=64,
         ffn_size=16384,
         label="Angel-PTM T5-58B",
-        notes=f"table 4: counts 28.3B, {_PER_STACK}",
+        notes=f"counts 28.3B by the shape of table 4, {_PER_STACK}",
     ),
 )
 
@@ -127,15 +127,17 @@ def build(shape: T5Shape) -> nn.Module:
         relative_attention_max_distance=shape.relative_distance,
         dropout_rate=shape.dropout,
         initializer_factor=shape.init_factor,
-        feed_forward_proj="gated-gelu" if shape.gated else "relu",
+        feed_forward_proj="gated-gelu_pytorch_tanh" if shape.gated else "relu",
         tie_word_embeddings=shape.tied,
         pad_token_id=START_TOKEN,
         decoder_start_token_id=START_TOKEN,
     )
-    model = from_config("T5ForConditionalGeneration", config)
+    model: Any = from_config("T5ForConditionalGeneration", config)
     if not shape.tied:
         # The library reads the setting as a matter of scale alone and ties whatever it says.
         model.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        model._tied_weights_keys = {k: v for k, v in model._tied_weights_keys.items() if k != "lm_head.weight"}
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys()
     return model
 
 

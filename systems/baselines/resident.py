@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
 from systems.substrate.activations import apply_recompute
+from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers
 from systems.substrate.events import EventLog
 from systems.substrate.recipe import StepControl
@@ -134,24 +135,20 @@ class ResidentEngine(Engine):
             elif parameter.grad is not None:
                 gradients[number] = parameter.grad.reshape(-1)
         kernel = self.device.kernel
-        values = self.device.partials([kernel.sum_squares(g) for g in gradients.values()])()
+        values = self.device.partials([kernel.sum_squares_all(list(gradients.values()))])()
         outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
             self.log.count("skipped_steps")
         else:
             self._control.begin_updates(list(gradients))
+            tasks = []
             for number, gradient in gradients.items():
                 master, moments = self._masters[number], self._moments[number]
                 assert master is not None and moments is not None
-                kernel.update(
-                    master=master,
-                    exp_avg=moments[0],
-                    exp_avg_sq=moments[1],
-                    gradient=gradient,
-                    out=self.parameters[number].data.reshape(-1),
-                    ranges=[self._control.adam_range(number, 0, master.numel())],
-                    factor=self._control.multiplier(outcome),
-                )
+                out = self.parameters[number].data.reshape(-1)
+                ranges = [self._control.adam_range(number, 0, master.numel())]
+                tasks.append(AdamTask(master, *moments, gradient, out, ranges))
+            kernel.update_all(tasks, factor=self._control.multiplier(outcome))
         for number in gradients:
             self.parameters[number].grad = None
             accumulator = self._accumulators[number]

@@ -238,7 +238,7 @@ class CpuKernel(AdamKernel):
         sums = []
         for tensor in tensors:
             _check_cpu(tensor)
-            _check_squares(tensor)
+            check_squares(tensor)
             sums.append(self._sum_squares(*self._mode, tensor.data_ptr(), FORMATS[tensor.dtype], tensor.numel()))
         return sums
 
@@ -265,7 +265,7 @@ class CpuKernel(AdamKernel):
         self._copy(self.threads, destination.data_ptr(), source.data_ptr(), source.nbytes)
 
 
-def _check_squares(tensor: torch.Tensor) -> None:
+def check_squares(tensor: torch.Tensor) -> None:
     if tensor.dtype not in FORMATS or not tensor.is_contiguous():
         raise ValueError(f"sum_squares takes contiguous fp32, bf16 or fp16, got {tensor.dtype}")
 
@@ -303,10 +303,10 @@ class TorchKernel(AdamKernel):
 
     def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float] | torch.Tensor:
         for tensor in tensors:
-            _check_squares(tensor)
+            check_squares(tensor)
         if not tensors:
             return []
-        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
+        norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
         return norms.square() if norms.is_cuda else norms.square().tolist()
 
     def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from systems.substrate.adam import AdamTask, TorchKernel, coefficients
+from systems.substrate.adam import AdamTask, TorchKernel, check_squares, coefficients
 
 try:
     import triton  # type: ignore[import-not-found]
@@ -26,8 +26,10 @@ except ImportError:
     HAS_TRITON = False
 
 PIECE = 1024  # elements handled together, 8 a thread
-PIECES = 4  # one after another by each program
-ROW = struct.Struct("=5q q q 8f")  # addresses of master, both moments, gradient, out; numel; first program; scalars
+UPDATE_PIECES, SQUARES_PIECES = 4, 16  # one after another by each program
+# addresses of master, both moments, gradient and out; numel; first program; scalars
+ROW = struct.Struct("=5q q q 8f")
+SQUARES_ROW = struct.Struct("=q q q q")  # address; numel; first program; place of the result
 # What the kernel stores for a NaN, which also says how it narrows: none, fp32, or the NaN of a 16-bit type.
 NO_OUT, FP32_OUT = -1, 0
 NAN_OF = {torch.float32: FP32_OUT, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
@@ -89,6 +91,23 @@ if HAS_TRITON:
             bits = tl.where(p != p, tl.full(p.shape, out_nan, tl.int16), bits)
             _store(out, at, bits.to(out.dtype.element_ty, bitcast=True), numel, masked, aligned)
 
+    @triton.jit
+    def _row(first_program, stride: tl.constexpr, rows, steps, program):  # type: ignore[no-untyped-def]
+        """The last row whose first program is not after this one. steps: at least log2(rows)."""
+        row, end = program * 0, program * 0 + rows
+        for _ in range(steps):
+            middle = (row + end) // 2
+            found = tl.load(first_program + middle * stride) <= program
+            row, end = tl.where(found, middle, row), tl.where(found, end, middle)
+        return row
+
+    @triton.jit
+    def _tree_sum(x, width: tl.constexpr, levels: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The same bits however the elements lie over the threads, which depends on the data's alignment."""
+        for level in tl.static_range(levels):
+            x = tl.sum(tl.reshape(x, [2, width >> (level + 1)]), axis=0)
+        return x
+
     @triton.jit(do_not_specialize=["rows", "steps"])
     def _update_kernel(  # type: ignore[no-untyped-def]
         table, scalars, rows, steps, factor,
@@ -96,11 +115,7 @@ if HAS_TRITON:
         piece: tl.constexpr, pieces: tl.constexpr,
     ):  # fmt: skip
         program = tl.program_id(0)
-        row, end = program * 0, program * 0 + rows
-        for _ in range(steps):  # binary search for the last row whose first program is not after this one
-            middle = (row + end) // 2
-            found = tl.load(table + middle * 11 + 6) <= program
-            row, end = tl.where(found, middle, row), tl.where(found, end, middle)
+        row = _row(table + 6, 11, rows, steps, program)
         table += row * 11
         scalars += row * 22 + 14
         master = tl.load(table).to(tl.pointer_type(tl.float32))
@@ -118,11 +133,46 @@ if HAS_TRITON:
                 _piece(master, first, second, gradient, out, at, numel, factor, scalars, out_nan, True, aligned)
             start += piece
 
+    @triton.jit(do_not_specialize=["rows", "steps"])
+    def _squares_kernel(  # type: ignore[no-untyped-def]
+        table, partials, rows, steps, type: tl.constexpr, aligned: tl.constexpr, piece: tl.constexpr,
+        levels: tl.constexpr, pieces: tl.constexpr,
+    ):  # fmt: skip
+        program = tl.program_id(0)
+        table += _row(table + 2, 4, rows, steps, program) * 4
+        address = tl.load(table).to(tl.pointer_type(type))
+        numel = tl.load(table + 1)
+        start = (program - tl.load(table + 2)) * (piece * pieces)
+        total = tl.zeros((piece,), tl.float64)
+        for _ in range(pieces):
+            at = start + tl.arange(0, piece)
+            if start + piece <= numel:
+                value = _load(address, at, numel, False, aligned).to(tl.float32).to(tl.float64)
+                total += value * value
+            elif start < numel:
+                value = _load(address, at, numel, True, aligned).to(tl.float32).to(tl.float64)
+                total += value * value
+            start += piece
+        tl.store(partials + program + tl.arange(0, 1), _tree_sum(total, piece, levels))
+
+    @triton.jit
+    def _total_kernel(  # type: ignore[no-untyped-def]
+        table, partials, sums, piece: tl.constexpr, levels: tl.constexpr
+    ):  # fmt: skip
+        row = tl.program_id(0)
+        begin, end = tl.load(table + row * 4 + 2), tl.load(table + row * 4 + 6)
+        total = tl.zeros((piece,), tl.float64)
+        while begin < end:
+            at = begin + tl.arange(0, piece)
+            total += tl.load(partials + at, mask=at < end, other=0.0)
+            begin += piece
+        tl.store(sums + tl.load(table + row * 4 + 3) + tl.arange(0, 1), _tree_sum(total, piece, levels))
+
 
 class TritonKernel(TorchKernel):
-    """The AdamKernel for CUDA tensors; all but the update are single torch operations already.
+    """The AdamKernel for CUDA tensors; accumulate, cast and copy are single torch operations already.
 
-    Bit-equal to CpuKernel in the update; sums of squares are added in another order, the same at every call.
+    Bit-equal to CpuKernel in the update; sums of squares are added in another fixed order.
     """
 
     name = "triton"
@@ -141,7 +191,7 @@ class TritonKernel(TorchKernel):
                 if each.numel:
                     addresses = [address + size * each.offset for address, size in places]
                     rows.append((*addresses, each.numel, program, *coefficients(each)))
-                    program += -(-each.numel // (PIECE * PIECES))
+                    program += _programs(each.numel, UPDATE_PIECES)
             programs[formats] = program
         for formats, rows in launches.items():
             if rows:
@@ -151,9 +201,7 @@ class TritonKernel(TorchKernel):
         self, device: torch.device, formats: Formats, rows: list[tuple[int | float, ...]], programs: int, factor: float
     ) -> None:
         gradient, out = formats
-        packed = bytearray().join([ROW.pack(*row) for row in rows])
-        # Through pinned memory: only from there is the copy sure not to wait for the stream.
-        table = torch.frombuffer(packed, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        table = _table(device, [ROW.pack(*row) for row in rows])
         with torch.cuda.device(device):
             _update_kernel[(programs,)](
                 table,
@@ -166,7 +214,43 @@ class TritonKernel(TorchKernel):
                 NO_OUT if out is None else NAN_OF[out],
                 not any(int(address) % 16 for row in rows for address in row[:5]),
                 PIECE,
-                PIECES,
+                UPDATE_PIECES,
                 num_warps=4,
                 enable_fp_fusion=False,
             )
+
+    def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float] | torch.Tensor:
+        if not tensors:
+            return []
+        for tensor in tensors:
+            check_squares(tensor)
+        device = tensors[0].device
+        sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
+        for dtype in {tensor.dtype for tensor in tensors}:
+            rows, programs, addresses = [], 0, 0
+            for place, tensor in enumerate(tensors):
+                if tensor.dtype is dtype:
+                    rows.append(SQUARES_ROW.pack(tensor.data_ptr(), tensor.numel(), programs, place))
+                    programs += _programs(tensor.numel(), SQUARES_PIECES)
+                    addresses |= tensor.data_ptr()
+            table = _table(device, [*rows, SQUARES_ROW.pack(0, 0, programs, 0)])
+            partials = torch.empty(programs, dtype=torch.float64, device=device)
+            width, levels, steps = PIECE, PIECE.bit_length() - 1, len(rows).bit_length()
+            with torch.cuda.device(device):
+                if programs:
+                    _squares_kernel[(programs,)](
+                        table, partials, len(rows), steps, TRITON_TYPE[dtype], addresses % 16 == 0, width, levels,
+                        SQUARES_PIECES, num_warps=4,
+                    )  # fmt: skip
+                _total_kernel[(len(rows),)](table, partials, sums, width, levels, num_warps=4)
+        return sums
+
+
+def _programs(numel: int, pieces: int) -> int:
+    return -(-numel // (PIECE * pieces))
+
+
+def _table(device: torch.device, rows: list[bytes]) -> torch.Tensor:
+    """Through pinned memory: only from there is the copy sure not to wait for the stream."""
+    packed = torch.frombuffer(bytearray().join(rows), dtype=torch.int64)
+    return packed.pin_memory().to(device, non_blocking=True)

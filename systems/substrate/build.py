@@ -87,9 +87,7 @@ def cache_directory() -> Path:
     fallback.mkdir(mode=0o700, exist_ok=True)
     info = fallback.lstat()
     if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode) or info.st_mode & 0o022:
-        raise BuildError(
-            f"{fallback} belongs to someone else or is open to others: set XDG_CACHE_HOME to a directory of yours"
-        )
+        raise BuildError(f"{fallback} belongs to someone else or is open to others: set XDG_CACHE_HOME to a directory of yours")
     return fallback
 
 

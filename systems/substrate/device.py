@@ -44,6 +44,7 @@ class Device(ABC):
 
     torch_device: torch.device
     label: str
+    measures_always = False  # memory at each moment costs nothing: read it in planned steps too
 
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log = log
@@ -104,13 +105,13 @@ class Device(ABC):
         """A gradient was copied out of autograd's buffer."""
 
     @abstractmethod
-    def partials(self, sums: list[torch.Tensor | float]) -> Callable[[], list[float]]:
-        """Partial sums of squares as numbers; the host waits, once a step, only when the result is called for."""
+    def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
+        """Partial sums of squares as numbers, one behind the other; the host waits, once a step, only when the result is called for."""
 
     @abstractmethod
     def peak_bytes(self) -> int: ...
 
-    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.UntypedStorage], str]) -> None:
+    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.Tensor], str]) -> None:
         """From here on activations that need room may evict, and reads of released parameters are refused by name.
 
         The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and a released parameter
@@ -137,13 +138,14 @@ class EmulatedDevice(Device):
 
     torch_device = torch.device("cpu")
     label = "cpu-emulated"
+    measures_always = True
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
         super().__init__(budget, log)
         self.meter = ActivationMeter(self.account, self._no_room)
         self.start_lanes(jitter)
 
-    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.UntypedStorage], str]) -> None:
+    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.Tensor], str]) -> None:
         def make_room(nbytes: int) -> None:
             if not residency.make_room(lambda: self.account.room >= nbytes):
                 raise self.pool.out_of_memory(nbytes, "an activation")
@@ -151,7 +153,7 @@ class EmulatedDevice(Device):
         def check(func: object, tensors: Sequence[torch.Tensor]) -> None:
             for tensor in tensors:
                 if tensor.numel() and poison.contains(tensor.data_ptr()):
-                    name = names(tensor.untyped_storage())
+                    name = names(tensor)
                     raise RuntimeError(
                         f"{func} reads parameter {name} outside the unit that owns it, where it is not on the device: "
                         "move the use into that module's forward, or read it through engine.summon()"
@@ -197,8 +199,8 @@ class EmulatedDevice(Device):
     def hand_over(self, nbytes: int) -> None:
         self.meter.hand_over(nbytes)
 
-    def partials(self, sums: list[torch.Tensor | float]) -> Callable[[], list[float]]:
-        return lambda: [float(s) for s in sums]
+    def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
+        return lambda: [float(number) for part in sums for number in part]
 
     def peak_bytes(self) -> int:
         return self.account.peak
@@ -284,11 +286,12 @@ class CudaDevice(Device):
     def hand_over(self, nbytes: int) -> None:
         self._handed_over += nbytes
 
-    def partials(self, sums: list[torch.Tensor | float]) -> Callable[[], list[float]]:
-        if not sums:
-            return list
-        values = torch.empty(len(sums), dtype=torch.float64, pin_memory=True)
-        values.copy_(torch.stack([torch.as_tensor(s, device=self.torch_device) for s in sums]), non_blocking=True)
+    def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
+        if not any(isinstance(part, torch.Tensor) for part in sums):
+            return lambda: [number for part in sums for number in part]
+        parts = [torch.as_tensor(part, dtype=torch.float64, device=self.torch_device) for part in sums]
+        values = torch.empty(sum(part.numel() for part in parts), dtype=torch.float64, pin_memory=True)
+        values.copy_(torch.cat(parts), non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
 

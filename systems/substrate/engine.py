@@ -120,10 +120,12 @@ class ManagedEngine(Engine):
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
 
-    def _name_of(self, storage: torch.UntypedStorage) -> str:
-        """The first parameter that is a view of this storage, for a message."""
+    def _name_of(self, view: torch.Tensor) -> str:
+        """The parameter that a view of a bundle's storage begins in, for a message."""
+        storage, start = view.untyped_storage()._cdata, view.storage_offset() * view.itemsize
         for described, parameter in zip(self.index.parameters, self.parameters, strict=True):
-            if parameter.untyped_storage()._cdata == storage._cdata:
+            first = parameter.storage_offset() * parameter.itemsize
+            if parameter.untyped_storage()._cdata == storage and first <= start < first + max(parameter.nbytes, 1):
                 return described.name
         return "<unknown>"
 

@@ -6,7 +6,9 @@ Note [Life of a gradient]
     flushed   once every gradient expected of the bundle is there: a sum of squares a parameter is left for the norm, and the
               range is copied into the host slot of its own parameters (Note [The slot]) and freed. With several
               micro-batches the slot's content is then added to the fp32 accumulator and the parameters are restored.
-    A gradient that arrives after its bundle was flushed reopens the range with what was flushed.
+    parked    room was needed before the gradient was complete: the range lies in the slot, and nothing was added yet.
+    A gradient that arrives after its bundle was flushed or parked reopens the range with what is in the slot, so that a
+    parameter whose gradient fires twice has both summed in the compute dtype, as autograd would.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from systems.substrate.residency import Residency
 from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 
+Partials = tuple[tuple[int, ...], "list[float] | torch.Tensor"]
+
 
 @dataclass
 class BundleGradient:
@@ -35,15 +39,16 @@ class BundleGradient:
     fired: set[int] = field(default_factory=set)
     fired_in_step: set[int] = field(default_factory=set)
     flushed: bool = False
+    parked: bool = False
 
     @property
     def open(self) -> bool:
-        """There are gradients on the device that no flush has taken yet."""
-        return self.range is not None or (bool(self.fired) and not self.flushed)
+        """There are gradients that no flush has taken yet."""
+        return self.range is not None or self.parked or (bool(self.fired) and not self.flushed)
 
 
 class Gradients:
-    """partials: parameter to the fp64 sum of squares of its gradient, a number or a 0-dim device tensor."""
+    """partials: per bundle (per segment, with several micro-batches) its parameters and their fp64 sums of squares."""
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class Gradients:
     ) -> None:
         self.layout, self.store, self.residency, self.device = layout, store, residency, device
         self.accumulate = accumulate
-        self.partials: dict[int, torch.Tensor | float] = {}
+        self.partials: dict[int, Partials] = {}
         self.last_micro_step = accumulate == 1
         self.bundles: dict[int, BundleGradient] = {}
         self._places: dict[int, tuple[int, int, Placement]] = {}  # parameter: bundle, offset in it, placement
@@ -105,7 +110,7 @@ class Gradients:
                 label=f"reopen gradient of bundle {bundle}",
             )
         self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle} begins")
-        gradient.flushed = False
+        gradient.flushed = gradient.parked = False
         return block
 
     def accept(self, parameter: int, gradient: torch.Tensor) -> None:
@@ -134,32 +139,46 @@ class Gradients:
         gradient = self.bundles.get(bundle)
         return gradient is not None and gradient.open and gradient.fired >= gradient.expected
 
+    def park(self, bundle: int) -> None:
+        """Free an incomplete gradient's range if its bytes can wait elsewhere; see Note [Life of a gradient]."""
+        gradient = self.bundles[bundle]
+        if self.accumulate == 1 or not gradient.fired:
+            self.flush(bundle)
+        elif self.store.segments[self.layout.bundles[bundle].segments[0]].tier is Tier.HOST:
+            assert gradient.range is not None
+            self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} waits")
+            self._offload(bundle, gradient.range)
+            self._free(bundle, gradient)
+            gradient.parked = True
+
     def flush(self, bundle: int) -> None:
         """The bundle's gradient leaves for its optimizer's tier; see Note [Life of a gradient]."""
         gradient = self.bundles[bundle]
+        if gradient.parked:
+            self._accumulate(bundle, gradient)
+            return
         if not gradient.fired:  # reserved, but nothing came: the unit's output was not used
             self._free(bundle, gradient)
             return
         on_device = self.store.segments[self.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
         if self.accumulate == 1:
-            for parameter in sorted(gradient.fired):
-                self.partials[parameter] = self.device.kernel.sum_squares(self.on_device(parameter))
+            fired = sorted(gradient.fired)
+            sums = self.device.kernel.sum_squares_all([self.on_device(parameter) for parameter in fired])
+            self.partials[bundle] = tuple(fired), sums
         if gradient.range is not None:
             self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} ends")
         if gradient.range is None:
             gradient.flushed = True
             return
-        if not on_device:
-            self._offload(bundle, gradient)
-        elif self.accumulate > 1:
-            self._add_on_device(bundle, gradient)
-        else:
+        if on_device and self.accumulate == 1:
             gradient.flushed = True
             return  # the range stays until the update
+        if not on_device:
+            self._offload(bundle, gradient.range)
+        if self.accumulate > 1:
+            self._accumulate(bundle, gradient)
         self._free(bundle, gradient)
         gradient.flushed = True
-        if self.accumulate > 1:
-            gradient.fired.clear()  # they are in the accumulator; what comes late is added there by itself
 
     def on_device(self, parameter: int) -> torch.Tensor:
         """The flat gradient of a parameter that is on the device, adopted or in its range."""
@@ -170,10 +189,9 @@ class Gradients:
         assert gradient.range is not None
         return gradient.range.view(self.store.dtype, offset, place.numel)
 
-    def _offload(self, bundle: int, gradient: BundleGradient) -> None:
-        assert gradient.range is not None
+    def _offload(self, bundle: int, block: Allocation) -> None:
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
-        pieces = self.store.pieces(bundle, gradient.range)
+        pieces = self.store.pieces(bundle, block)
 
         def copy() -> None:
             for stored, piece in zip(segments, pieces, strict=True):
@@ -183,16 +201,25 @@ class Gradients:
         self.device.transfers.issue(
             LaneKind.D2H,
             copy,
-            reads=[gradient.range.memory],
+            reads=[block.memory],
             writes=[s.slot_memory for s in segments],
             label=f"offload gradient of bundle {bundle}",
         )
         for stored in segments:
             stored.slot_holds_gradient = True
-            if self.accumulate > 1:
-                self._accumulate_on_host(stored.segment.index, frozenset(gradient.fired))
 
-    def _accumulate_on_host(self, segment: int, fired: frozenset[int]) -> None:
+    def _accumulate(self, bundle: int, gradient: BundleGradient) -> None:
+        """Add a complete gradient to the fp32 accumulators, from the range on the device or from the slots."""
+        segments = self.layout.bundles[bundle].segments
+        if self.store.segments[segments[0]].tier is Tier.DEVICE:
+            self._add_on_device(bundle, gradient)
+        else:
+            for s in segments:
+                self._add_on_host(s, frozenset(gradient.fired))
+        gradient.fired.clear()  # they are in the accumulator; what comes late is added there by itself
+        gradient.flushed, gradient.parked = True, False
+
+    def _add_on_host(self, segment: int, fired: frozenset[int]) -> None:
         stored = self.store.segments[segment]
         state, slot, kernel = stored.state, stored.slot, self.device.host_kernel
         assert state is not None and state.accumulator is not None
@@ -264,6 +291,9 @@ class Gradients:
                 LaneKind.D2H, copy, writes=[stored.slot_memory], label=f"offload adopted gradients of segment {s}"
             ).wait()
             stored.slot_holds_gradient = True
+        if not gradient.flushed:
+            sums = self.device.kernel.sum_squares_all([tensor.reshape(-1) for tensor in adopted.values()])
+            self.partials[bundle] = tuple(adopted), sums
         gradient.adopted.clear()
         gradient.flushed = True
 
@@ -271,7 +301,7 @@ class Gradients:
         self.last_micro_step = last
         for gradient in self.bundles.values():
             gradient.fired.clear()
-            gradient.flushed = False
+            gradient.flushed = gradient.parked = False
 
     def learn(self) -> None:
         """After a step: a bundle expects next time what it got this time (all of it, if it got nothing)."""
@@ -286,7 +316,7 @@ class Gradients:
             gradient.adopted.clear()
             gradient.fired.clear()
             gradient.fired_in_step.clear()
-            gradient.flushed = False
+            gradient.flushed = gradient.parked = False
         self.partials.clear()
 
     def fired(self) -> list[int]:

@@ -6,6 +6,11 @@ Note [Where a unit's backward begins and ends]
     parameters have come; the gradient of the unit's first input that requires one; the end of the whole backward pass.
     `register_full_backward_hook` would fire early without grad inputs, and never for keyword-only modules.
 
+    Autograd runs what was made last first, so the gradient of an input comes after everything the unit did with it, but for
+    two cases. A leaf's gradient is accumulated ahead of whatever else is ready: then the unit ends with the graph task,
+    which is the checkpoint's own where a reentrant one made the leaf. And where a unit's output goes straight into the same
+    unit again, that tensor's gradient ends the later call and begins the earlier one: the unit simply goes on.
+
 Note [Recomputation]
     A checkpointed block runs its forward again inside backward. Then its forward hooks only hold what backward holds anyway.
     Checkpoints inside a unit's `forward` do not fire the unit's hooks again; those around its `__call__` do. Both work.
@@ -14,11 +19,13 @@ Note [Recomputation]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from systems.planning.layout import Layout
 from systems.substrate.runtime import Runtime
@@ -46,12 +53,30 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(child, depth + 1)
 
 
+class _Seen:
+    """A tensor as it is now: `still` is False once it was edited in place, for then its gradient is another."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = weakref.ref(tensor), tensor._version
+
+    def still(self, tensor: torch.Tensor) -> bool:
+        return self.tensor() is tensor and self.version == tensor._version
+
+
+def _first(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The input whose gradient ends a unit's backward: one that something computed, if there is one."""
+    return next((t for t in inputs if not t.is_leaf), inputs[0])
+
+
 class UnitHooks:
     """Installs the hooks on construction; `remove` takes them off again."""
 
     def __init__(self, found: FoundModel, runtime: Runtime, layout: Layout) -> None:
         self._runtime, self._layout = runtime, layout
-        self._inputs: dict[int, list[torch.Tensor]] = {}
+        self._inputs: dict[int, list[_Seen]] = {}  # of the call in progress
+        self._outputs: dict[int, list[_Seen]] = {}  # of the last call
         self._waiting = [
             {p for p in unit.parameters if found.index.parameters[p].trainable} for unit in found.index.units
         ]
@@ -87,20 +112,39 @@ class UnitHooks:
             inputs = [
                 t for t in tensors_in((args, kwargs)) if t.requires_grad and not isinstance(t, nn.Parameter)
             ]
-            self._inputs[unit] = inputs
+            self._inputs[unit] = [_Seen(t) for t in inputs]
             if inputs:
-                inputs[0].register_hook(lambda gradient: runtime.backward_exit(unit))
+                self._end_backward_with(unit, _first(inputs))
 
         return hook
+
+    def _end_backward_with(self, unit: int, tensor: torch.Tensor) -> None:
+        """See Note [Where a unit's backward begins and ends]."""
+        runtime = self._runtime
+
+        def end(gradient: torch.Tensor) -> None:
+            runtime.backward_exit(unit)
+
+        def end_later(gradient: torch.Tensor) -> None:
+            Variable._execution_engine.queue_callback(lambda: runtime.backward_exit(unit))
+
+        def go_on(gradient: torch.Tensor) -> None:
+            runtime.backward_continues(unit)
+
+        if any(seen.still(tensor) for seen in self._outputs.get(unit, ())):
+            tensor.register_hook(go_on)
+        else:
+            tensor.register_hook(end_later if tensor.is_leaf else end)
 
     def _after_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             runtime = self._runtime
             inputs = self._inputs.pop(unit, [])
             if torch.is_grad_enabled():
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad and not any(tensor is x for x in inputs):
-                        tensor.register_hook(lambda gradient: self._enter_backward(unit))
+                made = [t for t in tensors_in(output) if t.requires_grad and not any(x.still(t) for x in inputs)]
+                for tensor in made:
+                    tensor.register_hook(lambda gradient: self._enter_backward(unit))
+                self._outputs[unit] = [_Seen(t) for t in made]
             if not runtime.in_backward:
                 runtime.forward_exit(unit)
 

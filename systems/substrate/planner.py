@@ -48,14 +48,20 @@ class Planner:
             if not bundle.movable:
                 self._promote(bundle.index)
 
-    def learn(self, trace: Trace) -> None:
-        """Have a plan for steps like the one that just ended, and use it for the next."""
-        known = self.plans.get(trace.signature)
+    def learn(self, moments: tuple[Moment, ...], trace: Trace | None) -> None:
+        """Have a plan for steps like the one that just ended, and use it for the next.
+
+        trace: None if the step was not measured; if it needs to be, the next one will, on demand.
+        """
+        known = self.plans.get(moments)
         replan, self._replan = self._replan, False
         old = self.cursor.plan
         if known is not None and not replan:
-            if old is None or old.signature != trace.signature:
+            if old is None or old.signature != moments:
                 self._apply(known[1])
+            return
+        if trace is None:
+            self._apply(None)
             return
         if known is not None:
             trace = merged(known[0], trace)

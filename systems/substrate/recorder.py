@@ -29,15 +29,19 @@ class Recorder:
         self._flushes: list[list[int]] = []
         self._produced: list[int] = []
         self._waited = 0.0
+        self._measuring = False
         self._adopted_before = 0
 
-    def start(self) -> None:
+    def start(self, *, measure: bool) -> None:
+        """measure: read memory and time at each moment; without, only the moments are kept."""
         self._reset()
-        self._device.start_interval()
+        self._measuring = measure
+        if measure:
+            self._device.start_interval()
         self._last = time.perf_counter()
 
     def moment(self, moment: Moment) -> None:
-        if self.moments:
+        if self.moments and self._measuring:
             self._measure()
         self.moments.append(moment)
         self._flushes.append([])
@@ -65,7 +69,10 @@ class Recorder:
         if self._produced:
             self._produced[-1] += nbytes
 
-    def finish(self) -> Trace:
+    def finish(self) -> Trace | None:
+        """None if the step was not measured."""
+        if not self._measuring:
+            return None
         self._measure()
         return Trace(
             moments=tuple(self.moments),

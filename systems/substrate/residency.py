@@ -126,30 +126,34 @@ class Residency:
                 memories.append(stored.slot_memory)
         return sources, memories
 
-    def hold(self, index: int, key: object) -> None:
-        """Compute is about to read the bundle: fetch it if absent, order compute behind the copy, pin it."""
-        managed = self.bundles[index]
-        managed.holds[key] = managed.holds.get(key, 0) + 1
-        if managed.block is None:
-            self.device.log.count("on_demand_fetches")
-            try:
-                self.fetch(index)
-            except BaseException:
+    def hold(self, indices: Sequence[int], key: object) -> None:
+        """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""
+        held = [self.bundles[i] for i in indices]
+        for managed in held:
+            managed.holds[key] = managed.holds.get(key, 0) + 1
+        try:
+            for managed in held:
+                if managed.block is None:
+                    self.device.log.count("on_demand_fetches")
+                    self.fetch(managed.index)
+        except BaseException:
+            for managed in held:
                 self._unhold(managed, key)
-                raise
-        assert managed.block is not None
-        self.device.transfers.compute(reads=[managed.block.memory], label=f"hold bundle {index}")
-        if managed.state is BundleState.FETCHING:
-            managed.storage.point_at(managed.block.data.data_ptr())
-            managed.state = BundleState.RESIDENT
+            raise
+        blocks = [managed.block for managed in held if managed.block is not None]
+        self.device.transfers.order_compute(reads=[b.memory for b in blocks], label=f"hold for {key}")
+        for managed in held:
+            if managed.state is BundleState.FETCHING and managed.block is not None:
+                managed.storage.point_at(managed.block.data.data_ptr())
+                managed.state = BundleState.RESIDENT
 
-    def release(self, index: int, key: object) -> None:
-        managed = self.bundles[index]
-        if key not in managed.holds:
-            return
-        self._unhold(managed, key)
-        if managed.block is not None:
-            self.device.transfers.compute(reads=[managed.block.memory], label=f"release bundle {index}")
+    def release(self, indices: Sequence[int], key: object) -> None:
+        """Compute has read the bundles."""
+        held = [m for m in map(self.bundles.__getitem__, indices) if key in m.holds]
+        for managed in held:
+            self._unhold(managed, key)
+        used = [m.block.memory for m in held if m.block is not None]
+        self.device.transfers.compute(reads=used, label=f"release by {key}")
 
     @staticmethod
     def _unhold(managed: ManagedBundle, key: object) -> None:

@@ -71,7 +71,7 @@ class Runtime:
         self.ending.updated.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
         self.cursor.start()
-        self.recorder.start()
+        self.recorder.start(measure=self.cursor.plan is None or self.parts.device.measures_always)
         self._moment(Phase.STEP_BEGIN)
         self._carry_out_plan()
 
@@ -79,10 +79,10 @@ class Runtime:
         if self._observing:
             self._moment(Phase.FORWARD_ENTER, unit)
             self._carry_out_plan()
-        self._hold(unit, ("forward", unit))
+        self.parts.residency.hold(self._bundles(unit), ("forward", unit))
 
     def forward_exit(self, unit: int) -> None:
-        self._release(unit, ("forward", unit))
+        self.parts.residency.release(self._bundles(unit), ("forward", unit))
         if self._observing:
             self._pending[unit] = self._pending.get(unit, 0) + 1
             self._moment(Phase.FORWARD_EXIT, unit)
@@ -94,25 +94,30 @@ class Runtime:
             return
         self._moment(Phase.BACKWARD_ENTER, unit)
         self._carry_out_plan()
-        self._hold(unit, ("backward", unit))
-        for bundle in self.parts.layout.bundles_of_unit.get(unit, ()):
+        self.parts.residency.hold(self._bundles(unit), ("backward", unit))
+        for bundle in self._bundles(unit):
             self.parts.gradients.reserve(bundle)
 
     def backward_exit(self, unit: int) -> None:
         if not self.holds_backward(unit):
             return
-        self._release(unit, ("backward", unit))
+        self.parts.residency.release(self._bundles(unit), ("backward", unit))
         self._pending[unit] = max(self._pending.get(unit, 0) - 1, 0)
         self._moment(Phase.BACKWARD_EXIT, unit)
-        for bundle in self.parts.layout.bundles_of_unit.get(unit, ()):
+        for bundle in self._bundles(unit):
             users = self.parts.layout.bundles[bundle].units
             if not any(self._pending.get(u, 0) for u in users) and self.parts.gradients.complete(bundle):
                 self._flush(bundle)
         self._carry_out_plan()
 
+    def backward_continues(self, unit: int) -> None:
+        """A later call's backward ends where an earlier call's begins: nothing is released between."""
+        if self.holds_backward(unit):
+            self._pending[unit] = max(self._pending.get(unit, 0) - 1, 0)
+
     def holds_backward(self, unit: int) -> bool:
         key = ("backward", unit)
-        bundles = self.parts.layout.bundles_of_unit.get(unit, ())
+        bundles = self._bundles(unit)
         return any(key in self.parts.residency.bundles[b].holds for b in bundles)
 
     def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None:
@@ -150,10 +155,10 @@ class Runtime:
         self.parts.gradients.finish_step()
         self._carry_out_plan()
         self.in_step = False
-        trace = self.recorder.finish()
+        moments, trace = tuple(self.recorder.moments), self.recorder.finish()
         if outcome is not None:
             self.parts.control.record(outcome)
-        self.planner.learn(trace)
+        self.planner.learn(moments, trace)
 
     def abort(self) -> None:
         """An exception broke the step: forget it. Parameters are as before it; the engine can run the next step."""
@@ -181,13 +186,8 @@ class Runtime:
             elif not managed.holds and not residency.pinned(managed):
                 (residency.drop if operation.kind is OpKind.DROP else residency.write_back)(operation.bundle)
 
-    def _hold(self, unit: int, key: object) -> None:
-        for bundle in self.parts.layout.bundles_of_unit.get(unit, ()):
-            self.parts.residency.hold(bundle, key)
-
-    def _release(self, unit: int, key: object) -> None:
-        for bundle in self.parts.layout.bundles_of_unit.get(unit, ()):
-            self.parts.residency.release(bundle, key)
+    def _bundles(self, unit: int) -> tuple[int, ...]:
+        return self.parts.layout.bundles_of_unit.get(unit, ())
 
     def _flush(self, bundle: int) -> None:
         gradients, residency = self.parts.gradients, self.parts.residency
@@ -205,7 +205,7 @@ class Runtime:
         for bundle, gradient in gradients.bundles.items():
             managed = residency.bundles[bundle]
             if gradient.range is not None and not managed.holds and not gradients.adopts(bundle):
-                gradients.flush(bundle)
+                gradients.park(bundle)
                 if gradient.range is None:
                     return True
         for managed in residency.bundles:

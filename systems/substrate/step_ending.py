@@ -57,8 +57,9 @@ class StepEnding:
 
     def _norm(self) -> Callable[[], dict[int, float]]:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
-        names = list(self.parts.gradients.partials)
-        read = self.parts.device.partials([self.parts.gradients.partials[p] for p in names])
+        partials = list(self.parts.gradients.partials.values())
+        names = [parameter for parameters, _ in partials for parameter in parameters]
+        read = self.parts.device.partials([sums for _, sums in partials])
         return lambda: dict(zip(names, read(), strict=True))
 
     def settle(self) -> None:

@@ -62,11 +62,22 @@ class Transfers:
         self._leave(ticket, lane, label, reads, writes, waits)
         return ticket
 
+    def order_compute(self, *, reads: Sequence[Memory], label: str) -> None:
+        """Compute is about to read this memory: later compute comes after its writers. `compute` must follow the use."""
+        waits = _waits(reads, ())
+        for ticket in waits:
+            self._compute.order(ticket)
+        if self._log.keep:
+            extents = [m.extent for m in reads]
+            self._log.operation(self._log.next_ticket(), "compute", label, extents, [], [t.id for t in waits])
+
     def compute(self, *, reads: Sequence[Memory] = (), writes: Sequence[Memory] = (), label: str) -> None:
         """Compute is about to use, or has just used, this memory: orders it and leaves its ticket."""
         waits = _waits(reads, writes)
         for ticket in waits:
             self._compute.order(ticket)
+        if not reads and not writes:
+            return
         mark = self._compute.mark(self._log.next_ticket())
         self._leave(mark, LaneKind.COMPUTE, label, reads, writes, waits)
 

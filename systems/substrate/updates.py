@@ -8,7 +8,7 @@ import torch
 
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
-from systems.substrate.adam import AdamRange
+from systems.substrate.adam import AdamRange, AdamTask
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
 from systems.substrate.recipe import StepControl
@@ -47,10 +47,10 @@ class Updates:
             places = [p for p in stored.segment.placements if p.parameter in wanted]
             accumulator = state.accumulator
 
-            def work(places=places, accumulator=accumulator, on_host=state.tier is Tier.HOST) -> None:  # type: ignore[no-untyped-def]
+            def work(segment=s, places=places, accumulator=accumulator, on_host=state.tier is Tier.HOST) -> None:  # type: ignore[no-untyped-def]
                 kernel = self.device.host_kernel if on_host else self.device.kernel
-                for p in places:
-                    partials[p.parameter] = kernel.sum_squares(accumulator[p.offset : p.offset + p.numel])
+                pieces = [accumulator[p.offset : p.offset + p.numel] for p in places]
+                partials[segment] = tuple(p.parameter for p in places), kernel.sum_squares_all(pieces)
 
             if not places:
                 continue
@@ -159,22 +159,16 @@ class Updates:
             start += self.layout.segments[s].numel
         out = bundle.block.view(self.store.dtype, start, stored.segment.numel)
         self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
+        tasks = []
         for p in stored.segment.placements:
-            if p.parameter not in wanted:
-                continue
-            where = slice(p.offset, p.offset + p.numel)
-            gradient = (
-                self.gradients.on_device(p.parameter) if state.accumulator is None else state.accumulator[where]
-            )
-            kernel.update(
-                master=state.master[where],
-                exp_avg=state.exp_avg[where],
-                exp_avg_sq=state.exp_avg_sq[where],
-                gradient=gradient,
-                out=out[where],
-                ranges=[self.control.adam_range(p.parameter, 0, p.numel)],
-                factor=factor,
-            )
+            if p.parameter in wanted:
+                where = slice(p.offset, p.offset + p.numel)
+                on_device = self.gradients.on_device
+                gradient = on_device(p.parameter) if state.accumulator is None else state.accumulator[where]
+                ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
+                moments = state.exp_avg[where], state.exp_avg_sq[where]
+                tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
+        kernel.update_all(tasks, factor=factor)
         if state.accumulator is not None:
             state.accumulator.zero_()
         self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")

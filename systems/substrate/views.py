@@ -99,9 +99,7 @@ class RebindableStorage:
     def view(self, dtype: torch.dtype, offset: int, shape: Sequence[int]) -> torch.Tensor:
         """A contiguous tensor at offset (in elements of dtype) that follows every rebind."""
         if offset < 0 or (offset + prod(shape)) * dtype.itemsize > self.nbytes:
-            raise ValueError(
-                f"{tuple(shape)} of {dtype} at element {offset} does not fit a bundle of {self.nbytes} bytes"
-            )
+            raise ValueError(f"{tuple(shape)} of {dtype} at element {offset} does not fit a bundle of {self.nbytes} bytes")
         return _view(self._storage, dtype, offset, shape)
 
     @property
@@ -199,7 +197,11 @@ class Poison:
 
     def intact(self) -> torch.Tensor:
         """0-dim bool on the device: no released parameter was written. Does not wait for the device."""
-        return self._made().page.amin() == NAN_BYTE
+        page = self._made().page
+        if page.is_cuda:
+            return page.amin() == NAN_BYTE
+        # numpy, because it stays on this thread: on a busy machine a second one is milliseconds away.
+        return torch.tensor(bool(page.numpy().min() == NAN_BYTE))
 
     def check(self) -> None:
         """Raises RuntimeError, with the NaNs restored, if a released parameter was written. Waits for the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from models import registry
 from models.blocks import find_blocks
+from models.objective import OBJECTIVES
 from models.shape import ModelShape
 
 # As counted from the checkpoints their authors published, or by the closed form for sizes never published.
@@ -29,12 +31,31 @@ PUBLISHED = {
     "opt-30b": 29_974_540_288,
     "opt-66b": 65_719_701_504,
     "ps-10b": 10_279_047_168,
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "albert-base": 11_221_680,
 }
+TINY = ("opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny")
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> None:
     assert registry.parameter_count(registry.resolve(name)) == parameters
+
+
+def test_albert_by_closed_form() -> None:
+    """One layer's weights whatever the depth: 4 h^2 + 4 h of attention, 2 h f + f + h of feed-forward, 4 h of norms."""
+    for name in ("albert-base", "albert-large", "albert-xlarge", "albert-xxlarge"):
+        s = registry.resolve(name)
+        h, f, e, v = s.hidden_size, 4 * s.hidden_size, 128, 30000
+        layer = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
+        embedding = (v + 512 + 2) * e + 2 * e + e * h + h
+        assert registry.parameter_count(s) == layer + embedding + h * e + e + 2 * e + v  # the head's transform and bias
 
 
 @pytest.mark.parametrize("name", ["opt-175b", "gpt3-175b", "gpt3-13b", "ps-4b", "gpt-20b"])
@@ -47,16 +68,19 @@ def test_parameter_count_by_closed_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_every_size_builds_without_memory(name: str) -> None:
-    shape = registry.resolve(name)
-    module = registry.build(shape)
+def test_every_size_builds_without_memory(name: str, on_meta: Callable[[str], nn.Module]) -> None:
+    shape, module = registry.resolve(name), on_meta(name)
     assert all(p.is_meta and p.dtype == torch.float32 for p in module.parameters())
-    assert module.training
-    assert len(find_blocks(module)) == shape.num_layers
-    assert module.lm_head.weight is module.get_input_embeddings().weight  # type: ignore[operator, union-attr]
-    assert [m.p for m in module.modules() if isinstance(m, nn.Dropout)].count(0.0) == sum(
-        isinstance(m, nn.Dropout) for m in module.modules()
+    assert not any(b.is_meta for b in module.buffers())
+    assert module.training and shape.dropout == 0.0
+    expected = {"t5": 2 * shape.num_layers, "albert": getattr(shape, "num_groups", None)}.get(
+        shape.family, shape.num_layers
     )
+    assert len(find_blocks(module)) == expected
+    assert module.get_output_embeddings().weight is module.get_input_embeddings().weight  # type: ignore[operator]
+    assert not any(m.p for m in module.modules() if isinstance(m, nn.Dropout))
+    assert not getattr(module.config, "use_cache", False)
+    assert module.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
 
 
 def test_opt_350m_is_the_odd_one_out() -> None:
@@ -67,20 +91,23 @@ def test_opt_350m_is_the_odd_one_out() -> None:
     assert "model.decoder.final_layer_norm.weight" not in names
 
 
-@pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("name", TINY)
 def test_tiny_sizes(name: str) -> None:
     shape = registry.resolve(name)
-    assert shape.num_layers >= 6 and shape.hidden_size == 128 and (shape.batch_size, shape.seq_len) == (2, 16)
-    assert all(p.numel() % 128 == 0 for p in registry.build(shape).parameters())
+    assert shape.num_layers * (2 if name == "t5-tiny" else 1) >= 6 and shape.hidden_size == 128
+    assert (shape.batch_size, shape.seq_len) == (2, 16)
+    odd = [n for n, p in registry.build(shape).named_parameters() if p.numel() % 128]
+    assert not odd
 
 
-@pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize(("dtype", "state_bytes"), [(torch.float32, 20), (torch.bfloat16, 16)])
-def test_model_states_dominate_in_tiny_sizes(name: str, dtype: torch.dtype, state_bytes: int) -> None:
+def test_model_states_dominate_in_tiny_sizes(
+    name: str, dtype: torch.dtype, state_bytes: int, in_memory: Callable[[nn.Module], nn.Module]
+) -> None:
     """Otherwise half of the device's memory could not hold the activations, and nothing could be shown on it."""
     shape = registry.resolve(name)
-    module = registry.build(shape).to_empty(device="cpu").to(dtype)
-    module.tie_weights()  # type: ignore[operator]
+    module = in_memory(registry.build(shape)).to(dtype)
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
     saved: dict[int, int] = {}
 
@@ -92,10 +119,11 @@ def test_model_states_dominate_in_tiny_sizes(name: str, dtype: torch.dtype, stat
 
     for p in module.parameters():
         p.data.zero_()
+    ids = torch.zeros(shape.batch_size, shape.seq_len, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        output = module(input_ids=torch.zeros(shape.batch_size, shape.seq_len, dtype=torch.int64))
+        output = module(**OBJECTIVES[shape.objective].inputs({"input_ids": ids, "labels": ids}))
     states = registry.parameter_count(shape) * state_bytes
-    assert output.logits.shape[-1] == shape.vocab_size
+    assert output.logits.shape == (shape.batch_size, shape.seq_len, shape.vocab_size)
     assert states / (states + sum(saved.values())) >= 0.8
 
 

@@ -77,17 +77,31 @@ def test_bits_on_cuda_equal_those_on_cpu() -> None:
     assert torch.equal(on_cuda.cpu(), filled("a", (3_000_001,)))
 
 
-@pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny", "opt-350m"])
-def test_families_follow_transformers_law(name: str) -> None:
+T5_ODD = {"gated": True, "tied": False, "head_size": 48, "ffn_size": 320, "init_factor": 0.5, "relative_buckets": 300}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("opt-tiny", {}),
+        ("gpt-tiny", {}),
+        ("opt-350m", {}),
+        ("bert-tiny", {"token_types": 100}),
+        ("albert-tiny", {"num_groups": 2, "embedding_size": 64, "token_types": 100}),
+        ("t5-tiny", {"relative_buckets": 300}),
+        ("t5-tiny", T5_ODD),
+    ],
+)
+def test_families_follow_transformers_law(name: str, overrides: dict[str, object]) -> None:
     """Every parameter's mean and spread are those of the library's own initialisation."""
     from transformers import set_seed
 
-    shape = registry.resolve(name, {"num_layers": 2, "vocab_size": 384, "max_positions": 128})
+    shape = registry.resolve(name, {"num_layers": 2, "vocab_size": 384, "max_positions": 128} | overrides)
     fill = registry.initial_weights(shape, 3)
     assert fill is not None
     meta = registry.build(shape)
     set_seed(0)
-    theirs = dict(type(meta)(meta.config).named_parameters())
+    theirs = dict(type(meta)(meta.config).named_parameters(remove_duplicate=False))
     for parameter_name, parameter in meta.named_parameters():
         ours, reference = torch.full(parameter.shape, torch.nan), theirs[parameter_name].detach()
         fill(parameter_name, ours)

@@ -62,8 +62,7 @@ def test_saved_views_follow_a_rebind_between_forward_and_backward(
     assert loss_of(weights, x).isnan()
     storage.point_at(first.data_ptr())
     assert all(
-        weight.data_ptr() == first.data_ptr() + at * first.element_size()
-        for weight, at in zip(weights, (0, 64), strict=True)
+        weight.data_ptr() == first.data_ptr() + at * first.element_size() for weight, at in zip(weights, (0, 64), strict=True)
     )
     loss = loss_of(weights, x)
     storage.release()
@@ -87,6 +86,7 @@ def test_a_released_storage_is_nan_everywhere(device: torch.device) -> None:
         assert poison.nbytes_reserved == 0
         storage = RebindableStorage(nbytes, device, poison)
         assert storage.data_ptr == poison.data_ptr and not storage.resident
+        assert poison.contains(storage.data_ptr + nbytes - 1) and not poison.contains(storage.data_ptr + nbytes)
         for dtype in DTYPES:
             for shift in range(0, dtype.itemsize, 1 if device == CPU else dtype.itemsize):  # CUDA loads must be aligned
                 numel = max(nbytes - shift, 0) // dtype.itemsize
@@ -204,7 +204,5 @@ for storage in storages[::2]:
 loss = sum(torch.nn.functional.linear(memory[:512], view).sum() for view in views)
 print("done")
 """
-    result = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", script], capture_output=True, text=True, timeout=120
-    )
+    result = subprocess.run([sys.executable, "-X", "faulthandler", "-c", script], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout.strip()) == (0, "done"), result.stderr

@@ -267,6 +267,16 @@ class Reentrant(Stack):
         return x
 
 
+class ReentrantRounds(Stack):
+    """A reentrant checkpoint a block, and every block twice: its gradients fire twice in one backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x.to(self.head.weight.dtype))
+        for block in (*self.blocks, *self.blocks):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
 class Parametrized(Stack):
     """Weights computed from other parameters by torch's own parametrization, outside a list and inside one."""
 
@@ -320,6 +330,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "in-place": Case(InPlace),
         "late-leaf": Case(LateLeaf),
         "reentrant": Case(Reentrant),
+        "reentrant-rounds": Case(ReentrantRounds),
         "parametrized": Case(Parametrized),
         "recurrent": Case(Recurrent),
     }

@@ -85,7 +85,7 @@ class Chunker:
         for run in runs:
             fitting = [p for p in run if self.size(p) <= chunk]
             alone += [p for p in run if self.size(p) > chunk]
-            if fitting and sum(map(self.size, fitting)) > left:
+            if fitting and (not chunks or sum(map(self.size, fitting)) > left):
                 chunks.append([])
                 left = chunk
             for parameter in fitting:

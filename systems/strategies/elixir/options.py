@@ -34,7 +34,7 @@ class ElixirOptions(BaseModel):
     cache: Annotated[int | Literal["auto"] | None, BeforeValidator(_cache)] = "auto"
     scatter: bool = True
     offload: bool = True
-    prefetch: int = Field(default=2, ge=0)
+    prefetch: int = Field(default=8, ge=0)
     variant: Literal["master-shard", "write-back"] = "master-shard"
     nonfinite: Literal["skip", "stop"] = "skip"
 
