@@ -60,6 +60,7 @@ def _patrickstar(size: str, num_layers: int, hidden_size: int, *, notes: str = "
         hidden_size=hidden_size,
         num_heads=16,
         ffn_size=4 * hidden_size,
+        vocab_size=50304,  # GPT-2's 50257 rounded up to what matrix units like; the paper prints none
         label=f"PatrickStar {size}",
         notes=notes,
     )

@@ -106,7 +106,7 @@ class Device(ABC):
 
     @abstractmethod
     def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
-        """Partial sums of squares as numbers, one behind the other; the host waits, once a step, only when the result is called for."""
+        """Partial sums of squares as numbers, in order; the host waits, once a step, when the result is called for."""
 
     @abstractmethod
     def peak_bytes(self) -> int: ...

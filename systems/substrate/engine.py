@@ -112,7 +112,7 @@ class ManagedEngine(Engine):
         gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate)
         self._cleanup.callback(gradients.finish_step)
         updates = Updates(layout, store, residency, gradients, device, control)
-        self._parts = Parts(layout, device, store, residency, gradients, updates, control)
+        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control)
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
         device.guard(residency, self.poison, self._name_of)
@@ -172,7 +172,6 @@ class ManagedEngine(Engine):
             )
         with self._recovering(), record_function("step"):
             self.runtime.finish_step()
-            self.poison.check()
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:

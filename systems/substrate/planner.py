@@ -20,6 +20,7 @@ from systems.substrate.recorder import Cursor, merged
 from systems.substrate.residency import Residency
 from systems.substrate.store import Store
 from systems.substrate.updates import Updates
+from systems.substrate.views import Poison
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Parts:
 
     layout: Layout
     device: Device
+    poison: Poison
     store: Store
     residency: Residency
     gradients: Gradients

@@ -59,8 +59,16 @@ class StepEnding:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
         partials = list(self.parts.gradients.partials.values())
         names = [parameter for parameters, _ in partials for parameter in parameters]
-        read = self.parts.device.partials([sums for _, sums in partials])
-        return lambda: dict(zip(names, read(), strict=True))
+        intact = self.parts.poison.intact().double().reshape(1)
+        read = self.parts.device.partials([*(sums for _, sums in partials), intact])
+
+        def norm() -> dict[int, float]:
+            *sums, still_intact = read()
+            if not still_intact:
+                self.parts.poison.check()
+            return dict(zip(names, sums, strict=True))
+
+        return norm
 
     def settle(self) -> None:
         """Read the norm of the last step that did not wait for it. Raises DivergedError if it is not finite."""

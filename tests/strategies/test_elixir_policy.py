@@ -317,7 +317,7 @@ def test_states_on_the_device_are_those_of_the_first_units() -> None:
 @pytest.mark.parametrize(("variant", "kind"), [("master-shard", OpKind.DROP), ("write-back", OpKind.WRITE_BACK)])
 def test_evictions_write_nothing_unless_there_is_no_master_shard(variant: str, kind: OpKind) -> None:
     trace = trace_of(laid_out(TINY), activation=2000)
-    plan = plan_for(TINY, trace, resident_peak(TINY, trace) // 3, variant=variant)
+    plan = plan_for(TINY, trace, resident_peak(TINY, trace) // 3, variant=variant, prefetch=2)
     assert {p.operation.kind for p in plan.operations} == {OpKind.FETCH, kind}
     assert elixir(context(), variant=variant).write_back is (variant == "write-back")
 

@@ -1,0 +1,118 @@
+"""Folders and user modules that are no causal language models: what they train on, and what may be set."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import registry
+
+
+def config_of(kind: str) -> Any:
+    import transformers
+
+    if kind == "t5":
+        return transformers.T5Config(
+            vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
+    if kind == "bart":
+        return transformers.BartConfig(
+            vocab_size=300, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
+        )  # fmt: skip
+    if kind == "gpt2":
+        return transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    beside = {"albert": {"embedding_size": 16}, "bert": {}}[kind]
+    config_class = {"albert": transformers.AlbertConfig, "bert": transformers.BertConfig}[kind]
+    return config_class(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, **beside,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective", "blocks"),
+    [("bert", "masked", 2), ("t5", "seq2seq", 4), ("bart", "seq2seq", 4), ("albert", "masked", 1), ("gpt2", "causal", 2)],
+)
+def test_a_folder_says_what_it_trains_on(tmp_path: Path, kind: str, objective: str, blocks: int) -> None:
+    config_of(kind).save_pretrained(tmp_path)
+    shape = registry.resolve(str(tmp_path))
+    assert (shape.objective, shape.num_layers, registry.block_count(shape)) == (objective, 2, blocks)
+    model: Any = registry.build(shape)
+    assert all(p.is_meta for p in model.parameters())
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} <= {0.0}
+    fill = registry.initial_weights(shape, 0)
+    assert fill is not None
+    for name, parameter in model.named_parameters():
+        tensor = torch.full(parameter.shape, torch.nan)
+        fill(name, tensor)
+        assert tensor.isfinite().all()
+
+
+def test_bert_saved_as_a_decoder_is_causal(tmp_path: Path) -> None:
+    config = config_of("bert")
+    config.is_decoder, config.architectures = True, ["BertLMHeadModel"]
+    config.save_pretrained(tmp_path)
+    shape = registry.resolve(str(tmp_path))
+    assert shape.objective == "causal" and type(registry.build(shape)).__name__ == "BertLMHeadModel"
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "albert"])
+def test_a_folder_is_filled_from_its_files(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    model_class = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration", "albert": "AlbertForMaskedLM"}[kind]
+    torch.manual_seed(0)
+    saved = getattr(transformers, model_class)(config_of(kind))
+    saved.save_pretrained(tmp_path)
+    values = dict(saved.named_parameters(remove_duplicate=False))
+    shape = registry.resolve(str(tmp_path))
+    fill = registry.initial_weights(shape, 0)
+    assert fill is not None
+    for name, parameter in registry.build(shape).named_parameters():
+        tensor = torch.empty(parameter.shape)
+        fill(name, tensor)
+        assert torch.equal(tensor, values[name]), name
+
+
+def test_setting_layers_of_an_encoder_decoder_folder_sets_both_stacks(tmp_path: Path) -> None:
+    for kind in ("t5", "bart"):
+        config_of(kind).save_pretrained(tmp_path)
+        assert registry.block_count(registry.resolve(str(tmp_path), {"num_layers": 3})) == 6
+    with pytest.raises(ValueError, match="share one embedding"):
+        registry.resolve(str(tmp_path), {"tied": False})
+    with pytest.raises(ValueError, match="--set objective has no effect"):
+        registry.resolve(str(tmp_path), {"objective": "causal"})
+
+
+USER_MODULES = """
+import transformers
+from torch import nn
+
+def bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48))
+
+def t5():
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4))
+
+def plain():
+    return nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300))
+"""
+
+
+def test_a_users_module_shows_or_is_told_what_it_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user_families.py").write_text(USER_MODULES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_families", raising=False)
+    shown = {name: registry.resolve(f"user_families:{name}").objective for name in ("bert", "t5", "plain")}
+    assert shown == {"bert": "masked", "t5": "seq2seq", "plain": "causal"}
+    assert registry.resolve("user_families:plain", {"objective": "masked"}).objective == "masked"
+    with pytest.raises(ValueError, match="objective takes causal or masked or seq2seq, not 'mask'") as error:
+        registry.resolve("user_families:plain", {"objective": "mask"})
+    assert "\n" not in str(error.value)
