@@ -41,6 +41,8 @@ class Reason(Part):
     rank: int | None = None
     signal: str | None = Field(None, description="the signal that ended the process, such as SIGKILL")
     exit_code: int | None = None
+    last_known_bytes: int | None = Field(None, description="resident memory of the process when last looked at")
+    install: str | None = Field(None, description="the command that brings what an unavailable system lacks")
     log: list[str] = Field([], description="the last lines the process wrote")
 
 
@@ -65,6 +67,11 @@ class Resolved(Part):
     host_budget_bytes: int | None = None
     shape: dict[str, Any] | None = None
     options: dict[str, Any] | None = Field(None, description="the system's options, defaults filled in")
+    package: str | None = Field(None, description="outside package that trains, with its version; null: none does")
+    dtypes: dict[str, str] | None = Field(None, description="of weights, gradients and states (masters and moments)")
+    buffer_dtypes: list[str] | None = Field(None, description="those among the model's buffers, which keep their own")
+    attention: str | None = Field(None, description="the model's attention, and the fused kernels torch may take for it")
+    clock: str | None = Field(None, description="which definition of the timed region the times follow")
     data: DataSource | None = None
     peak_flops_per_s: float | None = Field(None, description="dense peak of one device at this dtype; null: not known")
 
@@ -85,6 +92,7 @@ class Hardware(Part):
 class Code(Part):
     revision: str | None = None
     dirty: bool | None = None
+    source_sha256: str | None = Field(None, description="of the program's own source files, changed ones included")
 
 
 class Threads(Part):
@@ -203,7 +211,7 @@ class Record(Part):
     environment: Environment = Environment()
     samples: Samples = Samples()
     metrics: Metrics = Metrics()
-    phases_s: dict[str, float] = Field({}, description="import, build, initialize, warm_up, timed, eval, close; startup.*")
+    phases_s: dict[str, float] = Field({}, description="import, resolve, build, initialize, warm_up, timed, eval, close; startup.*")
     traffic: Traffic = Traffic()
     memory: Memory = Memory()
     counters: dict[str, int] = Field({}, description="the system's own, over the whole run")

@@ -58,8 +58,8 @@ def _check_steps(spec: RunSpec, device: Device, shape: ModelShape) -> tuple[int,
     steps, warmup = spec.resolve_steps(device)
     if spec.eval_every and spec.eval_every > steps:
         raise ValueError(f"--eval-every {spec.eval_every} is never reached in {steps} steps: lower it or raise --steps")
-    if isinstance(spec.recompute, tuple) and max(spec.recompute) >= shape.num_layers:
-        raise ValueError(f"--recompute names block {max(spec.recompute)}, {shape.name} has 0-{shape.num_layers - 1}")
+    if isinstance(spec.recompute, tuple) and max(spec.recompute) >= (blocks := models_registry.block_count(shape)):
+        raise ValueError(f"--recompute names block {max(spec.recompute)}, {shape.name} has 0-{blocks - 1}")
     return steps, warmup
 
 

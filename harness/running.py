@@ -126,7 +126,7 @@ def _build(job: Job, known: Known, request: Request) -> torch.nn.Module:
     model = models_registry.build(request.shape)
     assert resolved.batch_size is not None and resolved.seq_len is not None
     try:
-        flops = count(model, batch_size=resolved.batch_size, seq_len=resolved.seq_len)
+        flops = count(model, batch_size=resolved.batch_size, seq_len=resolved.seq_len, objective=request.shape.objective)
     except ValueError as error:
         flops = None
         known.notes.append(one_line(str(error)))

@@ -34,3 +34,14 @@ class OutOfMemoryError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """Too many steps in a row were skipped for a non-finite gradient, or one that may not be skipped was seen."""
+
+
+class UnavailableError(RuntimeError):
+    """A known system that cannot run on this machine: its module, or a package or device it needs, is not there.
+
+    install: the command that brings what is missing, None where none does. It is part of the error's text.
+    """
+
+    def __init__(self, message: str, *, install: str | None = None) -> None:
+        super().__init__(f"{message}: {install}" if install else message)
+        self.install = install

@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from systems.errors import UnavailableError
 from systems.messages import invalid_value, one_line, unknown_name
 
 if TYPE_CHECKING:
     from systems.system import System
 
 FOLDERS: Mapping[str, str] = MappingProxyType({"systems.baselines": "SYSTEM", "systems.strategies": "STRATEGY"})
-
-
-class UnavailableError(RuntimeError):
-    """A known system that cannot run on this machine: its module or a package it needs does not import."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +93,8 @@ def get(name: str, entries: Mapping[str, Entry] | None = None) -> System:
             return exposed
         managed: Any = importlib.import_module("systems.managed")
         return managed.ManagedSystem(exposed)
+    except UnavailableError:
+        raise
     except Exception as error:  # whatever a module raises while it loads, its neighbours must stay usable
         raise UnavailableError(one_line(f"{name} is unavailable: {type(error).__name__}: {error}")) from error
 

@@ -6,6 +6,7 @@ kernel) and the memory accounts, none of the machinery that moves bytes. It is i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from systems.substrate.activations import apply_recompute
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers
 from systems.substrate.events import EventLog
+from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
-from systems.substrate.units import find_units
+from systems.substrate.units import FoundModel, find_units
 from systems.system import TORCH_DTYPE, Engine, MemoryReport, Settings
 
 
@@ -42,10 +44,22 @@ class ResidentEngine(Engine):
             raise UnsupportedError("resident runs on one rank: leave --ranks at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
-        found = find_units(model)
-        self._names = [p.name for p in found.index.parameters]
-        self._undo_recompute = apply_recompute(found, settings.recompute)
+        self._closed = False
+        self._cleanup = contextlib.ExitStack()
+        self._micro_step = 0
+        self._fired: set[int] = set()
+        try:
+            self._build(find_units(model))
+        except BaseException:
+            self.close()
+            raise
+        self._startup = {"initialize": time.perf_counter() - started}
+
+    def _build(self, found: FoundModel) -> None:
+        settings = self.settings
+        self._cleanup.callback(apply_recompute(found, settings.recompute))
         self.device = make_device(settings, device_budget(settings), self.log)
+        self._cleanup.callback(self.device.close)
         dtype = TORCH_DTYPE[settings.dtype]
         numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
         accumulator = 4 if settings.accumulate > 1 else 0
@@ -53,7 +67,6 @@ class ResidentEngine(Engine):
         need = states + trainable * dtype.itemsize
         if need > self.device.account.budget:
             have = self.device.account.budget
-            self.close()
             raise BudgetError(
                 f"resident needs {need} bytes of device memory for model states, {have} are there: raise "
                 "--device-memory, take a smaller model, or a system that offloads",
@@ -64,14 +77,15 @@ class ResidentEngine(Engine):
         self._control = StepControl(settings, found.index, found.parameters)
         self.outcomes = self._control.outcomes
         self._place(found, settings, dtype)
+        self._cleanup.callback(self._forget)
         self.device.account.add_pool(states, "model states")
-        self.device.account.add_other(place_buffers(model, self.device.torch_device), "buffers")
-        self._states = states
-        self._micro_step = 0
-        self._fired: set[int] = set()
-        self._startup = {"initialize": time.perf_counter() - started}
+        self._cleanup.callback(self.device.account.add_pool, -states, "close")
+        self.device.account.add_other(place_buffers(self.module, self.device.torch_device), "buffers")
+        self._names = [p.name for p in found.index.parameters]
+        self._watch = ParameterWatch(self._names, self.parameters, lambda: self._micro_step > 0)
+        self._cleanup.callback(self._watch.end)
 
-    def _place(self, found: Any, settings: Settings, dtype: torch.dtype) -> None:
+    def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
         """Give every parameter its compute copy, and every trainable one its fp32 state, on the device."""
         device = self.device.torch_device
         fill = initial_values(found, settings)
@@ -99,41 +113,67 @@ class ResidentEngine(Engine):
             self.device.exempt(compute.untyped_storage())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.device.metered(), record_function("forward"):
+        self._check_open()
+        with self._recovering(), self.device.metered(), record_function("forward"):
+            if torch.is_grad_enabled() and self._micro_step == 0:
+                self._watch.check()
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
+        self._check_open()
         if self._micro_step >= self.settings.accumulate:
             raise ValueError(f"backward was called more than accumulate={self.settings.accumulate} times: call step()")
+        if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
+            raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
-        with self.device.metered(), record_function("backward"):
+        with self._recovering(), self.device.metered(), record_function("backward"):
             (loss if scale == 1.0 else loss * scale).backward()
         self._micro_step += 1
         if self.settings.accumulate > 1:
             for number, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
+                gradient, accumulator = take_gradient(parameter), self._accumulators[number]
+                if gradient is not None:
                     self._fired.add(number)
-                    accumulator = self._accumulators[number]
                     assert accumulator is not None
-                    self.device.kernel.accumulate(accumulator, parameter.grad.reshape(-1))
-                    parameter.grad = None
+                    self.device.kernel.accumulate(accumulator, gradient.reshape(-1))
 
     def step(self) -> None:
+        self._check_open()
         if self._micro_step != self.settings.accumulate:
             raise ValueError(f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward")
-        with record_function("step"):
+        with self._recovering(), record_function("step"):
             self._step()
         self._micro_step = 0
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """An exception drops the step's gradients, so that the next step begins afresh."""
+        try:
+            yield
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        for parameter, accumulator in zip(self.parameters, self._accumulators, strict=True):
+            take_gradient(parameter)
+            if accumulator is not None:
+                accumulator.zero_()
+        self._fired.clear()
+        self._micro_step = 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed")
 
     def _step(self) -> None:
         gradients = {}
         for number, parameter in enumerate(self.parameters):
-            if self.settings.accumulate > 1:
-                accumulator = self._accumulators[number]
-                if number in self._fired and accumulator is not None:
-                    gradients[number] = accumulator
-            elif parameter.grad is not None:
-                gradients[number] = parameter.grad.reshape(-1)
+            fresh, accumulator = take_gradient(parameter), self._accumulators[number]
+            if fresh is not None:
+                gradients[number] = fresh.reshape(-1)
+            elif number in self._fired and accumulator is not None:
+                gradients[number] = accumulator
         kernel = self.device.kernel
         values = self.device.partials([kernel.sum_squares_all(list(gradients.values()))])()
         outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
@@ -149,12 +189,7 @@ class ResidentEngine(Engine):
                 ranges = [self._control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
             kernel.update_all(tasks, factor=self._control.multiplier(outcome))
-        for number in gradients:
-            self.parameters[number].grad = None
-            accumulator = self._accumulators[number]
-            if accumulator is not None:
-                accumulator.zero_()
-        self._fired.clear()
+        self._discard()
         self._control.record(outcome)
 
     def drain(self) -> None:
@@ -195,15 +230,15 @@ class ResidentEngine(Engine):
             parameter.data.copy_(values[name])
 
     def close(self) -> None:
-        if getattr(self, "_closed", False):
-            return
-        self._closed = True
-        self._undo_recompute()
-        self.device.account.add_pool(-getattr(self, "_states", 0), "close")
+        if not self._closed:
+            self._closed = True
+            self._cleanup.close()
+
+    def _forget(self) -> None:
         self._masters, self._moments, self._accumulators = [], [], []
-        for parameter in getattr(self, "parameters", []):
-            parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
-        self.device.close()
+        for parameter in self.parameters:
+            take_gradient(parameter)
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 class Resident:

@@ -23,6 +23,7 @@ from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import host_account
+from systems.substrate.parameters import ParameterWatch
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
@@ -119,6 +120,12 @@ class ManagedEngine(Engine):
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
+        self._watch = ParameterWatch([p.name for p in found.index.parameters], self.parameters, self._gradients_pending)
+        self._cleanup.callback(self._watch.end)
+
+    def _gradients_pending(self) -> bool:
+        """Between a backward pass and the step that uses it."""
+        return self.runtime.in_step and self.runtime.micro_step > 0 and not self.runtime.in_backward
 
     def _name_of(self, view: torch.Tensor) -> str:
         """The parameter that a view of a bundle's storage begins in, for a message."""
@@ -140,6 +147,7 @@ class ManagedEngine(Engine):
         with self._recovering():
             if torch.is_grad_enabled():
                 if not runtime.in_step:
+                    self._watch.check()
                     runtime.begin_step()
                 with self._parts.device.metered(), record_function("forward"):
                     return self.module(*args, **kwargs)

@@ -27,7 +27,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
+from systems.substrate.parameters import take_gradient
 from systems.substrate.runtime import Runtime
 from systems.substrate.units import FoundModel
 
@@ -103,6 +105,8 @@ class UnitHooks:
     def _before_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             runtime = self._runtime
+            if module._compiled_call_impl is not None:
+                raise UnsupportedError("torch.compile fixes the addresses of weights: leave managed modules uncompiled")
             if runtime.in_backward:
                 self._enter_backward(unit)
             else:
@@ -163,7 +167,7 @@ class UnitHooks:
         users = self._users[number]
 
         def hook(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
+            gradient = take_gradient(parameter)
             if gradient is None:
                 return
             if not self._runtime.in_backward:

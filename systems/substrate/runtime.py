@@ -34,7 +34,7 @@ class Runtime:
         self.cursor = Cursor()
         self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
         self.in_step = self.in_backward = False
-        self._aside = False
+        self._aside = self._half_updated = False
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
@@ -66,9 +66,13 @@ class Runtime:
                     residency.fetch(index)
 
     def begin_step(self) -> None:
+        if self._half_updated:
+            raise RuntimeError(
+                "the last step broke off after some of its updates had begun, so that parameters belong to two steps: "
+                "initialize anew from a checkpoint, or use --option nonfinite=skip"
+            )
         self.in_step, self.micro_step = True, 0
         self._pending.clear()
-        self.ending.updated.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
         self.cursor.start()
         self.recorder.start(measure=self.cursor.plan is None or self.parts.device.measures_always)
@@ -151,6 +155,7 @@ class Runtime:
         """Norm, decision, updates, and the way to the next step. Called once after `accumulate` backward passes."""
         self._moment(Phase.STEP_END)
         outcome = self.ending.update()
+        self.ending.updated.clear()
         self.parts.gradients.learn()
         self.parts.gradients.finish_step()
         self._carry_out_plan()
@@ -161,7 +166,11 @@ class Runtime:
         self.planner.learn(moments, trace)
 
     def abort(self) -> None:
-        """An exception broke the step: forget it. Parameters are as before it; the engine can run the next step."""
+        """An exception broke the step: forget it. Parameters are as before it; the engine can run the next step.
+
+        Unless updates had begun during its backward: those cannot be taken back, and no further step may be run.
+        """
+        self._half_updated |= bool(self.ending.updated)
         self.in_step = self.in_backward = False
         self.parts.residency.release_all()
         self.parts.updates.discard()

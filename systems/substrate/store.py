@@ -213,6 +213,7 @@ class Store:
         for stored in self.segments:
             if stored.state is not None and stored.state.allocation is not None:
                 self.device.pool.free(stored.state.allocation, f"close segment {stored.segment.index}")
-                stored.state.allocation = None
+            stored.state = stored.at_home = None  # tensors would keep the mappings alive
+            stored.slot = torch.empty(0, dtype=self.dtype)
         for mapping in self._mappings.values():
             mapping.close()

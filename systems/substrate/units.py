@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from models.blocks import find_blocks
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 
@@ -28,26 +29,13 @@ class FoundModel:
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
 
 
-def _blocks(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
-    """Name to (module, number) of every element of an outermost ModuleList of two or more modules of one type."""
-    found: dict[str, tuple[nn.Module, int]] = {}
-    number = 0
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in found):
-            continue
-        if isinstance(module, nn.ModuleList) and len(module) >= 2 and len({type(child) for child in module}) == 1:
-            for i, child in enumerate(module):
-                if any(True for _ in child.parameters()):
-                    found[f"{name}.{i}"] = (child, number)
-                    number += 1
-    return found
-
-
 def find_units(model: nn.Module) -> FoundModel:
     """Raises UnsupportedError for a model that cannot be managed: no parameters, compiled, or sparse parameters."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise UnsupportedError("torch.compile fixes the addresses of weights: pass the model before compiling it")
-    blocks = _blocks(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+            what = f"module {name}" if name else "the model"
+            raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
+    blocks = {name: (block, number) for number, (name, block) in enumerate(find_blocks(model).items())}
     inside = {id(m) for block, _ in blocks.values() for m in block.modules()}
     units: list[tuple[str, nn.Module, int | None, list[nn.Parameter]]] = []
     for name, module in model.named_modules():

@@ -139,12 +139,12 @@ def test_models_learn_it(make_m0: MakeModel, name: str) -> None:
     model, objective = make_m0(name), resolve(name).objective
     batch = text(objective).batch(0, batch_size=2, seq_len=16)
     labels = count_labels(batch, objective=objective)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(40):
+    for _ in range(12):
         optimizer.zero_grad()
         loss = token_loss(model, batch, labels, objective=objective)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert 4.5 < losses[0] < 8 and losses[-1] < 0.5 * losses[0]
+    assert 4.5 < losses[0] < 8 and losses[-1] < 0.6 * losses[0]

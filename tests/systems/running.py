@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
 from torch import nn
 
 from systems.baselines.resident import SYSTEM as RESIDENT
+from systems.baselines.resident import ResidentEngine
 from systems.managed import ManagedSystem
 from systems.substrate.device import EmulatedDevice
 from systems.substrate.engine import ManagedEngine
@@ -24,12 +25,19 @@ HOST = 8 << 30
 AMPLE = 1 << 30
 
 
+class AdamState(NamedTuple):
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    steps: int
+
+
 @dataclass
 class Run:
     losses: list[float]
     norms: list[float | None]
     skipped: list[bool]
     parameters: dict[str, torch.Tensor]
+    adam: dict[str, AdamState]
     counters: dict[str, int]
     per_step: list[dict[str, int]]  # counters' growth over each step
     memory: MemoryReport
@@ -57,6 +65,17 @@ def start(
     return system.initialize(model, asked, chosen, device=lambda log: EmulatedDevice(budget, log, jitter=jitter))
 
 
+def one_step(engine: Engine, micro_batches: torch.Tensor, loss: Callable[..., torch.Tensor] = next_token_loss) -> float:
+    """micro_batches: [accumulate, batch, length]. The step's loss."""
+    count, total = micro_batches[:, :, 1:].numel(), 0.0
+    for micro in micro_batches:
+        value = loss(engine, micro, count)
+        engine.backward(value)
+        total += value.item()
+    engine.step()
+    return total
+
+
 def train(
     engine: Engine,
     ids: torch.Tensor,
@@ -69,32 +88,34 @@ def train(
     for step in range(ids.shape[0]):
         if each_step is not None:
             each_step(step, engine)
-        count = ids[step, :, :, 1:].numel()
-        total = 0.0
-        for micro in ids[step]:
-            value = loss(engine, micro, count)
-            engine.backward(value)
-            total += value.item()
-        engine.step()
-        losses.append(total)
+        losses.append(one_step(engine, ids[step], loss))
         after = engine.counters()
         per_step.append({k: after.get(k, 0) - before.get(k, 0) for k in after})
         before = after
+    return finished(engine, losses, per_step)
+
+
+def finished(engine: Engine, losses: list[float], per_step: list[dict[str, int]] | None = None) -> Run:
+    """Closes the engine."""
     engine.drain()
-    with engine.summon() as values:
-        parameters = {name: value.clone() for name, value in values.items()}
     run = Run(
         losses,
         [o.norm for o in engine.outcomes],
         [o.skipped for o in engine.outcomes],
-        parameters,
+        parameters_of(engine),
+        adam_states(engine),
         engine.counters(),
-        per_step,
+        per_step or [],
         engine.memory(),
         engine,
     )
     engine.close()
     return run
+
+
+def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
+    with engine.summon() as values:
+        return {name: value.clone() for name, value in values.items()}
 
 
 def train_as(
@@ -109,13 +130,39 @@ def train_as(
 
 
 def assert_equal(one: Run, other: Run) -> None:
-    """Bit for bit: losses, norms, skips and parameters."""
+    """Bit for bit: losses, norms, skips, parameters, moments and Adam's step counts."""
     assert one.losses == other.losses
     assert [repr(n) for n in one.norms] == [repr(n) for n in other.norms]
     assert one.skipped == other.skipped
     assert one.parameters.keys() == other.parameters.keys()
     different = [n for n in one.parameters if not torch.equal(one.parameters[n], other.parameters[n])]
     assert not different, f"parameters differ: {different}"
+    assert one.adam.keys() == other.adam.keys()
+    for name, (exp_avg, exp_avg_sq, steps) in one.adam.items():
+        theirs = other.adam[name]
+        assert torch.equal(exp_avg, theirs.exp_avg), f"first moment of {name} differs"
+        assert torch.equal(exp_avg_sq, theirs.exp_avg_sq), f"second moment of {name} differs"
+        assert steps == theirs.steps, f"{name} had {steps} and {theirs.steps} updates"
+
+
+def adam_states(engine: Engine) -> dict[str, AdamState]:
+    """Moments and step counts of every trainable parameter by name, flat, as copies. Call only when drained."""
+    found = {}
+    if isinstance(engine, ResidentEngine):
+        for number, (name, moments) in enumerate(zip(engine._names, engine._moments, strict=True)):
+            if moments is not None:
+                found[name] = AdamState(moments[0].clone(), moments[1].clone(), engine._control.updates[number])
+        return found
+    assert isinstance(engine, ManagedEngine)
+    for stored in engine.parts.store.segments:
+        state = stored.state
+        for place in stored.segment.placements if state is not None else ():
+            assert state is not None
+            where = slice(place.offset, place.offset + place.numel)
+            steps = engine.parts.control.updates[place.parameter]
+            name = engine.index.parameters[place.parameter].name
+            found[name] = AdamState(state.exp_avg[where].clone(), state.exp_avg_sq[where].clone(), steps)
+    return found
 
 
 def parts_of(engine: Engine) -> Any:
