@@ -1,7 +1,7 @@
-"""The command line: `harness run | ls | doctor`. Bad input is one line on stderr and exit code 2, never a traceback.
+"""The command line: `harness run | compare | ls | doctor`. Bad input is one line on stderr and exit code 2, no traceback.
 
-The flags of `run` are the fields of `RunSpec`. Nothing here imports torch: what only the model or the system can judge
-is judged in the run's own process.
+The flags of `run` are the fields of `RunSpec`, those of `compare` the fields of `CompareSpec`. Nothing here imports torch:
+what only the model or the system can judge is judged in the run's own process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import os
 import sys
 import types
 import typing
@@ -22,16 +21,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from harness import store
-from harness.launch import launch, stop_signals
+from harness import comparison, store
+from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
+from harness.launch import Stop, launch, stop_signals
+from harness.output import complain, progress_console, say
 from harness.record import Record, to_json
 from harness.spec import BadInputError, RunSpec, flag
+from harness.table import show
 from systems import registry
 from systems.messages import invalid_value, one_line, unknown_name
 
-OK, FAILED, BAD_INPUT = 0, 1, 2
+OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 COMMANDS = {
     "run": "train a model under a system and keep a record",
+    "compare": "train a model under several systems, or take kept runs, and say which is faster",
     "ls": "list systems, models or runs",
     "doctor": "say what this machine lacks",
 }
@@ -80,7 +83,7 @@ def _text_rule(spec: type[BaseModel]) -> ConstructorRegistry:
         several = typing.get_origin(info.type) is tuple and typing.get_args(info.type)[-1:] == (Ellipsis,)
         return PrimitiveConstructorSpec(
             nargs="*" if several else 1,
-            metavar="KEY=VALUE" if several else _metavar(info.type),
+            metavar="TEXT" if several else _metavar(info.type),
             instance_from_str=(lambda texts: tuple(texts)) if several else (lambda texts: texts[0]),
             is_instance=lambda value: True,
             str_from_instance=lambda value: [] if value is None or value == () else [str(value)],
@@ -154,21 +157,8 @@ def _one_line_errors() -> Iterator[list[int]]:
     try:
         yield code
     except BadInputError as error:
-        _complain(str(error))
+        complain(str(error))
         code.append(BAD_INPUT)
-
-
-def _complain(message: str) -> None:
-    sys.stderr.write(f"harness: {one_line(message)}\n")
-
-
-def _say(line: str) -> None:
-    """A line on stdout; a reader that has gone away is no failure of the run."""
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_before_work(spec: RunSpec) -> None:
@@ -182,20 +172,64 @@ def _check_before_work(spec: RunSpec) -> None:
 
 
 def run(spec: RunSpec) -> int:
-    """Every replicate in its own process; each record is kept and printed as it ends. The exit code."""
+    """Every replicate in its own process; each record is kept and printed as it ends. The exit code.
+
+    A replicate that fails does not end the others: exit code 1 says that not all of them went well.
+    """
     _check_before_work(spec)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = progress_console()
     code = OK
     with stop_signals() as stop:
         for replicate in range(spec.repeat):
             record = launch(spec, replicate=replicate, console=console, stop=stop)
             kept = _keep(record, spec, console)
-            _say(to_json(record))
+            say(to_json(record))
             if record.status != "ok" or not kept:
                 code = FAILED
             if not kept or stop.number is not None:
                 break
     return code
+
+
+def compare(spec: CompareSpec) -> int:
+    """Run all systems interleaved, then compare. The exit code: 1 if a run failed, else 3 if a pair is refused, else 0."""
+    found = entries(spec)
+    for entry in found:
+        _check_before_work(entry.spec)
+    check_options(found)
+    console = progress_console()
+    lost: list[Record] = []
+    with stop_signals() as stop:
+
+        def execute(entry: Entry, replicate: int) -> Record | None:
+            return _execute(entry, replicate, console, stop, lost)
+
+        records = collect(found, spec.repeat, execute)
+    code = _tell(comparison.compare(records, spec=spec.model_dump(mode="json")), console)
+    return FAILED if lost or stop.number is not None else code
+
+
+def _execute(entry: Entry, replicate: int, console: Console, stop: Stop, lost: list[Record]) -> Record | None:
+    """One run of a comparison; None if there shall be no further one. lost: takes up a record that could not be kept."""
+    if lost or stop.number is not None:
+        return None
+    console.print(f"{entry.label}: run {replicate + 1} of {entry.spec.repeat}", markup=False)
+    record = launch(entry.spec, replicate=replicate, console=console, stop=stop)
+    if not _keep(record, entry.spec, console):
+        say(to_json(record))
+        lost.append(record)
+    return record
+
+
+def compare_kept(spec: StoredSpec) -> int:
+    """The same of records that are there already."""
+    return _tell(comparison.compare(read_runs(spec)), progress_console())
+
+
+def _tell(made: comparison.Comparison, console: Console) -> int:
+    show(made, console)
+    say(comparison.to_json(made))
+    return FAILED if made.failed else UNLIKE if made.refusals else OK
 
 
 def _keep(record: Record, spec: RunSpec, console: Console) -> bool:
@@ -207,10 +241,10 @@ def _keep(record: Record, spec: RunSpec, console: Console) -> bool:
 
             log(record, spec.wandb)
     except store.StoreError as error:
-        _complain(str(error))
+        complain(str(error))
         return False
     except Exception as error:  # noqa: BLE001 - the service's own errors are many; the record is written already
-        _complain(f"--wandb {spec.wandb}: {type(error).__name__}: {error}")
+        complain(f"--wandb {spec.wandb}: {type(error).__name__}: {error}")
         return False
     _tell_end(record, path, console)
     return True
@@ -229,15 +263,19 @@ def _usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point. Returns the exit code: 0 ok, 1 a run failed, 2 bad input."""
+    """The entry point. Returns the exit code: 0 ok, 1 a run failed, 2 bad input, 3 a comparison refuses."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
-        _say(_usage())
+        say(_usage())
         return OK if given else BAD_INPUT
     command, rest = given[0], given[1:]
-    with _one_line_errors() as code, contextlib.suppress(BrokenPipeError):
+    with _one_line_errors() as code:
         if command == "run":
             return run(parse(RunSpec, rest, prog="harness run"))
+        if command == "compare":
+            if any(token.partition("=")[0] == flag("runs") for token in rest):
+                return compare_kept(parse(StoredSpec, rest, prog="harness compare"))
+            return compare(parse(CompareSpec, rest, prog="harness compare"))
         if command == "ls":
             from harness.listing import list_what
 

@@ -102,10 +102,27 @@ def metrics(measured: Measured, resolved: Resolved, work: StepWork, ranks: int) 
         }
         if useful:
             fields |= work.tflops(1 / steps_per_s, resolved.tokens_per_step // ranks)
-        achieved, peak = fields.get("model_tflops"), resolved.peak_flops_per_s
-        fields["mfu"] = achieved * 1e12 / peak if isinstance(achieved, float) and peak else None
+        share = utilisation(fields, resolved)
+        fields["mfu"] = None if share is not None and share > 1 else share
     assert set(fields) <= set(Metrics.model_fields)
     return fields
+
+
+def utilisation(metrics: Mapping[str, object], resolved: Resolved) -> float | None:
+    """model_tflops as a share of the device's peak; above 1 it cannot be true, and no record holds it as mfu."""
+    achieved, peak = metrics.get("model_tflops"), resolved.peak_flops_per_s
+    return achieved * 1e12 / peak if isinstance(achieved, float) and peak else None
+
+
+def impossible(share: float | None, resolved: Resolved) -> str | None:
+    """What makes the numbers of a run that reached its end untrue, or None. share: as `utilisation` gives it."""
+    if share is None or share <= 1:
+        return None
+    peak = (resolved.peak_flops_per_s or 0) / 1e12
+    return (
+        f"model_tflops is {share:.0%} of the {peak:g} TFLOPS that {resolved.device_label} can do: correct its entry in "
+        "PEAK_FLOPS_PER_S (harness/environment.py) or the FLOPs count; use none of this record's rates"
+    )
 
 
 def _per_step(total: int, steps: int) -> int | float:

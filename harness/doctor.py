@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.availability import load_all
+from harness.output import say
 from systems import registry
+from systems.errors import UnavailableError
 from systems.limits import Limits, read_limits
-from systems.registry import UnavailableError
 from systems.sizes import format_size
 
 _TIMEOUT_S = 20
@@ -130,12 +132,10 @@ def packages() -> Iterator[Finding]:
 
 
 def systems() -> Iterator[Finding]:
-    """Those that do not load."""
-    for name, entry in registry.find().items():
-        try:
-            registry.get(name, {name: entry})
-        except UnavailableError as error:
-            yield Finding(f"system {name}", "does not load", str(error).partition("unavailable: ")[2])
+    """Those that cannot run here."""
+    for name, found in load_all(registry.find()):
+        if isinstance(found, UnavailableError):
+            yield Finding(f"system {name}", "unavailable", str(found).partition("unavailable: ")[2] or str(found))
 
 
 def findings() -> Iterator[Finding]:
@@ -148,5 +148,5 @@ def findings() -> Iterator[Finding]:
 def examine() -> int:
     for finding in findings():
         mark, advice = ("lacks", f": {finding.advice}") if finding.advice else ("ok   ", "")
-        sys.stdout.write(f"{mark}  {finding.subject:14} {finding.seen}{advice}\n")
+        say(f"{mark}  {finding.subject:14} {finding.seen}{advice}")
     return 0

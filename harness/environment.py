@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,9 @@ VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE",
     "NCCL_NVLS_ENABLE", "MALLOC_ARENA_MAX", "LD_PRELOAD", "PYTHONHASHSEED", "CC", "CXX", "TORCH_CUDA_ARCH_LIST",
 )  # fmt: skip
+SHORT_DTYPES: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
+SOURCE_FOLDERS = ("models", "systems", "harness")
+SOURCE_SUFFIXES = (".py", ".cpp", ".cu", ".h")
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
 
 # Dense peaks at 16 bits, FLOP/s, by the name CUDA gives the device (vendor's data sheets). Others have no peak here.
@@ -59,11 +63,20 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def source_sha256(root: Path) -> str:
+    """Of every source file that a run may use: equal for equal code, committed or not, installed or not."""
+    digest = hashlib.sha256()
+    for package in SOURCE_FOLDERS:
+        for path in sorted(path for path in (root / package).rglob("*") if path.suffix in SOURCE_SUFFIXES):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def code() -> Code:
-    """Revision of the source tree this runs from; null outside of one."""
+    """What this runs from; revision and dirty are null outside of a repository."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
-        return Code()
+        return Code(source_sha256=source_sha256(root))
 
     def git(*arguments: str) -> str | None:
         try:
@@ -73,7 +86,8 @@ def code() -> Code:
         return done.stdout.strip() if done.returncode == 0 else None
 
     revision, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return Code(revision=revision, dirty=None if revision is None or changes is None else bool(changes))
+    dirty = None if revision is None or changes is None else bool(changes)
+    return Code(revision=revision, dirty=dirty, source_sha256=source_sha256(root))
 
 
 def open_nvml() -> nvml.Nvml | None:
@@ -84,6 +98,27 @@ def open_nvml() -> nvml.Nvml | None:
     except AttributeError:  # torch builds for other vendors have no such fields
         return None
     return nvml.open_device(address)
+
+
+def attention(model: torch.nn.Module) -> str | None:
+    """The attention a transformers model was built with, and for torch's fused one the kernels torch may choose from."""
+    name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if name != "sdpa":
+        return name
+    cuda = torch.backends.cuda
+    kernels = {
+        "flash": cuda.flash_sdp_enabled(),
+        "memory-efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "plain": cuda.math_sdp_enabled(),
+    }
+    return f"{name} ({', '.join(kernel for kernel, enabled in kernels.items() if enabled)})"
+
+
+def dtypes_of(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Short names of the types among them: ['bf16', 'int64']."""
+    found = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    return sorted(SHORT_DTYPES.get(name, name) for name in found)
 
 
 def _cpu() -> tuple[str | None, list[str]]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from harness.record import Reason, Status
-from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnsupportedError
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 from systems.messages import one_line
-from systems.registry import UnavailableError
 from systems.sizes import format_size, parse_size
 
 LOG_LINES = 20
+OWN_PACKAGES = ("models", "systems", "harness", "paper_figures")  # a module missing there is a mistake, not an installation
 _HOST_ALLOCATION = re.compile(r"can't allocate memory|cannot allocate memory|failed to allocate memory|std::bad_alloc", re.I)
 _DEVICE_ALLOCATION = re.compile(r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation", re.I)
 
@@ -33,34 +37,60 @@ def _cuda_room(message: str) -> int | None:
     return max(0, min(free, allowed - allocated - cached))
 
 
-def from_exception(error: BaseException, phase: str, rank: int) -> tuple[Status, Reason]:
-    """Status and reason of a run whose own process caught `error` in `phase`."""
-    message = one_line(str(error)) or type(error).__name__
-    if isinstance(error, UnavailableError):
-        return "unavailable", Reason(message=message, phase=phase, rank=rank)
-    if isinstance(error, UnsupportedError):
-        return "refused", Reason(message=message, phase=phase, rank=rank)
+def _disk_room(error: OSError) -> int | None:
+    """Bytes left where the file is that could not be written; None if the error names no place."""
+    place = Path(error.filename) if isinstance(error.filename, str) else None
+    while place is not None and not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return None if place is None else shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
+def _out_of_memory(error: BaseException, message: str, host_room: int | None) -> dict[str, Any] | None:
+    """tier, need and have of an error that means no room, whoever raised it; None if it means something else."""
     if isinstance(error, BudgetError | OutOfMemoryError):
         tier = error.tier if error.tier in ("device", "host", "disk") else None
-        status: Status = "refused" if isinstance(error, BudgetError) else "oom"
-        reason = {
-            "message": message,
-            "phase": phase,
-            "rank": rank,
-            "tier": tier,
-            "need": error.need,
-            "have": error.have,
-        }
-        return status, Reason.model_validate(reason)
-    if isinstance(error, DivergedError):
-        return "diverged", Reason(message=message, phase=phase, rank=rank)
+        return {"tier": tier, "need": error.need, "have": error.have}
     if type(error).__name__ == "OutOfMemoryError" or _DEVICE_ALLOCATION.search(message):  # torch's own class
-        need, have = _first_size("Tried to allocate", message), _cuda_room(message)
-        return "oom", Reason(message=message, phase=phase, rank=rank, tier="device", need=need, have=have)
+        return {"tier": "device", "need": _first_size("Tried to allocate", message), "have": _cuda_room(message)}
     if isinstance(error, MemoryError) or _HOST_ALLOCATION.search(message):
-        need = _first_size("tried to allocate", message)
-        return "oom", Reason(message=message, phase=phase, rank=rank, tier="host", need=need)
-    return "failed", Reason(message=f"{type(error).__name__}: {message}", phase=phase, rank=rank)
+        need = _first_size("(?:tried|Unable) to allocate", message)
+        return {"tier": "host", "need": need, "have": host_room}
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return {"tier": "disk", "have": _disk_room(error)}
+    return None
+
+
+def _missing_package(error: BaseException) -> str | None:
+    """The outside package whose absence the error is about."""
+    package = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else None
+    return None if package in OWN_PACKAGES else package
+
+
+def from_exception(error: BaseException, phase: str, rank: int, *, host_room: int | None = None) -> tuple[Status, Reason]:
+    """Status and reason of a run whose own process caught `error` in `phase`. host_room: bytes the host could still give."""
+    message = one_line(str(error)) or type(error).__name__
+    status: Status = "failed"
+    more: dict[str, Any] = {}
+    if isinstance(error, UnavailableError):
+        status, more = "unavailable", {"install": error.install}
+    elif package := _missing_package(error):
+        status, more = "unavailable", {"install": f"pip install {package}"}
+        message = f"{message}: {more['install']}"
+    elif isinstance(error, UnsupportedError):
+        status = "refused"
+    elif isinstance(error, DivergedError):
+        status = "diverged"
+    elif room := _out_of_memory(error, message, host_room):
+        status, more = "refused" if isinstance(error, BudgetError) else "oom", room
+    elif error.__cause__ is not None:  # wrapped on its way here: what happened first says more
+        status, reason = from_exception(error.__cause__, phase, rank, host_room=host_room)
+        more = reason.model_dump(include={"tier", "need", "have", "install"})
+    if status == "failed" or isinstance(error, MemoryError):
+        message = f"{type(error).__name__}: {message}" if message != type(error).__name__ else message
+    return status, Reason.model_validate({"message": message, "phase": phase, "rank": rank, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +99,7 @@ class Death:
 
     exit_code: as subprocess gives it, negative for a signal. stopped_by: the signal that the parent itself received.
     oom_kills: processes the kernel killed for memory meanwhile, None if nothing counts them. host_bytes: resident
-    memory when last looked at.
+    memory when last looked at. host_budget: in bytes.
     """
 
     exit_code: int
@@ -100,7 +130,8 @@ def from_death(death: Death) -> tuple[Status, Reason]:
     elif killed_by == "SIGKILL" and death.oom_kills is None:
         message = f"killed by SIGKILL in phase {death.phase}; nothing here counts the kernel's own kills for memory"
     elif killed_by:
-        message = f"killed by {killed_by} in phase {death.phase}"
+        hint = "; a mapped file or shared memory found no room, or was cut short" if killed_by == "SIGBUS" else ""
+        message = f"killed by {killed_by} in phase {death.phase}{hint}"
     else:
         message = f"the process ended with exit code {death.exit_code} in phase {death.phase} and left no result"
     return status, Reason.model_validate(
@@ -112,6 +143,7 @@ def from_death(death: Death) -> tuple[Status, Reason]:
             "rank": 0,
             "signal": killed_by,
             "exit_code": death.exit_code if death.exit_code >= 0 else None,
+            "last_known_bytes": death.host_bytes,
             "log": death.log[-LOG_LINES:],
         }
     )

@@ -28,8 +28,10 @@ from typing import Any
 from rich.console import Console
 
 from harness.channel import Job, Lines
-from harness.failures import LOG_LINES, Death, from_death
-from harness.record import Record, build
+from harness.doubts import Seen as DoubtsSeen
+from harness.doubts import judge
+from harness.failures import LOG_LINES, Death, from_death, from_exception
+from harness.record import Doubt, Record, build
 from harness.spec import BadInputError, RunSpec
 from harness.store import new_run_id
 from systems.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
@@ -38,6 +40,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _EXIT_GRACE_S = 30.0
+WORKER = ("-m", "harness.worker")
 _GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(0, signal.SIGKILL)"
 
 
@@ -73,39 +76,30 @@ class Seen:
     record: Record | None = None
     bad_input: str | None = None
     log: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+    steps_done: int = 0
     rss_bytes: int | None = None
     rss_peak_bytes: int | None = None
+    swap_peak_bytes: int = 0
 
 
 class Worker:
-    """The process of one run with its guard and its two pipes: messages, and whatever it prints."""
+    """The process of one run with its guard and its two pipes: messages, and whatever it prints.
+
+    Raises OSError, with nothing left behind, if the machine cannot start a process.
+    """
 
     def __init__(self, job: Job, messages: tuple[int, int], console: Console) -> None:
         self.seen = Seen()
         self._console = console
         self._held_back: list[str] | None = []  # until the input is known to be good: bad input is one line
         read_end, write_end = messages
-        root = str(Path(__file__).resolve().parents[1])
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment["PYTHONUNBUFFERED"] = "1"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=(write_end,),
-            process_group=0,
-        )
-        os.close(write_end)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            process_group=self.process.pid,
-        )
+        try:
+            self.process, self._guard = _start(write_end)
+        except OSError:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
         assert self.process.stdin and self.process.stdout
         self._selector = selectors.DefaultSelector()
         self._output = Lines()
@@ -146,6 +140,7 @@ class Worker:
                 self._tell(seen.phase)
             case "step":
                 loss = "" if message["loss"] is None else f"  loss {message['loss']:.4f}"
+                seen.steps_done = message["done"]
                 self._tell(f"step {message['done']}/{message['steps']}{loss}")
             case "partial":
                 seen.partial = message["fields"]
@@ -170,8 +165,9 @@ class Worker:
             self._tell(line)
 
     def look(self) -> None:
-        """The worker's resident memory, for the record of one that is killed."""
+        """The worker's memory: resident for the record of one that is killed, swapped for any."""
         memory = process_memory(self.process.pid)
+        self.seen.swap_peak_bytes = max(self.seen.swap_peak_bytes, memory.get("VmSwap", 0))
         self.seen.rss_bytes = memory.get("VmRSS", self.seen.rss_bytes)
         self.seen.rss_peak_bytes = memory.get("VmHWM", self.seen.rss_peak_bytes)
 
@@ -204,6 +200,36 @@ class Worker:
         return code
 
 
+def _start(write_end: int) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+    """The worker, with one end of the pipe for its messages, and the guard in its group."""
+    root = str(Path(__file__).resolve().parents[1])
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONUNBUFFERED"] = "1"
+    worker = subprocess.Popen(
+        [sys.executable, *WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        pass_fds=(write_end,),
+        process_group=0,
+    )
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=worker.pid,
+        )
+    except OSError:
+        worker.kill()
+        worker.communicate()
+        raise
+    return worker, guard
+
+
 def launch(
     spec: RunSpec, *, replicate: int = 0, console: Console, stop: Stop | None = None, cgroup_root: Path = CGROUP_ROOT
 ) -> Record:
@@ -221,8 +247,13 @@ def launch(
         cgroup_root=str(cgroup_root),
     )
     kills_before = oom_kills(cgroup_root=cgroup_root)
-    worker = Worker(job, messages, console)
     stop = stop or Stop()
+    try:
+        worker = Worker(job, messages, console)
+    except OSError as error:
+        status, reason = from_exception(error, "start", rank=0)
+        why = reason.model_copy(update={"message": f"no process could be started: {reason.message}"})
+        return build({**_identity(job), "status": status, "reason": why, "wall_s": time.monotonic() - started_s})
     try:
         timed_out = _watch(worker, spec.timeout, stop)
         exited = worker.process.poll() is not None
@@ -263,14 +294,27 @@ def _watch(worker: Worker, timeout_s: float | None, stop: Stop) -> bool:
     return False
 
 
+def _identity(job: Job) -> dict[str, Any]:
+    return {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": job.spec}
+
+
+def _swap_doubt(seen: Seen) -> list[Doubt]:
+    """The worker itself knows only what is swapped out when it ends."""
+    known = seen.record.doubts if seen.record else []
+    if any(doubt.code == "swap_in_use" for doubt in known):
+        return known
+    return [*known, *judge(DoubtsSeen(timed_step_s=(), threads=1, cores=1, swap_bytes=seen.swap_peak_bytes))]
+
+
 def _finish(job: Job, seen: Seen, death: Death, *, exited: bool, wall_s: float) -> Record:
     """The worker's record with what only the parent knows, or one in its stead."""
     if seen.record is None:
         status, reason = from_death(death)
-        identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": job.spec}
-        memory = {"host_rss_peak_bytes": seen.rss_peak_bytes}
-        return build({**identity, **seen.partial, "status": status, "reason": reason, "memory": memory, "wall_s": wall_s})
-    changes: dict[str, Any] = {"wall_s": wall_s}
+        own = {"status": status, "reason": reason, "wall_s": wall_s, "doubts": _swap_doubt(seen)}
+        memory = {"host_rss_peak_bytes": seen.rss_peak_bytes, "host_budget_bytes": death.host_budget}
+        notes = [f"{seen.steps_done} steps were done when it was last heard of"] if seen.steps_done else []
+        return build({**_identity(job), **seen.partial, **own, "memory": memory, "notes": notes})
+    changes: dict[str, Any] = {"wall_s": wall_s, "doubts": _swap_doubt(seen)}
     if seen.record.reason is not None:
         changes["reason"] = seen.record.reason.model_copy(update={"log": death.log})
     if not exited:

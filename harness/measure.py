@@ -23,6 +23,7 @@ from harness.spec import Schedule
 from systems.system import Engine, StepOutcome
 
 EVAL_BATCHES = 4
+CLOCK = "between-drains-1"  # the definition of the timed region above; changes when that does
 
 Batch = dict[str, torch.Tensor]
 

@@ -211,7 +211,9 @@ class Record(Part):
     environment: Environment = Environment()
     samples: Samples = Samples()
     metrics: Metrics = Metrics()
-    phases_s: dict[str, float] = Field({}, description="import, resolve, build, initialize, warm_up, timed, eval, close; startup.*")
+    phases_s: dict[str, float] = Field(
+        {}, description="import, resolve, build, initialize, warm_up, timed, eval, close; the system's start-up as startup.*"
+    )
     traffic: Traffic = Traffic()
     memory: Memory = Memory()
     counters: dict[str, int] = Field({}, description="the system's own, over the whole run")

@@ -10,13 +10,16 @@ import torch
 from pydantic import BaseModel
 
 from harness import environment
+from harness.availability import load, package_of
 from harness.channel import Job
+from harness.measure import CLOCK
 from harness.record import Resolved, build_part
 from harness.spec import Device, RunSpec
 from models import registry as models_registry
 from models.data import Dataset, open_dataset
 from models.shape import ModelShape
 from systems import registry
+from systems.errors import UnavailableError
 from systems.limits import Limits
 from systems.system import AdamSettings, Settings, System
 
@@ -41,9 +44,7 @@ def choose_device(asked: Device | None) -> Device:
     """cuda if there is one, unless the user says otherwise. Asked for and not there, it makes the run unavailable."""
     found = torch.cuda.is_available()
     if asked == "cuda" and not found:
-        raise registry.UnavailableError(
-            "--device cuda: torch finds no CUDA device here: see harness doctor, or use --device cpu"
-        )
+        raise UnavailableError("--device cuda: torch finds no CUDA device here: see harness doctor, or use --device cpu")
     return asked or ("cuda" if found else "cpu")
 
 
@@ -74,7 +75,7 @@ def _open_data(spec: RunSpec, shape: ModelShape, seq_len: int) -> Dataset:
 def resolve(job: Job, device: Device) -> Request:
     """Raises ValueError, one line, for bad input, and UnavailableError for a system that does not load."""
     spec = job.spec
-    system = registry.get(spec.system)
+    system = load(spec.system)
     options = registry.parse_options(system, spec.option)
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
@@ -110,6 +111,9 @@ def resolve(job: Job, device: Device) -> Request:
         host_budget_bytes=settings.host_memory,
         shape=dataclasses.asdict(shape),
         options=options,
+        package=package_of(system),
+        dtypes={"weights": spec.dtype, "gradients": spec.dtype, "states": "fp32"},
+        clock=CLOCK,
         data={"source": dataset.source, "sha256": dataset.sha256},
         peak_flops_per_s=environment.peak_flops_per_s(label, spec.dtype),
     )

@@ -46,13 +46,14 @@ class Known:
     watch: Watch = field(default_factory=lambda: Watch(None))
     engine: Engine | None = None
     engine_fields: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)  # of `Resolved`: what the model turned out to be
     notes: list[str] = field(default_factory=list)
 
     @property
     def resolved(self) -> record.Resolved:
         if self.request is None:
             return record.Resolved()
-        return self.request.resolved.model_copy(update={"parameters": self.work.parameters})
+        return self.request.resolved.model_copy(update={"parameters": self.work.parameters, **self.found})
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
@@ -63,6 +64,31 @@ class Known:
             self.phases_s[phase] = time.perf_counter() - started_s
 
 
+def host_room(limits: Limits) -> int | None:
+    """Bytes that the host could still give this process: what is free, and what its limit leaves."""
+    now, resident = read_limits().available_memory_bytes, process_memory("self").get("VmRSS")
+    budget = limits.host_budget_bytes
+    below_budget = None if budget is None or resident is None else max(0, budget - resident)
+    return min((room for room in (now, below_budget) if room is not None), default=None)
+
+
+def _judge(job: Job, known: Known) -> tuple[Status, Reason | None]:
+    """Status of a run that reached its end."""
+    why = derive.diverged(known.measured, known.resolved.warmup_steps or 0)
+    if why:
+        return "diverged", Reason(message=why, phase="step", rank=0)
+    why = derive.impossible(derive.utilisation(_metrics(job, known), known.resolved), known.resolved)
+    if why:
+        return "failed", Reason(message=why, phase="step", rank=0)
+    return "ok", None
+
+
+def _metrics(job: Job, known: Known) -> dict[str, object]:
+    if known.request is None:
+        return {}
+    return derive.metrics(known.measured, known.resolved, known.work, job.spec.ranks)
+
+
 def run(job: Job, channel: Channel, import_s: float) -> Record:
     """The record of this job. Raises BadInputError."""
     known = Known(phases_s={"import": import_s}, limits=read_limits(cgroup_root=Path(job.cgroup_root)))
@@ -70,13 +96,11 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
     reason: Reason | None = None
     try:
         _train(job, channel, known)
-        why = derive.diverged(known.measured, known.resolved.warmup_steps or 0)
-        if why:
-            status, reason = "diverged", Reason(message=why, phase="step", rank=0)
+        status, reason = _judge(job, known)
     except BadInputError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes the record's reason
-        status, reason = from_exception(error, channel.phase, rank=0)
+        status, reason = from_exception(error, channel.phase, rank=0, host_room=host_room(known.limits))
         if status not in ("refused", "unavailable"):  # there the message says it all
             traceback.print_exc()
     try:
@@ -92,10 +116,11 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     channel.enter("resolve")
     set_threads(known.limits)
     device = choose_device(job.spec.device)
-    try:
-        known.request = request = resolve(job, device)
-    except ValueError as error:
-        raise BadInputError(one_line(str(error))) from error
+    with known.timing("resolve"):
+        try:
+            known.request = request = resolve(job, device)
+        except ValueError as error:
+            raise BadInputError(one_line(str(error))) from error
     device_nvml = environment.open_nvml() if device == "cuda" else None
     known.watch = Watch(device_nvml)
     known.environment = environment.describe(device, known.limits, job.spec.seed, device_nvml)
@@ -104,18 +129,35 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     channel.enter("build")
     with known.timing("build"):
         model = _build(job, known, request)
-    channel.partial(
-        {"resolved": known.resolved.model_dump(mode="json"), "environment": known.environment.model_dump(mode="json")}
-    )
+    _tell(channel, known)
 
     channel.enter("initialize")
     with known.timing("initialize"):
         known.engine = engine = request.system.initialize(model, request.settings, request.options)
+    known.found = _look_at_model(engine.module, request.resolved)
+    _tell(channel, known)
     work = _work(job, request)
     measurement = _measurement(engine, work, job, channel, known)
     known.measured = measurement.measured
     measurement.run()
     known.watch.look()
+
+
+def _tell(channel: Channel, known: Known) -> None:
+    """What is known so far, for the record of a run that dies without a word."""
+    told = {"resolved": known.resolved, "environment": known.environment}
+    channel.partial({**{name: part.model_dump(mode="json") for name, part in told.items()}, "phases_s": known.phases_s})
+
+
+def _look_at_model(module: torch.nn.Module, resolved: record.Resolved) -> dict[str, Any]:
+    """Types and attention as the system left them: fields of `Resolved`. A gradient has the type of its weight."""
+    weights = "+".join(environment.dtypes_of(module.parameters()))
+    seen = {"weights": weights, "gradients": weights} if weights else {}
+    return {
+        "dtypes": {**(resolved.dtypes or {}), **seen},
+        "buffer_dtypes": environment.dtypes_of(module.buffers()),
+        "attention": environment.attention(module),
+    }
 
 
 def _build(job: Job, known: Known, request: Request) -> torch.nn.Module:
@@ -188,7 +230,7 @@ def _close(channel: Channel, known: Known) -> None:
         return
     known.measured.outcomes = known.measured.outcomes or list(engine.outcomes)
     try:
-        known.engine_fields = _engine_fields(engine)
+        known.engine_fields = _engine_fields(engine, known)
     except Exception as error:  # after a failure an engine may not know its figures any more; the failure is the news
         if known.measured.complete:
             raise
@@ -198,33 +240,44 @@ def _close(channel: Channel, known: Known) -> None:
         engine.close()
 
 
-def _engine_fields(engine: Engine) -> dict[str, Any]:
+def _engine_fields(engine: Engine, known: Known) -> dict[str, Any]:
+    statistics = engine.statistics()
+    try:
+        record.clean(statistics, "strategy")
+    except TypeError as error:  # the run and its times stand; what cannot be kept is named
+        known.notes.append(f"the system's statistics are missing: {error}")
+        statistics = None
     return {
         "memory": vars(engine.memory()),
         "counters": {key: value for key, value in engine.counters().items() if key not in derive.TRAFFIC_KEYS},
         "plan": vars(engine.plan_report()),
-        "strategy": engine.statistics(),
+        "strategy": statistics,
         "startup": engine.startup_s(),
     }
 
 
-def _memory(engine_memory: dict[str, Any], device: str | None) -> Memory:
-    """The engine's accounts and, beside them, what torch and the operating system saw."""
+def _memory(engine_memory: dict[str, Any], resolved: record.Resolved) -> Memory:
+    """The engine's accounts and, beside them, what torch and the operating system saw.
+
+    The host's budget holds for every system alike: one that keeps no account of the host has none to tell of it.
+    """
     seen: dict[str, Any] = {"host_rss_peak_bytes": process_memory("self").get("VmHWM")}
-    if device == "cuda":
+    if engine_memory.get("host_budget_bytes") is None:
+        seen["host_budget_bytes"] = resolved.host_budget_bytes
+    if resolved.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         seen |= {
             "device_allocated_peak_bytes": torch.cuda.max_memory_allocated(),
             "device_reserved_peak_bytes": torch.cuda.max_memory_reserved(),
             "device_used_bytes": total - free,
         }
-    return record.build_part(Memory, **engine_memory, **seen)
+    return record.build_part(Memory, **(engine_memory | seen))
 
 
 def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Record:
     measured, resolved, fields = known.measured, known.resolved, known.engine_fields
     warmup = resolved.warmup_steps or 0
-    metrics = derive.metrics(measured, resolved, known.work, job.spec.ranks) if known.request else {}
+    metrics = _metrics(job, known)
     phases = dict(known.phases_s)
     if measured.complete:
         phases |= {"warm_up": measured.warmup_s or 0.0, "timed": measured.timed_s or 0.0, "eval": measured.eval_s}
@@ -237,7 +290,7 @@ def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Re
         other_processes=known.watch.other_processes,
         throttled_by=sorted(known.watch.throttled_by),
         link=known.watch.best_link,
-        mfu=metrics.get("mfu"),  # type: ignore[arg-type]
+        mfu=derive.utilisation(metrics, resolved),
     )
     return record.build(
         {
@@ -253,7 +306,7 @@ def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Re
             "metrics": metrics,
             "phases_s": phases,
             "traffic": derive.traffic(measured, warmup),
-            "memory": _memory(fields.get("memory", {}), resolved.device),
+            "memory": _memory(fields.get("memory", {}), resolved),
             "counters": fields.get("counters", {}),
             "timed_counters": {k: v for k, v in measured.timed_counters.items() if k not in derive.TRAFFIC_KEYS},
             "plan": PlanFigures(**fields.get("plan", {})),

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -160,6 +160,24 @@ def read_all(folder: Path) -> tuple[list[Record], list[Unreadable]]:
     """Every record of a folder by run_id, and every file that is none. A missing folder is an empty one."""
     found = [read(path) for path in sorted(folder.glob("*.json"))]
     return [one for one in found if isinstance(one, Record)], [one for one in found if isinstance(one, Unreadable)]
+
+
+def find(folder: Path, wanted: Sequence[str]) -> list[Record]:
+    """The records of these runs, in this order. wanted: run ids, or parts of ids. Raises BadInputError, one line."""
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    found: list[Record] = []
+    for part in wanted:
+        hits = [part] if part in names else [name for name in names if part in name]
+        if len(hits) != 1:
+            said = f"fits {len(hits)} runs: {', '.join(hits[:3])}{', ...' if len(hits) > 3 else ''}" if hits else "is not there"
+            raise BadInputError(f"run {part} {said} (in {folder}; see harness ls runs)")
+        one = read(folder / f"{hits[0]}.json")
+        if isinstance(one, Unreadable):
+            raise BadInputError(f"{one.path} is no record: {one.why}")
+        if one.run_id in (record.run_id for record in found):
+            raise BadInputError(f"run {one.run_id} is named twice")
+        found.append(one)
+    return found
 
 
 def frame(folder: Path) -> pandas.DataFrame:

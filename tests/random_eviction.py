@@ -19,6 +19,7 @@ class RandomOptions(BaseModel):
 
     chunk_parameters: int = 3  # parameters a bundle, so that bundles straddle units
     write_back: bool = False
+    in_place: bool = False  # gradients over their own parameters where they have one user
 
 
 class RandomVictim:
@@ -57,7 +58,10 @@ class RandomEviction:
                 segments.append(segment)
                 units = tuple(sorted({unit_of[u] for p in part for u in p.users}))
                 bundles.append(Bundle(len(bundles), (segment.index,), units, segment.numel, trainable))
-        return Layout(self._context.itemsize, tuple(segments), tuple(bundles))
+        single = {i for i, p in enumerate(index.parameters) if len(p.users) == 1}
+        owned = ((b.index, {p.parameter for s in b.segments for p in segments[s].placements}) for b in bundles if b.trainable)
+        in_place = frozenset(i for i, parameters in owned if parameters <= single and self._options.in_place)
+        return Layout(self._context.itemsize, tuple(segments), tuple(bundles), in_place)
 
     def eviction(self, layout: Layout, trace: Trace | None) -> RandomVictim:
         return self._victim

@@ -6,9 +6,12 @@ Every figure the harness derives from it has a known right answer. Steps are cou
 from __future__ import annotations
 
 import ctypes
+import errno
+import importlib
 import os
 import queue
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -20,7 +23,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnsupportedError
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 from systems.sizes import Size, format_size
 from systems.system import Engine, MemoryReport, Settings, StepOutcome
 
@@ -33,7 +36,10 @@ _HOUR_S = 3600.0
 
 
 class DummyOptions(BaseModel):
-    """What happens when. Times in seconds; the *_at options name a step, from 1; null is never."""
+    """What happens when. Times in seconds; the *_at options name a step, from 1; null is never.
+
+    Where 0 is allowed it stands for initialize.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,18 +54,24 @@ class DummyOptions(BaseModel):
     skip_at: int | None = Field(None, ge=1, description="this step is skipped")
     nan_at: int | None = Field(None, ge=1, description="the loss of this step is NaN")
     diverge_at: int | None = Field(None, ge=1)
-    oom_at: int | None = Field(None, ge=1)
-    oom_tier: Literal["device", "host"] = "device"
-    crash_at: int | None = Field(None, ge=1, description="this step raises RuntimeError")
-    exit_at: int | None = Field(None, ge=1, description="this step ends the process with exit_code, without a word")
+    oom_at: int | None = Field(None, ge=0)
+    oom_tier: Literal["device", "host", "disk"] = "device"
+    disk_full_at: int | None = Field(None, ge=0, description="this step finds no room in a file, as the system says it")
+    crash_at: int | None = Field(None, ge=0, description="this step raises RuntimeError")
+    exit_at: int | None = Field(None, ge=0, description="this step ends the process with exit_code, without a word")
     exit_code: int = Field(3, ge=0, le=255)
-    signal_at: int | None = Field(None, ge=1, description="this step sends the process `signal`")
+    signal_at: int | None = Field(None, ge=0, description="this step sends the process `signal`")
     signal: int = Field(int(signal.SIGKILL), ge=1, le=64)
-    segfault_at: int | None = Field(None, ge=1, description="this step reads a null pointer")
-    hang_at: int | None = Field(None, ge=1, description="this step never ends")
+    segfault_at: int | None = Field(None, ge=0, description="this step reads a null pointer")
+    hang_at: int | None = Field(None, ge=0, description="this step never ends")
     child_at: int | None = Field(None, ge=1, description="this step starts a process that outlives it")
     host_need: Size = Field(0, description="refused if the host budget is smaller")
-    refuse: Literal["never", "budget", "unsupported"] = "never"
+    refuse: Literal["never", "budget", "unsupported", "unavailable", "missing-package"] = "never"
+    odd_statistics: bool = Field(False, description="statistics() holds what no record can hold")
+
+
+class OddStatistics(BaseModel):
+    value: Any = Field(default_factory=object)
 
 
 class DummyEngine(Engine):
@@ -76,6 +88,7 @@ class DummyEngine(Engine):
         self._background: queue.Queue[float | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work_in_background, daemon=True)
         self._thread.start()
+        self._misbehave(0)
 
     def _work_in_background(self) -> None:
         while (seconds := self._background.get()) is not None:
@@ -115,6 +128,8 @@ class DummyEngine(Engine):
         options = self._options
         if options.oom_at == step:
             raise OutOfMemoryError("the script says so", tier=options.oom_tier, need=1 << 30, have=1 << 20)
+        if options.disk_full_at == step:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
         if options.diverge_at == step:
             raise DivergedError(f"the script says that step {step} diverges")
         if options.crash_at == step:
@@ -139,6 +154,9 @@ class DummyEngine(Engine):
 
     def memory(self) -> MemoryReport:
         return MemoryReport(device_budget_bytes=self._settings.device_memory, host_budget_bytes=self._settings.host_memory)
+
+    def statistics(self) -> BaseModel | None:
+        return OddStatistics() if self._options.odd_statistics else None
 
     def startup_s(self) -> dict[str, float]:
         return {"scripted": self._options.startup_time_s}
@@ -174,6 +192,10 @@ class Dummy:
             raise BudgetError(message + ": raise --host-memory or lower host_need", tier="host", need=need, have=have)
         if options.refuse == "unsupported":
             raise UnsupportedError("the script cannot do this: leave out --option refuse=unsupported")
+        if options.refuse == "unavailable":
+            raise UnavailableError("the script needs the package offload-parts", install="pip install offload-parts")
+        if options.refuse == "missing-package":
+            importlib.import_module("offload_parts")
         time.sleep(options.startup_time_s)
         return DummyEngine(options, settings)
 

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
+from systems.sizes import format_size
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers
@@ -68,7 +69,7 @@ class ResidentEngine(Engine):
         if need > self.device.account.budget:
             have = self.device.account.budget
             raise BudgetError(
-                f"resident needs {need} bytes of device memory for model states, {have} are there: raise "
+                f"resident needs {format_size(need)} of device memory for model states, {format_size(have)} are there: raise "
                 "--device-memory, take a smaller model, or a system that offloads",
                 tier="device",
                 need=need,

@@ -12,6 +12,12 @@ Note [Lifetimes on the device]
     one rank is adopted: it stays in autograd's own buffers and takes no pool bytes. A bundle updated on the host is
     stale after its flush in the last micro-step: its device copy goes. One that is still held then, or was flushed in
     an earlier micro-step only, goes at STEP_END.
+
+Note [Gradients in place]
+    A gradient written over its own parameters needs no range. Until the unit's BACKWARD_EXIT it is in autograd's buffers,
+    beside the pool; then it is copied into the bundle's block, which nothing may evict from there to the flush, where the
+    block itself leaves for the host. Only for bundles updated on the host from one micro-step, and only where every unit
+    is done with its parameters once its backward ends (`reusable`); the others have ranges.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from systems.planning.belady import NextUse
 from systems.planning.layout import Layout
 from systems.planning.plan import Tier, UpdateRule
 from systems.planning.strategy import PlanningContext
-from systems.planning.trace import ENTER, NO_UNIT, Phase, Trace
+from systems.planning.trace import ENTER, EXIT, NO_UNIT, Phase, Trace
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,11 @@ class Demand:
         return NextUse(uses, len(self))
 
 
-def demand_of(layout: Layout, trace: Trace, context: PlanningContext) -> Demand:
-    """Walk the trace. See Note [Lifetimes on the device]."""
+def demand_of(
+    layout: Layout, trace: Trace, context: PlanningContext, in_place: frozenset[int] = frozenset()
+) -> Demand:
+    """Walk the trace. See Note [Lifetimes on the device]. in_place: held by their gradients too."""
+    carrying: set[int] = set()  # bundles whose block has gradients in it
     holds: dict[int, int] = {}
     open_backward: dict[int, int] = {}
     demanded: list[tuple[int, ...]] = []
@@ -85,6 +94,9 @@ def demand_of(layout: Layout, trace: Trace, context: PlanningContext) -> Demand:
             open_backward[moment.unit] = open_backward.get(moment.unit, 0) + 1
         elif moment.phase is Phase.BACKWARD_EXIT:
             open_backward[moment.unit] = max(0, open_backward.get(moment.unit, 0) - 1)
+        if moment.phase is Phase.BACKWARD_EXIT:
+            carrying.update(in_place.intersection(bundles) - gone)
+        carrying.difference_update(trace.flushes[number])
         at_the_end.update(gone.intersection(bundles) if entering else ())
         last_micro_step = moment.micro_step == context.accumulate - 1
         going = tuple(b for b in trace.flushes[number] if last_micro_step and not holds.get(b))
@@ -93,7 +105,7 @@ def demand_of(layout: Layout, trace: Trace, context: PlanningContext) -> Demand:
         at_the_end.difference_update(going)
         stale.append(going if number < len(trace) - 1 else tuple(sorted(at_the_end)))
         demanded.append(bundles if entering else ())
-        held.append(tuple(sorted(bundle for bundle, count in holds.items() if count)))
+        held.append(tuple(sorted(carrying.union(bundle for bundle, count in holds.items() if count))))
         backward.append(tuple(unit for unit, count in open_backward.items() if count))
     return Demand(
         demanded=tuple(demanded),
@@ -103,6 +115,29 @@ def demand_of(layout: Layout, trace: Trace, context: PlanningContext) -> Demand:
         gradient_spans=_gradient_spans(layout, trace),
         hold_spans=_hold_spans(held),
     )
+
+
+def reusable(layout: Layout, trace: Trace, context: PlanningContext) -> frozenset[int]:
+    """Bundles whose gradients can be written in place in a step like this one: of one micro-step, every unit's forward
+    and backward at most once, nothing of it after the one flush. See Note [Gradients in place].
+    """
+    if context.accumulate > 1:
+        return frozenset()
+    times = Counter((m.phase, m.unit) for m in trace.moments)
+    last = {m.unit: number for number, m in enumerate(trace.moments) if m.phase in EXIT}
+    flushed: dict[int, list[int]] = {}
+    for number, bundles in enumerate(trace.flushes):
+        for bundle in bundles:
+            flushed.setdefault(bundle, []).append(number)
+    found = set()
+    for index in layout.in_place & flushed.keys():
+        units = layout.bundles[index].units
+        once = all(times[phase, unit] <= 1 for phase in (*ENTER, *EXIT) for unit in units)
+        even = all(times[a, unit] == times[b, unit] for a, b in zip(ENTER, EXIT, strict=True) for unit in units)
+        over = len(flushed[index]) == 1 and all(last.get(unit, -1) <= flushed[index][0] for unit in units)
+        if once and even and over:
+            found.add(index)
+    return frozenset(found)
 
 
 def _gradient_spans(layout: Layout, trace: Trace) -> dict[int, tuple[Span, ...]]:
@@ -148,20 +183,31 @@ class Residence:
     """Where each bundle lives and is updated: the part of a plan that lifetimes depend on.
 
     on_device: bundles whose segments are updated on the device (or that never move); they stay resident for good.
+    in_place: see Note [Gradients in place].
     """
 
     layout: Layout
     context: PlanningContext
     on_device: frozenset[int]
     update_rule: UpdateRule
+    in_place: frozenset[int] = frozenset()
 
     @classmethod
     def of(
-        cls, layout: Layout, context: PlanningContext, optimizer_tier: Sequence[Tier], update_rule: UpdateRule
+        cls,
+        layout: Layout,
+        context: PlanningContext,
+        optimizer_tier: Sequence[Tier],
+        update_rule: UpdateRule,
+        in_place: frozenset[int] = frozenset(),
     ) -> Residence:
         """A bundle is on the device if its first segment is: all segments of a bundle share their tier."""
         on_device = frozenset(b.index for b in layout.bundles if optimizer_tier[b.segments[0]] is Tier.DEVICE)
-        return cls(layout, context, on_device, update_rule)
+        return cls(layout, context, on_device, update_rule, in_place)
+
+    def reuses(self, bundle: int) -> bool:
+        """True if the gradient takes the parameters' place."""
+        return bundle in self.in_place and bundle not in self.on_device
 
     def adopted(self, bundle: int) -> bool:
         """True if the gradient stays in autograd's own buffers until the update."""
@@ -204,7 +250,7 @@ def gradient_profile(demand: Demand, residence: Residence) -> list[int]:
     """Pool bytes per moment of gradient ranges."""
     profile = Profile(len(demand))
     for bundle in demand.gradient_spans:
-        if not residence.adopted(bundle):
+        if not residence.adopted(bundle) and not residence.reuses(bundle):
             for span in residence.gradient_spans(demand, bundle):
                 profile.add(span, residence.layout.bundle_bytes(bundle))
     return profile.values()
@@ -246,7 +292,7 @@ def non_model_profile(trace: Trace, demand: Demand, residence: Residence) -> lis
 
 def non_model_bounds(trace: Trace, demand: Demand, residence: Residence) -> tuple[list[int], list[int]]:
     """Two bounds that hold for every plan, per moment. Adopted gradients count with their whole bundle once it has
-    begun.
+    begun, and those written in place likewise until the backward of its units ends.
 
     The peak measured with ranges, plus the adopted gradients of bundles begun by now; and the peak measured with all
     gradients of the interval kept, plus those of bundles begun in earlier intervals.
@@ -257,6 +303,12 @@ def non_model_bounds(trace: Trace, demand: Demand, residence: Residence) -> tupl
         for span in residence.gradient_spans(demand, bundle):
             begun.add(span, size)
             earlier.add(Span(span.begin + 1, span.end), size)
+    open_before: set[int] = set()
+    for moment, units in enumerate(demand.backward if residence.in_place else ()):
+        now = {b for unit in units for b in residence.layout.bundles_of_unit.get(unit, ()) if residence.reuses(b)}
+        for profile, bundles in ((begun, now), (earlier, now & open_before)):
+            profile.add(Span(moment, moment + 1), sum(map(residence.layout.bundle_bytes, bundles)))
+        open_before = now
     ranged = [sum(pair) for pair in zip(trace.non_model_bytes, begun.values(), strict=True)]
     if not trace.measured_adopted:
         return ranged, ranged

@@ -111,11 +111,16 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Layout:
-    """itemsize: bytes of a parameter as computed with (2 for bf16 and fp16, 4 for fp32)."""
+    """itemsize: bytes of a parameter as computed with (2 for bf16 and fp16, 4 for fp32).
+
+    in_place: bundles whose gradients may be written over their own parameters on the device, for each parameter has one
+    user only; the others have a range of their own.
+    """
 
     itemsize: int
     segments: tuple[Segment, ...]
     bundles: tuple[Bundle, ...]
+    in_place: frozenset[int] = frozenset()
 
     @cached_property
     def bundles_of_unit(self) -> dict[int, tuple[int, ...]]:

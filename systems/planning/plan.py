@@ -63,6 +63,7 @@ class Plan:
     resident.
 
     resident_at_start: bundles on the device at moment 0 of a steady step (and again at its end).
+    in_place: bundles updated on the host whose gradients take their parameters' place on the device (of Layout.in_place).
     sources of predictions: timeline and simulator; None where nothing was predicted.
     """
 
@@ -75,3 +76,4 @@ class Plan:
     predicted_model_peak_bytes: int | None = None
     predicted_step_time_s: float | None = None
     notes: dict[str, float] = field(default_factory=dict)
+    in_place: frozenset[int] = frozenset()

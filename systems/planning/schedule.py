@@ -14,7 +14,7 @@ Note [What happens at a moment]
     Between two moments the compute lane runs what the model does there.
 
 Note [Resources]
-    device:param:B  device:grad:B  one bundle's device copy and gradient
+    device:param:B  device:grad:B  one bundle's device copy and gradient (in place, the first is both)
     host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update; what
                     is used again in between is fetched from the master in state:S
     state:S         master weight, moments and accumulator of a segment, on either tier
@@ -134,8 +134,8 @@ def state(segment: int) -> str:
 
 def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> Schedule:
     """All operations of one steady step. Flaws of the plan are noted, not raised. O(operations x lanes)."""
-    residence = Residence.of(layout, context, plan.optimizer_tier, plan.update_rule)
-    expansion = _Expansion(trace, plan, residence, demand_of(layout, trace, context))
+    residence = Residence.of(layout, context, plan.optimizer_tier, plan.update_rule, plan.in_place)
+    expansion = _Expansion(trace, plan, residence, demand_of(layout, trace, context, plan.in_place))
     for moment in range(len(trace)):
         expansion.step(moment)
     initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.on_device)
@@ -264,18 +264,25 @@ class _Expansion:
         for bundle in self._opening.get(self.moment, ()):
             if bundle not in self.gradients:
                 self.gradients.add(bundle)
-                if not self.residence.adopted(bundle):
+                if self._ranged(bundle):
                     self._add(Work.ALLOCATE, None, bundle, device_delta=self.layout.bundle_bytes(bundle))
 
     def _free_gradient(self, bundle: int) -> None:
         if bundle in self.gradients:
             self.gradients.remove(bundle)
-            if not self.residence.adopted(bundle):
+            if self._ranged(bundle):
                 self._add(Work.FREE, None, bundle, device_delta=-self.layout.bundle_bytes(bundle))
+
+    def _ranged(self, bundle: int) -> bool:
+        """True if the gradient takes pool bytes of its own."""
+        return not self.residence.adopted(bundle) and not self.residence.reuses(bundle)
+
+    def _gradient(self, bundle: int) -> str:
+        return param(bundle) if self.residence.reuses(bundle) else grad(bundle)
 
     def _flush(self, bundle: int, *, last_micro_step: bool) -> None:
         """The gradient of one micro-step is complete: it leaves for where its optimizer is."""
-        gradient = (grad(bundle),)
+        gradient = (self._gradient(bundle),)
         on_device, several = bundle in self.residence.on_device, self.context.accumulate > 1
         segments = self.layout.bundles[bundle].segments
         states, slots = tuple(state(s) for s in segments), tuple(slot(s) for s in segments)
@@ -335,7 +342,7 @@ class _Expansion:
     def _compute(self) -> None:
         reads = tuple(param(bundle) for bundle in self.demand.held[self.moment])
         writes = tuple(
-            grad(bundle)
+            self._gradient(bundle)
             for unit in self.demand.backward[self.moment]
             for bundle in self.layout.bundles_of_unit.get(unit, ())
             if bundle in self.gradients

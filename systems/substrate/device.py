@@ -152,7 +152,7 @@ class EmulatedDevice(Device):
 
         def check(func: object, tensors: Sequence[torch.Tensor]) -> None:
             for tensor in tensors:
-                if tensor.numel() and poison.contains(tensor.data_ptr()):
+                if tensor.numel() and (poison.contains(tensor.data_ptr()) or residency.reads_gradient(tensor)):
                     name = names(tensor)
                     raise RuntimeError(
                         f"{func} reads parameter {name} outside the unit that owns it, where it is not on the device: "

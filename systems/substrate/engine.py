@@ -110,7 +110,8 @@ class ManagedEngine(Engine):
         residency = Residency(layout, store, device, self.poison, write_back=self.strategy.write_back)
         self._cleanup.callback(residency.close)
         self.parameters = adopt_parameters(found, layout, residency, dtype)
-        gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate)
+        user = {p: unit.index for unit in found.index.units for p in unit.parameters}
+        gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate, user=user)
         self._cleanup.callback(gradients.finish_step)
         updates = Updates(layout, store, residency, gradients, device, control)
         self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control)

@@ -7,6 +7,7 @@ Note [Life of a gradient]
               range is copied into the host slot of its own parameters (Note [The slot]) and freed. With several
               micro-batches the slot's content is then added to the fp32 accumulator and the parameters are restored.
     parked    room was needed before the gradient was complete: the range lies in the slot, and nothing was added yet.
+    in place  where the plan says so there is no range: see Note [Written in place].
     A gradient that arrives after its bundle was flushed or parked reopens the range with what is in the slot, so that a
     parameter whose gradient fires twice has both summed in the compute dtype, as autograd would.
 """
@@ -18,9 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from systems.planning.layout import Layout, Placement
+from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.device import Device
+from systems.substrate.in_place import InPlace, Place
 from systems.substrate.residency import Residency
 from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
@@ -48,7 +50,9 @@ class BundleGradient:
 
 
 class Gradients:
-    """partials: per bundle (per segment, with several micro-batches) its parameters and their fp64 sums of squares."""
+    """user: a unit that reads each parameter (the only one, where gradients are written in place).
+
+    partials: per bundle (per segment, with several micro-batches) its parameters and their fp64 sums of squares."""
 
     def __init__(
         self,
@@ -58,13 +62,14 @@ class Gradients:
         device: Device,
         *,
         accumulate: int,
+        user: dict[int, int],
     ) -> None:
         self.layout, self.store, self.residency, self.device = layout, store, residency, device
         self.accumulate = accumulate
         self.partials: dict[int, Partials] = {}
         self.last_micro_step = accumulate == 1
         self.bundles: dict[int, BundleGradient] = {}
-        self._places: dict[int, tuple[int, int, Placement]] = {}  # parameter: bundle, offset in it, placement
+        self._places: dict[int, Place] = {}
         for bundle in layout.bundles:
             parameters, start = [], 0
             for s in bundle.segments:
@@ -75,6 +80,7 @@ class Gradients:
                 start += segment.numel
             if bundle.trainable:
                 self.bundles[bundle.index] = BundleGradient(tuple(parameters), frozenset(parameters))
+        self.in_place = InPlace(residency, self._places, layout.in_place, user)
 
     def adopts(self, bundle: int) -> bool:
         """True if the bundle's gradients stay where autograd made them until the device updates them."""
@@ -87,8 +93,40 @@ class Gradients:
     def reserve(self, bundle: int) -> None:
         """A unit's backward begins: have a range for each of its gradients."""
         gradient = self.bundles.get(bundle)
-        if gradient is not None and gradient.range is None and not gradient.flushed and not self.adopts(bundle):
+        if gradient is None or gradient.range is not None or gradient.flushed or self.adopts(bundle):
+            return
+        if not self.reuses(bundle):
             self._open_range(bundle, gradient)
+
+    def reuses(self, bundle: int) -> bool:
+        """True if gradients that come now take their parameters' place. See Note [Detours] for when they do not."""
+        gradient = self.bundles[bundle]
+        free = gradient.range is None and not gradient.flushed and not gradient.parked
+        return self.accumulate == 1 and free and self.in_place.possible(bundle) and not self.adopts(bundle)
+
+    def enter(self, bundle: int, unit: int) -> None:
+        """A unit's backward is about to begin: if its parameters have become gradients, they must come back first."""
+        if bundle in self.bundles and not self.in_place.enter(bundle, unit):
+            self._detour(bundle)
+
+    def exit(self, bundle: int, unit: int) -> None:
+        """A unit's backward has ended and no call of it is left: its gradients can be written over its parameters."""
+        if bundle in self.bundles and self.reuses(bundle):
+            self.in_place.exit(bundle, unit, self.bundles[bundle].adopted)
+
+    def _detour(self, bundle: int) -> None:
+        gradient = self.bundles[bundle]
+        size, label = self.layout.bundle_bytes(bundle), f"gradient of bundle {bundle}"
+        gradient.range = self.in_place.move(bundle, lambda: self.residency.allocate(size, label))
+        self._empty_buffers(bundle, gradient)
+
+    def _empty_buffers(self, bundle: int, gradient: BundleGradient) -> None:
+        """Copy what waits in autograd's buffers into the range."""
+        assert gradient.range is not None
+        for parameter, waiting in gradient.adopted.items():
+            _, offset, place = self._places[parameter]
+            gradient.range.view(self.store.dtype, offset, place.numel).copy_(waiting.reshape(-1))
+        gradient.adopted.clear()
 
     def _open_range(self, bundle: int, gradient: BundleGradient) -> Allocation:
         block = self.residency.allocate(self.layout.bundle_bytes(bundle), f"gradient of bundle {bundle}")
@@ -111,6 +149,7 @@ class Gradients:
             )
         self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle} begins")
         gradient.flushed = gradient.parked = False
+        self._empty_buffers(bundle, gradient)
         return block
 
     def accept(self, parameter: int, gradient: torch.Tensor) -> None:
@@ -124,6 +163,8 @@ class Gradients:
             else:
                 mine.adopted[parameter] = gradient
             mine.flushed = False
+        elif self.reuses(bundle):
+            self._keep(bundle, parameter, gradient)
         else:
             block = mine.range if mine.range is not None else self._open_range(bundle, mine)
             target = block.view(self.store.dtype, offset, place.numel)
@@ -134,6 +175,18 @@ class Gradients:
             self.device.hand_over(gradient.nbytes)
         mine.fired.add(parameter)
         mine.fired_in_step.add(parameter)
+
+    def _keep(self, bundle: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Until the unit's backward ends; a gradient that comes later than that is written at once."""
+        mine = self.bundles[bundle]
+        if parameter in self.in_place.of(bundle).parameters:
+            self.in_place.view(parameter).add_(gradient.reshape(-1))
+        elif parameter in mine.adopted:
+            mine.adopted[parameter].add_(gradient)
+        else:
+            mine.adopted[parameter] = gradient
+            if self.in_place.done_with(bundle, parameter):
+                self.in_place.write(bundle, mine.adopted, [parameter])
 
     def complete(self, bundle: int) -> bool:
         gradient = self.bundles.get(bundle)
@@ -160,6 +213,7 @@ class Gradients:
         if not gradient.fired:  # reserved, but nothing came: the unit's output was not used
             self._free(bundle, gradient)
             return
+        self._assemble(bundle, gradient)
         on_device = self.store.segments[self.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
         if self.accumulate == 1:
             fired = sorted(gradient.fired)
@@ -169,6 +223,8 @@ class Gradients:
             self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} ends")
         if gradient.range is None:
             gradient.flushed = True
+            if self.in_place.written(bundle):
+                self._offload_block(bundle)
             return
         if on_device and self.accumulate == 1:
             gradient.flushed = True
@@ -180,13 +236,35 @@ class Gradients:
         self._free(bundle, gradient)
         gradient.flushed = True
 
+    def _assemble(self, bundle: int, gradient: BundleGradient) -> None:
+        """Bring what waits in autograd's buffers to the rest, in the block if nothing uses it, else in a range."""
+        written = self.in_place.written(bundle)
+        if self.adopts(bundle) or not (written or gradient.adopted):
+            return
+        if gradient.range is None and self.in_place.possible(bundle) and not self.in_place.in_use(bundle):
+            self.in_place.write(bundle, gradient.adopted, list(gradient.adopted))
+        elif written:
+            self._detour(bundle)
+        else:
+            self._open_range(bundle, gradient)
+
+    def _offload_block(self, bundle: int) -> None:
+        """The bundle's block, all gradient now, leaves for the host."""
+        block = self.residency.bundles[bundle].block
+        assert block is not None
+        self.device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle} ends")
+        self._offload(bundle, block)
+        self.in_place.forget(bundle)
+        self.residency.drop(bundle)
+
     def on_device(self, parameter: int) -> torch.Tensor:
-        """The flat gradient of a parameter that is on the device, adopted or in its range."""
+        """The flat gradient of a parameter that is on the device: adopted, in its range, or in its own place."""
         bundle, offset, place = self._places[parameter]
         gradient = self.bundles[bundle]
         if parameter in gradient.adopted:
             return gradient.adopted[parameter].reshape(-1)
-        assert gradient.range is not None
+        if gradient.range is None:
+            return self.in_place.view(parameter)
         return gradient.range.view(self.store.dtype, offset, place.numel)
 
     def _offload(self, bundle: int, block: Allocation) -> None:
@@ -299,6 +377,7 @@ class Gradients:
 
     def start_micro_step(self, *, last: bool) -> None:
         self.last_micro_step = last
+        self.in_place.start()
         for gradient in self.bundles.values():
             gradient.fired.clear()
             gradient.flushed = gradient.parked = False
@@ -317,6 +396,7 @@ class Gradients:
             gradient.fired.clear()
             gradient.fired_in_step.clear()
             gradient.flushed = gradient.parked = False
+        self.in_place.start()
         self.partials.clear()
 
     def fired(self) -> list[int]:

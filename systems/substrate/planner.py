@@ -83,6 +83,7 @@ class Planner:
         for index in residency.evictable():
             residency.drop(index)
         self.cursor.use(plan)
+        self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
         if plan is not None and plan.predicted_model_peak_bytes is not None:
             self.parts.device.prepare(plan.predicted_model_peak_bytes)
         residency.limit = self.parts.device.warm_up_pool_bytes if plan is None else self.parts.device.plannable_bytes

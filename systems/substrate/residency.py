@@ -11,7 +11,7 @@ from enum import Enum
 
 import torch
 
-from systems.planning.layout import Bundle, Layout
+from systems.planning.layout import Bundle, Layout, Placement
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.device import Device
 from systems.substrate.store import Store
@@ -43,6 +43,8 @@ class ManagedBundle:
 class Residency:
     """choose: which of these un-held bundles is evicted. demote: asked as a last resort to free optimizer state.
 
+    overwritten: per bundle, bytes [start, stop) of its block that are gradients now, not parameters (see in_place.py).
+
     demote returns False when there is nothing left that it could move off the device.
     """
 
@@ -51,6 +53,7 @@ class Residency:
         self._write_back = write_back
         self.choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
         self.demote: Callable[[], bool] = lambda: False
+        self.overwritten: dict[int, list[tuple[int, int]]] = {}
         self.bundles = [
             ManagedBundle(b, RebindableStorage(layout.bundle_bytes(b.index), device.torch_device, poison))
             for b in layout.bundles
@@ -199,6 +202,40 @@ class Residency:
                 label=f"write back bundle {index}",
             )
         self.drop(index)
+
+    def refill(self, index: int, places: Sequence[tuple[int, int, Placement]]) -> None:
+        """Read these parameters (bundle, element in it, placement) from the host again, into the block that is there."""
+        managed = self.bundles[index]
+        block = managed.block
+        assert block is not None
+        stored = [self.store.segments[self.layout.segment_of_parameter[place.parameter]] for _, _, place in places]
+        assert not any(s.slot_holds_gradient for s in stored)
+
+        def copy() -> None:
+            for (_, offset, place), home in zip(places, stored, strict=True):
+                source = home.slot[place.offset : place.offset + place.numel]
+                block.view(self.store.dtype, offset, place.numel).copy_(source, non_blocking=True)
+
+        self.device.log.count("h2d_bytes", sum(place.numel for _, _, place in places) * self.store.dtype.itemsize)
+        self.device.transfers.issue(
+            LaneKind.H2D,
+            copy,
+            reads=list({id(s): s.slot_memory for s in stored}.values()),
+            writes=[block.memory],
+            label=f"refill bundle {index}",
+        )
+
+    def reads_gradient(self, tensor: torch.Tensor) -> bool:
+        """True if a view of a bundle's storage begins in a parameter that its gradient has been written over."""
+        if not self.overwritten:
+            return False
+        start, storage = tensor.storage_offset() * tensor.itemsize, tensor.untyped_storage()._cdata
+        return any(
+            first <= start < last
+            for index, spans in self.overwritten.items()
+            if self.bundles[index].storage.untyped._cdata == storage
+            for first, last in spans
+        )
 
     def overwrite(self, parameter: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy. Call only when drained, outside a step."""

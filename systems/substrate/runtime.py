@@ -98,6 +98,8 @@ class Runtime:
             return
         self._moment(Phase.BACKWARD_ENTER, unit)
         self._carry_out_plan()
+        for bundle in self._bundles(unit):
+            self.parts.gradients.enter(bundle, unit)
         self.parts.residency.hold(self._bundles(unit), ("backward", unit))
         for bundle in self._bundles(unit):
             self.parts.gradients.reserve(bundle)
@@ -107,6 +109,9 @@ class Runtime:
             return
         self.parts.residency.release(self._bundles(unit), ("backward", unit))
         self._pending[unit] = max(self._pending.get(unit, 0) - 1, 0)
+        if not self._pending[unit]:
+            for bundle in self._bundles(unit):
+                self.parts.gradients.exit(bundle, unit)
         self._moment(Phase.BACKWARD_EXIT, unit)
         for bundle in self._bundles(unit):
             users = self.parts.layout.bundles[bundle].units
@@ -213,6 +218,9 @@ class Runtime:
         residency, gradients = self.parts.residency, self.parts.gradients
         for bundle, gradient in gradients.bundles.items():
             managed = residency.bundles[bundle]
+            if gradients.in_place.written(bundle) and not gradients.in_place.in_use(bundle):
+                gradients.flush(bundle)
+                return True
             if gradient.range is not None and not managed.holds and not gradients.adopts(bundle):
                 gradients.park(bundle)
                 if gradient.range is None:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from systems.errors import BudgetError
 from systems.planning.layout import Layout, Segment
 from systems.planning.plan import LaneKind, Tier
+from systems.sizes import format_size
 from systems.substrate.device import Device
 from systems.substrate.host import HostMapping
 from systems.substrate.tiers import Account, Allocation
@@ -79,6 +81,7 @@ class Store:
         trainable = [s for s in layout.segments if s.space.trainable]
         slot_bytes = sum(s.shard_numel for s in layout.segments) * dtype.itemsize
         state_bytes = sum(s.shard_numel for s in trainable) * 4
+        self._check_host(slot_bytes, state_bytes * (4 if accumulate > 1 else 3))
         self._mappings = {"slots": HostMapping("host-slots", slot_bytes, host, pinned=True)}
         parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
         for part in parts if trainable else []:
@@ -86,6 +89,18 @@ class Store:
         self.segments = [self._place(s, parts) for s in layout.segments]
         for stored in self.segments:
             self._fill(stored, shapes, initial)
+
+    def _check_host(self, slot_bytes: int, state_bytes: int) -> None:
+        need, have = slot_bytes + state_bytes, self.host.room
+        if need > have:
+            raise BudgetError(
+                f"the model needs {format_size(need)} of host memory ({format_size(slot_bytes)} for parameters, "
+                f"{format_size(state_bytes)} for master weights and moments), {format_size(have)} are there: raise "
+                "--host-memory or take a smaller model",
+                tier="host",
+                need=need,
+                have=have,
+            )
 
     def _place(self, segment: Segment, parts: Sequence[str]) -> StoredSegment:
         slot, slot_memory = self._mappings["slots"].take(self.dtype, segment.shard_numel)

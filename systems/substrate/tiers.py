@@ -17,6 +17,7 @@ import torch
 from systems.errors import OutOfMemoryError
 from systems.planning.layout import ALIGN_BYTES, round_up
 from systems.planning.plan import Tier
+from systems.sizes import format_size
 from systems.substrate.events import EventLog, Extent
 from systems.substrate.lanes import Ticket
 from systems.substrate.transfers import Memory
@@ -211,8 +212,9 @@ class Pool:
     def out_of_memory(self, nbytes: int, what: str) -> OutOfMemoryError:
         have = max(self.account.room, 0)
         return OutOfMemoryError(
-            f"out of device memory: {what} needs {nbytes} bytes, {have} of {self.account.budget} are free and nothing "
-            "more can be evicted: raise --device-memory, or lower --batch-size or --seq-len",
+            f"out of device memory: {what} needs {format_size(nbytes)}, {format_size(have)} of "
+            f"{format_size(self.account.budget)} are free and nothing more can be evicted: raise --device-memory, or lower "
+            "--batch-size or --seq-len",
             tier=self.account.tier.value,
             need=nbytes,
             have=have,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -163,6 +164,24 @@ def adam_states(engine: Engine) -> dict[str, AdamState]:
             name = engine.index.parameters[place.parameter].name
             found[name] = AdamState(state.exp_avg[where].clone(), state.exp_avg_sq[where].clone(), steps)
     return found
+
+
+def evict_at_once(engine: Engine, *, seed: int = 0) -> None:
+    """From now on whatever is released leaves the device at once, and now and then an unfinished gradient does too.
+
+    What a use after release would read is thus never there by luck.
+    """
+    residency, luck = parts_of(engine).residency, random.Random(seed)
+    release = residency.release
+
+    def release_and_evict(indices: Sequence[int], key: object) -> None:
+        release(indices, key)
+        for index in residency.evictable():
+            residency.evict(index)
+        if luck.random() < 0.5:
+            residency.demote()
+
+    residency.release = release_and_evict
 
 
 def parts_of(engine: Engine) -> Any:

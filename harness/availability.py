@@ -1,0 +1,50 @@
+"""Whether a system can run here at all: its module loads, and the outside package that it names is installed.
+
+A system that is a front for an outside package says so with two attributes, `package` (the name it is imported by) and
+`install` (the command that brings it). So its absence is known before anything is built, and a record says which
+version trained. What only shows later a system raises as UnavailableError from `initialize`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from systems import registry
+from systems.errors import UnavailableError
+from systems.registry import Entry
+
+if TYPE_CHECKING:
+    from systems.system import System
+
+
+def load(name: str, entries: Mapping[str, Entry] | None = None) -> System:
+    """The system of that name. ValueError if there is none, UnavailableError if it cannot run here."""
+    system = registry.get(name, entries)
+    package: str | None = getattr(system, "package", None)
+    if package is not None and importlib.util.find_spec(package.partition(".")[0]) is None:
+        install = getattr(system, "install", None) or f"pip install {package}"
+        raise UnavailableError(f"{name} is unavailable: the package {package} is not installed", install=install)
+    return system
+
+
+def package_of(system: System) -> str | None:
+    """Name and version of the outside package that does the work, None for this project's own code."""
+    package: str | None = getattr(system, "package", None)
+    if package is None:
+        return None
+    try:
+        return f"{package} {importlib.metadata.version(package.partition('.')[0])}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} (version not known)"
+
+
+def load_all(entries: Mapping[str, Entry]) -> Iterator[tuple[str, System | UnavailableError]]:
+    """Every system by name, or why it cannot run here."""
+    for name, entry in entries.items():
+        try:
+            yield name, load(name, {name: entry})
+        except UnavailableError as error:
+            yield name, error

@@ -1,0 +1,78 @@
+"""What a user sees: results as lines on stdout, progress, tables and complaints on stderr.
+
+A reader that goes away (`| head`), a log on a full disk or a closed stream ends no run: what it cannot take is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import IO, TextIO, cast
+
+from rich.console import Console
+
+from systems.messages import one_line
+
+PLAIN_WIDTH = 160  # columns of a table that goes to a file or a pipe
+
+
+class Tolerant:
+    """A text stream that swallows everything once it cannot be written any more. None: it was closed from the start."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError):
+                self._let_go()
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """What the stream still buffers goes nowhere, so that the interpreter's own flush at exit does not fail either."""
+        stream, self._stream = self._stream, None
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, cast(TextIO, stream).fileno())
+            os.close(nowhere)
+
+    def isatty(self) -> bool:
+        with suppress(OSError, ValueError):
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream is closed")
+        return self._stream.fileno()
+
+
+def progress_console() -> Console:
+    stream = Tolerant(sys.stderr)
+    width = None if stream.isatty() else PLAIN_WIDTH
+    return Console(file=cast(IO[str], stream), highlight=False, soft_wrap=True, width=width)
+
+
+def say(line: str) -> None:
+    """A line on stdout."""
+    stream = Tolerant(sys.stdout)
+    stream.write(line + "\n")
+    stream.flush()
+
+
+def complain(message: str) -> None:
+    """One line on stderr."""
+    stream = Tolerant(sys.stderr)
+    stream.write(f"harness: {one_line(message)}\n")
+    stream.flush()

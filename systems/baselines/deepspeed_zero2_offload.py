@@ -1,0 +1,12 @@
+"""DeepSpeed ZeRO-2 with the optimizer on the host (ZeRO-Offload): 16-bit parameters stay on the device."""
+
+from __future__ import annotations
+
+from systems.baselines.external.deepspeed_config import Variant
+from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+
+SYSTEM = DeepSpeedSystem(
+    "deepspeed-zero2-offload",
+    "DeepSpeed ZeRO-2, optimizer on the host",
+    Variant(stage=2, optimizer="cpu"),
+)

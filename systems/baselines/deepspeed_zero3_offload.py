@@ -1,0 +1,12 @@
+"""DeepSpeed ZeRO-3 with parameters and optimizer on the host: the usual way to train what does not fit on a device."""
+
+from __future__ import annotations
+
+from systems.baselines.external.deepspeed_config import Variant
+from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+
+SYSTEM = DeepSpeedSystem(
+    "deepspeed-zero3-offload",
+    "DeepSpeed ZeRO-3, parameters and optimizer on the host",
+    Variant(stage=3, optimizer="cpu", parameters="cpu"),
+)

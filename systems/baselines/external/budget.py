@@ -1,0 +1,96 @@
+"""Budgets and peaks of packages that keep no accounts of their own.
+
+Device: torch's allocator is told the budget, so a package that wants more runs out of memory as on a smaller device.
+Host: nothing stops a package, so what it is known to need is worked out beforehand and refused if it cannot be.
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from systems.errors import BudgetError, UnsupportedError
+from systems.machine import device_budget, host_budget
+from systems.sizes import format_size
+from systems.system import MemoryReport, Settings
+
+ONE_MEMORY = "device and host are one memory here: --device-memory does not bind this package, and its device peak is unknown"
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What torch's pinned allocator takes for a tensor: the next power of two, 0 for nothing."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
+class Limits:
+    """The budgets of one engine in force, and its peaks. host_need: bytes the package is known to hold on the host."""
+
+    def __init__(self, settings: Settings, *, system: str, host_need: int) -> None:
+        self._host = host_budget(settings)
+        if host_need > self._host:
+            raise BudgetError(
+                f"{system} needs about {format_size(host_need)} of host memory for model states, "
+                f"{format_size(self._host)} are allowed: lower the model, raise --host-memory, or take more of the device",
+                tier="host",
+                need=host_need,
+                have=self._host,
+            )
+        self._device: int | None = None
+        if settings.device == "cuda":
+            self._device = device_budget(settings)
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            if self._device > total:
+                message = f"--device-memory is {self._device} bytes, the device has {total}: lower it"
+                raise BudgetError(message, tier="device", need=self._device, have=total)
+            torch.cuda.set_per_process_memory_fraction(self._device / total)
+            torch.cuda.reset_peak_memory_stats()
+        self._process = psutil.Process()
+        self._before = self._process.memory_info().rss
+        self._peak = 0
+
+    def free_device_bytes(self) -> int:
+        """What the device can still give under its budget; without a device, the host's budget."""
+        if self._device is None:
+            return self._host
+        free, _ = torch.cuda.mem_get_info()
+        return min(free, self._device - torch.cuda.memory_reserved())
+
+    def look(self) -> None:
+        """Take note of the process's resident memory; cheap enough for every step."""
+        self._peak = max(self._peak, self._process.memory_info().rss - self._before)
+
+    def _started_processes(self) -> int:
+        """Resident bytes of the processes that this one started."""
+        total = 0
+        for process in self._process.children(recursive=True):
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+    def report(self) -> MemoryReport:
+        """host_peak_bytes: resident memory beyond what there was at first, as seen at step boundaries, and that of
+        started processes as they are now."""
+        self.look()
+        cuda = self._device is not None
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak") if cuda and torch.cuda.is_initialized() else None
+        return MemoryReport(
+            device_peak_bytes=torch.cuda.max_memory_reserved() if cuda else None,
+            device_budget_bytes=self._device,
+            host_peak_bytes=self._peak + self._started_processes(),
+            host_pinned_bytes=pinned if cuda else 0,
+            host_budget_bytes=self._host,
+        )
+
+    def lift(self) -> None:
+        """The next engine of this process sets its own."""
+        if self._device is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def refuse_ranks_and_optimizer(settings: Settings, system: str) -> None:
+    if settings.ranks != 1:
+        raise UnsupportedError(f"{system} runs on one rank here: leave --ranks at 1")
+    if settings.optimizer is not None:
+        raise UnsupportedError(f"{system} builds its own optimizer: give the learning rate and decay, not a torch optimizer")

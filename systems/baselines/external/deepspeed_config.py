@@ -1,0 +1,245 @@
+"""DeepSpeed's configurations: one Variant a baseline, and the dictionary that DeepSpeed is given for it.
+
+Note [A fair DeepSpeed]
+    Each variant is DeepSpeed's own recommendation for its kind, with everything said that its defaults leave open.
+    Clipping is what the run asks for (DeepSpeed's default is 1.0). Timers are off: its throughput timer synchronises the
+    device twice a step. Buckets and prefetch are 5e8 elements, at most 1e9 parameters are live, parameters below 1e5
+    elements stay resident, all host buffers are pinned, reduction overlaps backward. Gradients of several micro-batches
+    add up in fp32, as in the reference recipe. Where no optimizer is offloaded, AdamW is torch's fused one ("torch_adam"),
+    which needs no compiler on the machine; offloaded ones are DeepSpeed's own CPU Adam.
+    The harness tells a system no batch size, and one is all that DeepSpeed's throughput figures, never read here, would
+    need it for: train_micro_batch_size_per_gpu is 1.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from systems.baselines.external.budget import pinned_bytes
+from systems.baselines.external.package import Config, merge, read_config, refuse_changes
+from systems.errors import BudgetError, UnsupportedError
+from systems.sizes import format_size
+from systems.system import Settings
+
+BUCKET = 500_000_000
+MAX_LIVE = 1_000_000_000
+PERSISTENT = 100_000
+SUB_GROUP = 1_000_000_000
+PARAM_BUFFERS = 5
+OPTIMIZER_BUFFERS = 4
+IGNORED_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+Place = Literal["device", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One baseline. sub_group: elements updated at once by ZeRO-3. partial: the optimizer is split between both sides."""
+
+    stage: Literal[2, 3]
+    optimizer: Place = "device"
+    parameters: Place = "device"
+    sub_group: int = SUB_GROUP
+    partial: bool = False
+    super_offload: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        return self.optimizer != "device"
+
+    def check(self, settings: Settings, system: str) -> None:
+        """UnsupportedError for what this variant would do wrong, or not do."""
+        if not settings.adam.decoupled and (self.partial or self.super_offload):
+            raise UnsupportedError(f"{system} has AdamW only, with decoupled decay: take another system for Adam")
+        if not self.super_offload:
+            return
+        if settings.device != "cuda":
+            raise UnsupportedError(f"{system} runs on CUDA only: take deepspeed-zero3-offload with --device cpu")
+        if settings.clip > 0:
+            raise UnsupportedError(
+                f"{system} updates during backward only without clipping, and --clip is {settings.clip:g}: use --clip 0, "
+                "or deepspeed-zero3-offload"
+            )
+        if settings.dtype == "fp16":
+            raise UnsupportedError(f"{system} updates before gradients are unscaled: use --dtype bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the model, in elements; width: bytes of one in the compute dtype."""
+
+    parameters: int
+    trainable: int
+    largest: int
+    width: int
+
+
+def configuration(
+    variant: Variant, settings: Settings, sizes: Sizes, *, ratio: float = 1.0, nvme_path: str | None = None
+) -> Config:
+    """What DeepSpeed is given, without the user's own file. ratio: share of the optimizer on the CPU, if it is split."""
+    adam = settings.adam
+    parameters: Config = {
+        "lr": adam.lr,
+        "betas": list(adam.betas),
+        "eps": adam.eps,
+        "weight_decay": adam.weight_decay,
+        "adam_w_mode": adam.decoupled,
+    }
+    if not variant.offloads:
+        parameters |= {"torch_adam": True, "fused": True}
+    config: Config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": settings.accumulate,
+        "gradient_clipping": settings.clip,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
+        "optimizer": {"type": "AdamW" if adam.decoupled else "Adam", "params": parameters},
+        "bf16": {"enabled": settings.dtype == "bf16"},
+        "fp16": {"enabled": settings.dtype == "fp16", "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000}
+        | {"hysteresis": 1, "min_loss_scale": 1},
+        "zero_optimization": _zero(variant, sizes, ratio, nvme_path),
+    }
+    if settings.accumulate > 1:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if "nvme" in (variant.optimizer, variant.parameters):
+        config["aio"] = {
+            "block_size": 1 << 20,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return config
+
+
+def _zero(variant: Variant, sizes: Sizes, ratio: float, nvme_path: str | None) -> Config:
+    zero: Config = {
+        "stage": variant.stage,
+        "contiguous_gradients": True,
+        "overlap_comm": not variant.super_offload,
+        "reduce_scatter": True,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+    }
+    if variant.stage == 3:
+        zero |= {
+            "sub_group_size": variant.sub_group,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": MAX_LIVE,
+            "stage3_max_reuse_distance": MAX_LIVE,
+            "stage3_param_persistence_threshold": PERSISTENT,
+        }
+    if variant.offloads:
+        offload: Config = {"device": variant.optimizer, "pin_memory": True}
+        if variant.partial:
+            offload["ratio"] = ratio
+        if variant.super_offload:
+            offload |= {"super_offload": True, "cpuadam_cores_perc": 0.9}
+        if variant.optimizer == "nvme":
+            offload |= {"nvme_path": nvme_path, "buffer_count": OPTIMIZER_BUFFERS, "pipeline_read": True}
+            offload |= {"pipeline_write": True}
+        zero["offload_optimizer"] = offload
+    if variant.parameters != "device":
+        zero["offload_param"] = {"device": variant.parameters, "pin_memory": True}
+        if variant.parameters == "nvme":
+            buffers = {"buffer_count": PARAM_BUFFERS, "buffer_size": max(sizes.largest, 100_000_000)}
+            zero["offload_param"] |= {"nvme_path": nvme_path, "max_in_cpu": 0} | buffers
+    return zero
+
+
+def with_users_file(config: Config, path: str | None, system: str) -> tuple[Config, list[str]]:
+    """The user's file merged in, and what of it is not used. UnsupportedError if it changes what flags decide."""
+    if path is None:
+        return config, []
+    theirs = read_config(path)
+    notes = [f"{path}: {key} is not used, --batch-size decides" for key in IGNORED_SIZES if key in theirs]
+    theirs = {key: value for key, value in theirs.items() if key not in IGNORED_SIZES}
+    refuse_changes(path, theirs, _decided(config, system))
+    if "scheduler" in theirs:
+        raise UnsupportedError(f"{path} has a scheduler: --schedule decides the learning rate; leave it out")
+    return merge(config, theirs), notes
+
+
+def _decided(config: Config, system: str) -> Mapping[tuple[str, ...], tuple[Any, str]]:
+    """What is not the file's to change, and whose it is."""
+    adam = config["optimizer"]["params"]
+    return {
+        ("gradient_accumulation_steps",): (config["gradient_accumulation_steps"], "--accumulate decides"),
+        ("gradient_clipping",): (config["gradient_clipping"], "--clip decides"),
+        ("bf16", "enabled"): (config["bf16"]["enabled"], "--dtype decides"),
+        ("fp16", "enabled"): (config["fp16"]["enabled"], "--dtype decides"),
+        ("zero_optimization", "stage"): (config["zero_optimization"]["stage"], f"{system} is named after it"),
+        ("optimizer", "type"): (config["optimizer"]["type"], "every system here runs it"),
+        ("optimizer", "params", "lr"): (adam["lr"], "--lr decides"),
+        ("optimizer", "params", "betas"): (adam["betas"], "every system here has them"),
+        ("optimizer", "params", "eps"): (adam["eps"], "every system here has it"),
+        ("optimizer", "params", "weight_decay"): (adam["weight_decay"], "--weight-decay decides"),
+    }
+
+
+def split_ratio(sizes: Sizes, variant: Variant, room: int) -> float:
+    """Share of the optimizer left on the CPU when the device has `room` bytes for the rest.
+
+    DeepSpeed puts the first int((1 - ratio) x n) of n sub-groups on the device: 16 bytes an element there, for master,
+    moments and gradient in fp32.
+    """
+    groups = max(1, math.ceil(sizes.trainable / variant.sub_group))
+    each = 16 * min(variant.sub_group, sizes.trainable)
+    fitting = min(groups, max(room, 0) // max(each, 1))
+    return 0.0 if fitting == groups else round(1 - (fitting + 0.5) / groups, 6) if fitting else 1.0
+
+
+def host_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config) -> int:
+    """Bytes of host memory that DeepSpeed is known to hold for this variant, from its sources.
+
+    Pinned buffers come from torch's allocator, which rounds each up to a power of two. Where the device is emulated,
+    what would lie on the device is host memory too, and nothing is pinned.
+    """
+    cuda = settings.device == "cuda"
+    pin = pinned_bytes if cuda else int
+    trainable, width = sizes.trainable, sizes.width
+    gradient_width = 4 if settings.accumulate > 1 else width
+    need = 0
+    if variant.parameters == "cpu":
+        need += pin(sizes.parameters * width)
+    elif variant.parameters == "nvme":
+        need += PARAM_BUFFERS * pin(max(sizes.largest, 100_000_000) * width) if cuda else 0
+    elif not cuda:
+        need += sizes.parameters * width
+    if variant.optimizer == "device":
+        return need if cuda else need + trainable * (12 + gradient_width)
+    if variant.stage == 2:
+        return need + pin(4 * trainable) + pin(width * trainable) + 12 * trainable
+    group = int(config["zero_optimization"].get("sub_group_size", SUB_GROUP))
+    whole, rest = divmod(trainable, group)
+    need += pin(gradient_width * trainable)
+    if variant.optimizer == "nvme":
+        return need + 2 * OPTIMIZER_BUFFERS * pin(4 * min(group, trainable)) if cuda else need
+    share = float(config["zero_optimization"]["offload_optimizer"].get("ratio", 1.0)) if cuda else 1.0
+    return need + int(share * (whole * pin(4 * group) + pin(4 * rest) + 12 * trainable))
+
+
+def check_disk(variant: Variant, sizes: Sizes, nvme_path: str | None, system: str) -> None:
+    """UnsupportedError without a folder, BudgetError when its disk has no room for what will be written there."""
+    if "nvme" not in (variant.optimizer, variant.parameters):
+        return
+    if nvme_path is None:
+        raise UnsupportedError(f"{system} keeps model states on disk and is not told where: give --option nvme_path=FOLDER")
+    if not os.path.isdir(nvme_path) or not os.access(nvme_path, os.W_OK):
+        raise UnsupportedError(f"--option nvme_path={nvme_path} is not a folder that can be written to: make it first")
+    need, have = 16 * sizes.trainable + sizes.width * sizes.parameters, shutil.disk_usage(nvme_path).free
+    if need > have:
+        raise BudgetError(
+            f"{system} writes about {format_size(need)} to {nvme_path}, {format_size(have)} are free there: lower the "
+            "model or take another folder",
+            tier="disk",
+            need=need,
+            have=have,
+        )

@@ -1,0 +1,171 @@
+"""DeepSpeed behind the protocol: one engine for every variant, since only the configuration differs.
+
+Note [Same start, same gradients]
+    DeepSpeed takes the 16-bit parameters and makes its fp32 masters of them; every system here starts from fp32 values
+    and rounds those. So the masters are written again after initialisation. ZeRO-3 partitions real tensors, one at a
+    time (`zero.Init(module=...)`): building under its context loses the padding row of an embedding.
+    The loss arrives divided by the global label count. DeepSpeed would divide it by the number of micro-batches as
+    well; `scale_wrt_gas=False` keeps it from that. Its step() also counts micro-batches, so it is called after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from systems.baselines.external import budget, deepspeed_global
+from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, LateNumber, PackageEngine, Update
+from systems.baselines.external.package import Config, PackageStatistics
+from systems.baselines.external.process import OneRank
+from systems.baselines.external.weights import Masters, materialise
+from systems.errors import UnsupportedError
+from systems.substrate.activations import apply_recompute
+from systems.substrate.adoption import place_buffers
+from systems.substrate.units import FoundModel
+from systems.system import TORCH_DTYPE, Settings
+
+
+class DeepSpeedRun(PackageEngine):
+    """deepspeed: the package. config: what it is given. disk: it writes to one, and counts no bytes of it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: FoundModel,
+        settings: Settings,
+        *,
+        deepspeed: Any,
+        limits: budget.Limits,
+        config: Config,
+        statistics: PackageStatistics,
+        disk: bool,
+    ) -> None:
+        started = time.perf_counter()
+        super().__init__(model, settings, limits, NO_OTHER_RANK | ({} if disk else NO_DISK))
+        self._deepspeed, self._found, self._statistics = deepspeed, found, statistics
+        self._stage = int(config["zero_optimization"]["stage"])
+        self._names = [p.name for p in found.index.parameters]
+        self._device = torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
+        self._undo: list[Any] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(limits.lift)
+            undo.enter_context(deepspeed_global.as_found(deepspeed))
+            rank = OneRank("nccl" if settings.device == "cuda" else "gloo", **deepspeed_global.variables(settings))
+            undo.callback(rank.close)
+            self._check_dtype()
+            undo.callback(apply_recompute(found, settings.recompute))
+            self._start(config)
+            self._exit = undo.pop_all()
+        self._startup = {"initialize": time.perf_counter() - started}
+        limits.look()
+
+    def _check_dtype(self) -> None:
+        accelerator = self._deepspeed.get_accelerator()
+        if accelerator.device_name() != self.settings.device:
+            raise UnsupportedError(
+                f"DeepSpeed chose the {accelerator.device_name()} in this process before, {self.settings.device} is asked "
+                "for: start a new process"
+            )
+        if self.settings.dtype == "fp16" and not accelerator.is_fp16_supported():
+            raise UnsupportedError("DeepSpeed has no fp16 on this CPU: use --dtype bf16 or fp32")
+
+    def _start(self, config: Config) -> None:
+        masters = Masters(self._found, self.settings)
+        self._parameters = materialise(self._found, masters, TORCH_DTYPE[self.settings.dtype])
+        place_buffers(self.module, self._device)
+        if self._stage == 3:
+            self._deepspeed.zero.Init(module=self.module, config_dict_or_path=config)
+        self.runs, *_ = self._deepspeed.initialize(model=self.module, config=config)
+        for number in range(len(self._parameters)):
+            self._set_master(number, masters.value(number, self._device))
+            masters.forget(number)
+
+    def _set_master(self, number: int, value: torch.Tensor) -> None:
+        self._deepspeed.utils.safe_set_full_fp32_param(self._parameters[number], value)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runs(*args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self.runs.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self.runs.step()
+
+    def _update(self) -> Update:
+        scale = float(getattr(self.runs.optimizer, "loss_scale", 1.0))
+        self.runs.step()
+        skipped = not self.runs.was_step_applied()
+        norm = None if skipped else self.runs.get_global_grad_norm()
+        return Update(None if norm is None else LateNumber(norm), scale, skipped)
+
+    def set_lr(self, lr: float) -> None:
+        """SuperOffload reads the rate when an update starts, which is during backward: there it counts a step later."""
+        optimizer = self.runs.optimizer
+        for inner in (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)):
+            for group in getattr(inner, "param_groups", ()):
+                group["lr"] = lr
+
+    def train(self, mode: bool = True) -> None:
+        self.runs.train(mode)
+
+    def eval(self) -> None:
+        self.runs.eval()
+
+    def statistics(self) -> PackageStatistics:
+        runs = self.runs
+        resolved: dict[str, str | int | float | bool | None] = {
+            "accelerator": self._deepspeed.get_accelerator().device_name(),
+            "zero_optimizer": type(runs.optimizer).__name__,
+            "optimizer": type(runs.optimizer.optimizer).__name__,
+            "gradient_clipping": runs.gradient_clipping(),
+            "overlap_comm": runs.zero_overlap_comm(),
+        }
+        placed = getattr(runs.optimizer, "subgroup_to_device", None)
+        if placed is not None:
+            resolved |= {"sub_groups": len(placed), "sub_groups_on_cpu": sum(p == "cpu" for p in placed.values())}
+        return self._statistics.model_copy(update={"resolved": resolved})
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        self.drain()
+        values = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            value = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if value is None:  # frozen: there is no master
+                with self._gathered(parameter):
+                    value = parameter.detach().clone()
+            values[name] = value.float().cpu().clone().view(self._shape(parameter))
+        yield values
+        if not write:
+            return
+        for number, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
+            value = values[name].to(self._device)
+            self._set_master(number, value)
+            with self._gathered(parameter, write=True), torch.no_grad():
+                parameter.copy_(value)
+
+    def _gathered(self, parameter: nn.Parameter, *, write: bool = False) -> contextlib.AbstractContextManager[Any]:
+        if self._stage != 3:
+            return contextlib.nullcontext()
+        return self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None)
+
+    def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def _shut_down(self) -> None:
+        worker = getattr(self.runs.optimizer, "superoffload_cpu_optimizer", None)
+        try:
+            if worker is not None:
+                worker.close()
+            self.runs.destroy()
+        finally:
+            self._exit.close()
+            for parameter in self._parameters:
+                parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
+            del self.runs

@@ -1,0 +1,136 @@
+"""The registry's entries for DeepSpeed: checks a request, sizes it, and hands it to the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import BaseModel, Field
+from torch import nn
+
+from systems.baselines.external import budget, deepspeed_global
+from systems.baselines.external.deepspeed_config import (
+    Sizes,
+    Variant,
+    check_disk,
+    configuration,
+    host_need,
+    split_ratio,
+    with_users_file,
+)
+from systems.baselines.external.deepspeed_engine import DeepSpeedRun
+from systems.baselines.external.package import ConfigOptions, PackageStatistics, require
+from systems.machine import device_budget
+from systems.registry import UnavailableError
+from systems.sizes import Size
+from systems.substrate.units import FoundModel, find_units
+from systems.system import TORCH_DTYPE, Engine, Settings
+
+INSTALL = "install it with pip install 'offload-bench[baselines]'"
+RESERVED_SHARE = 0.35  # of the device, for activations and DeepSpeed's buckets, when nothing is said
+
+
+class DeepSpeedOptions(ConfigOptions):
+    """Options of every DeepSpeed baseline."""
+
+
+class TwinFlowOptions(ConfigOptions):
+    """The split of the optimizer between CPU and device."""
+
+    ratio: float | None = Field(None, ge=0, le=1, description="share of the optimizer on the CPU; null: what does not fit")
+    reserve: Size | None = Field(None, description="device memory left free for activations when ratio is null; null: 35 %")
+
+
+class InfinityOptions(ConfigOptions):
+    """Where model states go."""
+
+    nvme_path: str | None = Field(None, description="folder on the disk that holds parameters and optimizer; needed")
+
+
+class DeepSpeedSystem:
+    """A named configuration of DeepSpeed."""
+
+    def __init__(
+        self, name: str, summary: str, variant: Variant, options: type[ConfigOptions] = DeepSpeedOptions
+    ) -> None:
+        self.name, self.summary, self.variant = name, summary, variant
+        self.Options: type[BaseModel] = options
+
+    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
+        assert isinstance(options, ConfigOptions)
+        budget.refuse_ranks_and_optimizer(settings, self.name)
+        self.variant.check(settings, self.name)
+        found = find_units(model)
+        sizes = _sizes(found, settings)
+        nvme_path = options.nvme_path if isinstance(options, InfinityOptions) else None
+        check_disk(self.variant, sizes, nvme_path, self.name)
+        with deepspeed_global.accelerator(settings):
+            deepspeed = require("deepspeed", INSTALL, self.name)
+            self._require_disk_library()
+        ratio = _ratio(self.variant, settings, sizes, options)
+        ours = configuration(self.variant, settings, sizes, ratio=ratio, nvme_path=nvme_path)
+        config, notes = with_users_file(ours, options.config, self.name)
+        limits = budget.Limits(
+            settings, system=self.name, host_need=host_need(self.variant, settings, sizes, config)
+        )
+        statistics = PackageStatistics(
+            package="deepspeed",
+            version=deepspeed.__version__,
+            config=config,
+            config_file=options.config,
+            notes=notes + self._notes(settings),
+        )
+        return DeepSpeedRun(
+            model,
+            found,
+            settings,
+            deepspeed=deepspeed,
+            limits=limits,
+            config=config,
+            statistics=statistics,
+            disk=nvme_path is not None,
+        )
+
+    def _require_disk_library(self) -> None:
+        if "nvme" not in (self.variant.optimizer, self.variant.parameters):
+            return
+        builder = require("deepspeed.ops.op_builder", INSTALL, self.name).AsyncIOBuilder()
+        if not builder.is_compatible(verbose=False):
+            raise UnavailableError(
+                f"{self.name} is unavailable: DeepSpeed's disk operations need libaio and its headers; install them, on "
+                "Debian and Ubuntu with apt install libaio-dev"
+            )
+
+    def _notes(self, settings: Settings) -> list[str]:
+        notes = []
+        if settings.device == "cpu":
+            notes.append(budget.ONE_MEMORY)
+            if self.variant.offloads:
+                notes.append("offloading copies within one memory here: its arithmetic is real, its times mean nothing")
+            if self.variant.partial:
+                notes.append("on the CPU accelerator every sub-group is the CPU's, whatever the ratio")
+        if self.variant.super_offload:
+            notes.append("updates start during backward, so a learning rate counts one step later than elsewhere")
+        return notes
+
+
+def _sizes(found: FoundModel, settings: Settings) -> Sizes:
+    index = found.index
+    return Sizes(
+        parameters=index.numel(),
+        trainable=index.numel(trainable_only=True),
+        largest=max(p.numel for p in index.parameters),
+        width=TORCH_DTYPE[settings.dtype].itemsize,
+    )
+
+
+def _ratio(variant: Variant, settings: Settings, sizes: Sizes, options: Any) -> float:
+    """Twin-Flow's share on the CPU: as given, or what the device has no room for beside parameters and activations."""
+    if not variant.partial:
+        return 1.0
+    if options.ratio is not None:
+        return options.ratio
+    budget_bytes = device_budget(settings)
+    free = budget_bytes if settings.device == "cpu" else min(budget_bytes, torch.cuda.mem_get_info()[0])
+    reserve = int(RESERVED_SHARE * budget_bytes) if options.reserve is None else options.reserve
+    return split_ratio(sizes, variant, free - sizes.width * sizes.parameters - reserve)

@@ -1,0 +1,146 @@
+"""What every engine does that drives a package at one rank: counts micro-batches, reads norms late, keeps outcomes."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from systems.baselines.external.budget import Limits
+from systems.baselines.external.package import PackageStatistics
+from systems.errors import DivergedError
+from systems.substrate.recipe import MAX_SKIPS_IN_A_ROW
+from systems.system import Engine, MemoryReport, Settings, StepOutcome
+
+NO_OTHER_RANK = {"gather_bytes": 0, "reduce_bytes": 0}
+NO_DISK = {"disk_read_bytes": 0, "disk_write_bytes": 0}
+
+
+class LateNumber:
+    """A number on its way from the device: copied without waiting, read when the device has long computed it."""
+
+    def __init__(self, number: torch.Tensor | float) -> None:
+        self._number, self._event = number, None
+        if isinstance(number, torch.Tensor) and number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()  # work queued after the copy goes on meanwhile
+        return float(self._number)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a package says of one step. norm: before clipping, None if it computed none."""
+
+    norm: LateNumber | None
+    loss_scale: float = 1.0
+    skipped: bool | Callable[[], bool] = False
+
+
+class PackageEngine(Engine):
+    """known: counters whose totals are known without counting; the others a package does not tell are left out."""
+
+    def __init__(self, model: nn.Module, settings: Settings, limits: Limits, known: dict[str, int]) -> None:
+        self.module, self.settings, self.limits = model, settings, limits
+        self.outcomes: list[StepOutcome] = []
+        self._startup: dict[str, float] = {}
+        self._known = dict(known)
+        self._micro_step = 0
+        self._skipped = self._skips_in_a_row = 0
+        self._unread: Update | None = None
+        self._closed = False
+
+    @abstractmethod
+    def _forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """last: no micro-batch of this step comes after it."""
+
+    @abstractmethod
+    def _update(self) -> Update: ...
+
+    @abstractmethod
+    def _shut_down(self) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function("forward"):
+            return self._forward(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        accumulate = self.settings.accumulate
+        if self._micro_step >= accumulate:
+            raise ValueError(f"backward was called more than accumulate={accumulate} times: call step()")
+        self._micro_step += 1
+        with record_function("backward"):
+            self._backward(loss, last=self._micro_step == accumulate)
+
+    def step(self) -> None:
+        if self._micro_step != self.settings.accumulate:
+            raise ValueError(f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward")
+        self._read()
+        with record_function("step"):
+            self._unread = self._update()
+        self._micro_step = 0
+        self.limits.look()
+
+    def _read(self) -> None:
+        """The outcome of the step before, whose norm the device has long computed."""
+        update, self._unread = self._unread, None
+        if update is None:
+            return
+        norm = None if update.norm is None else update.norm.read()
+        skipped = update.skipped() if callable(update.skipped) else update.skipped
+        factor, clip = 1.0, self.settings.clip
+        if clip > 0 and norm is not None and math.isfinite(norm):
+            factor = min(1.0, clip / (norm + 1e-6))
+        self.outcomes.append(StepOutcome(len(self.outcomes) + 1, norm, factor, update.loss_scale, skipped))
+        self._skipped += skipped
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            raise DivergedError(
+                f"{self._skips_in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
+                f"{len(self.outcomes)}: lower --lr, set --clip, or check the data"
+            )
+
+    def drain(self) -> None:
+        if self.settings.device == "cuda":
+            torch.cuda.synchronize()
+        self._read()
+
+    def counters(self) -> dict[str, int]:
+        return {**self._known, "skipped_steps": self._skipped}
+
+    def memory(self) -> MemoryReport:
+        return self.limits.report()
+
+    def startup_s(self) -> dict[str, float]:
+        return dict(self._startup)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self.settings.device == "cuda":
+            torch.cuda.synchronize()
+        try:
+            self._shut_down()
+        finally:
+            self.limits.lift()
+
+    @abstractmethod
+    def statistics(self) -> PackageStatistics: ...
+
+    @abstractmethod
+    def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]: ...

@@ -1,0 +1,63 @@
+"""Initial values for models that another package takes over: the same as every other system's, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from systems.substrate.adoption import initial_values
+from systems.substrate.units import FoundModel
+from systems.system import Settings
+
+
+class Masters:
+    """The first fp32 value of every parameter, by number.
+
+    A model that comes with values of its own is about to lose them to the package's 16-bit copies, so they are kept
+    until they have been read a second time; values that a generator makes are made again.
+    """
+
+    def __init__(self, found: FoundModel, settings: Settings) -> None:
+        self._fill = initial_values(found, settings)
+        self._shapes = [tuple(p.shape) for p in found.parameters]
+        self._kept: dict[int, torch.Tensor] = {}
+        if settings.initial_weights is None:
+            self._kept = {number: p.detach() for number, p in enumerate(found.parameters)}
+
+    def value(self, number: int, device: torch.device | None = None) -> torch.Tensor:
+        """fp32, contiguous, a tensor of its own."""
+        if number in self._kept:
+            return self._kept[number].to(device=device, dtype=torch.float32, copy=True).contiguous()
+        out = torch.empty(self._shapes[number], dtype=torch.float32, device=device)
+        self._fill(number, out)
+        return out
+
+    def forget(self, number: int) -> None:
+        """Its value is not needed any more."""
+        self._kept.pop(number, None)
+
+
+def materialise(
+    found: FoundModel, masters: Masters, dtype: torch.dtype, device: torch.device | None = None
+) -> list[nn.Parameter]:
+    """Give every parameter its first value, rounded to dtype. Those on the meta device are replaced by new objects."""
+    parameters: list[nn.Parameter] = []
+    for number, old in enumerate(found.parameters):
+        value = masters.value(number, device).to(dtype)
+        if old.is_meta:
+            old = nn.Parameter(value, requires_grad=old.requires_grad)
+            for module, attribute in found.owners[number]:
+                module._parameters[attribute] = old
+        else:
+            old.data, old.grad = value, None
+        parameters.append(old)
+    return parameters
+
+
+def discard(parameters: list[nn.Parameter], empty: Callable[[nn.Parameter], None]) -> None:
+    """Leave the model without weights."""
+    for parameter in parameters:
+        parameter.grad = None
+        empty(parameter)

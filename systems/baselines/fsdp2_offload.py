@@ -1,0 +1,184 @@
+"""torch's FSDP2 with CPUOffloadPolicy: fp32 masters, gradients and moments on the host, one block at a time on the device.
+
+Every block is a group of its own, the rest (embeddings, final norm, head) is the root's. Parameters are cast to the
+compute dtype on the device after they are fetched, as fully_shard does it, so the host sends 4 bytes a parameter and
+gets 4 back. With several micro-batches each one's gradient goes to the host and is added there in fp32: kept on the
+device until the last, a whole model's gradient would have to fit there. The norm is computed only if clipping asks for
+it. At one rank nothing is sharded; what is measured is its offload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from systems.baselines.external import budget
+from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, LateNumber, PackageEngine, Update
+from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
+from systems.baselines.external.process import OneRank
+from systems.baselines.external.torch_adam import adam, check_arguments, set_rate
+from systems.baselines.external.weights import Masters, materialise
+from systems.errors import UnsupportedError
+from systems.substrate.activations import apply_recompute
+from systems.substrate.adoption import place_buffers
+from systems.substrate.units import FoundModel, find_units
+from systems.system import TORCH_DTYPE, Engine, Settings
+
+
+class FsdpOptions(ConfigOptions):
+    """fsdp2-offload's options."""
+
+
+class FsdpEngine(PackageEngine):
+    """config: arguments of fully_shard, its two policies, and the optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: FoundModel,
+        settings: Settings,
+        *,
+        limits: budget.Limits,
+        config: Config,
+        statistics: PackageStatistics,
+    ) -> None:
+        started = time.perf_counter()
+        super().__init__(model, settings, limits, NO_OTHER_RANK | NO_DISK)
+        self._statistics = statistics
+        self._names = [p.name for p in found.index.parameters]
+        self._owners = [owners[0] for owners in found.owners]
+        cuda = settings.device == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        with contextlib.ExitStack() as undo:
+            undo.callback(limits.lift)
+            undo.callback(OneRank("cpu:gloo,cuda:nccl" if cuda else "gloo").close)
+            undo.callback(apply_recompute(found, settings.recompute))
+            materialise(found, Masters(found, settings), torch.float32)
+            place_buffers(model, device)
+            self._shard(found, config)
+            self._optimizer = adam(self._parameters(), settings.adam, config["optimizer"])
+            self._exit = undo.pop_all()
+        self._startup = {"initialize": time.perf_counter() - started}
+        limits.look()
+
+    def _shard(self, found: FoundModel, config: Config) -> None:
+        mesh = init_device_mesh(self.settings.device, (1,))
+        dtype = TORCH_DTYPE[self.settings.dtype]
+        precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, **config["mixed_precision"])
+        offload = CPUOffloadPolicy(**config["cpu_offload"])
+        blocks = [found.modules[unit.index] for unit in found.index.units if unit.block is not None]
+        for module in (*blocks, self.module):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, **config["fully_shard"])
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """FSDP puts parameters of its own in place of the model's: they are looked up where they are."""
+        found = []
+        for module, attribute in self._owners:
+            parameter = module._parameters[attribute]
+            assert parameter is not None
+            found.append(parameter)
+        return found
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def _update(self) -> Update:
+        norm = None
+        if self.settings.clip > 0:
+            total = torch.nn.utils.clip_grad_norm_(self._parameters(), self.settings.clip)
+            norm = LateNumber(total.full_tensor() if isinstance(total, DTensor) else total)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return Update(norm)
+
+    def set_lr(self, lr: float) -> None:
+        set_rate(self._optimizer, lr)
+
+    def statistics(self) -> PackageStatistics:
+        return self._statistics
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        self.drain()
+        for module in self.module.modules():
+            reshard = getattr(module, "reshard", None)
+            if callable(reshard):
+                reshard()
+        named = list(zip(self._names, map(_local, self._parameters()), strict=True))
+        values = {name: local.detach().float().cpu().clone() for name, local in named}
+        yield values
+        if write:
+            with torch.no_grad():
+                for name, local in named:
+                    local.copy_(values[name])
+
+    def _shut_down(self) -> None:
+        parameters = self._parameters()
+        self._exit.close()
+        del self._optimizer
+        for parameter in parameters:
+            parameter.grad = None
+            _local(parameter).data = torch.empty(0)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """All of it: there is one rank."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Fsdp2Offload:
+    """See the module's docstring."""
+
+    name = "fsdp2-offload"
+    summary = "torch FSDP2 with CPUOffloadPolicy, masters and optimizer on the host"
+    Options: type[BaseModel] = FsdpOptions
+
+    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
+        assert isinstance(options, FsdpOptions)
+        budget.refuse_ranks_and_optimizer(settings, self.name)
+        if settings.dtype == "fp16":
+            raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use --dtype bf16")
+        cuda = settings.device == "cuda"
+        found = find_units(model)
+        ours: Config = {
+            "fully_shard": {"reshard_after_forward": True},
+            "mixed_precision": {"cast_forward_inputs": True},
+            "cpu_offload": {"pin_memory": cuda},
+            "optimizer": {"fused": True},
+        }
+        config = merge(ours, read_config(options.config)) if options.config else ours
+        takes = {
+            "fully_shard": fully_shard,
+            "mixed_precision": MixedPrecisionPolicy,
+            "cpu_offload": CPUOffloadPolicy,
+            "optimizer": torch.optim.AdamW,
+        }
+        check_arguments(config, takes, options.config)
+        pin = budget.pinned_bytes if cuda else int
+        numels = [(p.numel, p.trainable) for p in found.index.parameters]
+        need = sum(pin(4 * numel) + (12 * numel if trainable else 0) for numel, trainable in numels)
+        limits = budget.Limits(settings, system=self.name, host_need=need)
+        statistics = PackageStatistics(
+            package="torch",
+            version=torch.__version__,
+            config=config,
+            config_file=options.config,
+            notes=[] if cuda else [budget.ONE_MEMORY],
+        )
+        return FsdpEngine(model, found, settings, limits=limits, config=config, statistics=statistics)
+
+
+SYSTEM = Fsdp2Offload()

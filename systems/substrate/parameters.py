@@ -1,0 +1,83 @@
+"""What a user's code may no longer do to parameters once an engine trains them, and how it is told.
+
+Gradients belong to the engine from `backward` to `step`. A parameter answers None to `.grad`, and code that clips or steps
+by itself would take that for "no gradient" and go on in silence. So while there are gradients, asking is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from systems.errors import UnsupportedError
+
+Pending = Callable[[], bool]
+_GRAD: Any = torch._C.TensorBase.grad  # the descriptor behind Tensor.grad
+
+
+class ManagedParameter(nn.Parameter):
+    """A parameter whose gradient is with the engine. The class of a live parameter is exchanged, so its identity stays."""
+
+    _pending: Pending
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        if "_pending" in self.__dict__ and self._pending():
+            raise RuntimeError(
+                "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument clip of "
+                "initialize (--clip), read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
+            )
+        gradient: torch.Tensor | None = _GRAD.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+
+def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The engine's own way to a gradient: what autograd left there, which is then gone from there."""
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+    _GRAD.__set__(parameter, None)
+    return gradient
+
+
+def has_gradient(parameter: torch.Tensor) -> bool:
+    return _GRAD.__get__(parameter) is not None
+
+
+class ParameterWatch:
+    """Refuses reads of `.grad` while `pending()`, and notices edits that went past the engine. `end` undoes it all."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], pending: Pending) -> None:
+        self._names, self._parameters = names, parameters
+        self._classes: list[Any] = [type(p) for p in parameters]
+        for parameter in parameters:
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = ManagedParameter
+                parameter._pending = pending  # type: ignore[attr-defined]
+        self._trainable = [p.requires_grad for p in parameters]
+        self._versions = [p._version for p in parameters]
+
+    def check(self) -> None:
+        """UnsupportedError for a parameter edited in place or unfrozen since initialize; asks the device nothing."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter._version != self._versions[number]:
+                raise UnsupportedError(
+                    f"parameter {self._names[number]} was edited in place, which the engine does not see: edit it inside "
+                    "engine.summon(write=True)"
+                )
+            if parameter.requires_grad and not self._trainable[number]:
+                raise UnsupportedError(
+                    f"parameter {self._names[number]} was frozen when the engine was made and has no optimizer state: set "
+                    "requires_grad before initialize"
+                )
+
+    def end(self) -> None:
+        for parameter, kind in zip(self._parameters, self._classes, strict=True):
+            if isinstance(parameter, ManagedParameter):
+                parameter.__class__ = kind
+                parameter.__dict__.pop("_pending", None)

@@ -1,0 +1,68 @@
+"""Stands in for the process of a run in tests of its parent: the same entry and messages, a script in place of training.
+
+It imports no torch, so it is there in a moment. Its options are some of the scripted system's, steps counted from 1; 0 is
+initialize.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import types
+
+import harness
+from harness.channel import Channel, Job
+from harness.record import Record, build
+from systems.registry import split_assignments
+
+_HOUR_S = 3600.0
+
+
+def misbehave(at: int, script: dict[str, str]) -> None:
+    """What the options say of this step."""
+
+    def now(option: str) -> bool:
+        return script.get(option) == str(at)
+
+    if now("child_at") and os.fork() == 0:
+        time.sleep(_HOUR_S)
+        os._exit(0)
+    if now("crash_at"):
+        raise RuntimeError(f"the script says that step {at} crashes")
+    if now("exit_at"):
+        os._exit(int(script.get("exit_code", 3)))
+    if now("signal_at"):
+        os.kill(os.getpid(), int(script.get("signal", signal.SIGKILL)))
+    if now("segfault_at"):
+        ctypes.string_at(0)
+    if now("hang_at"):
+        time.sleep(_HOUR_S)
+
+
+def run(job: Job, channel: Channel, import_s: float) -> Record:
+    spec, script = job.spec, split_assignments("option", job.spec.option)
+    steps, warmup = spec.resolve_steps("cpu")
+    channel.enter("build")
+    channel.partial({"resolved": {"steps": steps}, "environment": {"threads": {"intra_op": 1}}, "phases_s": {"import": import_s}})
+    channel.enter("initialize")
+    misbehave(0, script)
+    for step in range(1, steps + 1):
+        if step in (1, warmup + 1):
+            channel.enter("step" if step > warmup else "warm-up")
+        misbehave(step, script)
+        time.sleep(float(script.get("step_time_s", 0)))
+        channel.step(step, steps, 1.0)
+    identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": spec}
+    return build({**identity, "status": "ok"})
+
+
+if __name__ == "__main__":
+    stand_in = types.ModuleType("harness.running")
+    vars(stand_in)["run"] = run
+    sys.modules["harness.running"] = vars(harness)["running"] = stand_in
+    from harness.worker import main
+
+    main()

@@ -1,0 +1,134 @@
+"""Gradients written over their own parameters: the same bits as ever, no range, and a way out of every odd case."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from systems.planning.races import find_races
+from systems.substrate.events import issued_operations
+from tests.random_eviction import RandomOptions
+from tests.systems.models_plain import CASES, build
+from tests.systems.models_small import build as build_small
+from tests.systems.models_small import tokens
+from tests.systems.running import (
+    RANDOM,
+    RESIDENT,
+    Run,
+    assert_equal,
+    evict_at_once,
+    parameters_of,
+    parts_of,
+    settings,
+    start,
+    train,
+    train_as,
+)
+
+STEPS = 4
+OPTIONS = RandomOptions(in_place=True)
+
+
+@cache
+def reference(case: str, dtype: str = "bf16") -> Run:
+    return train(start(RESIDENT, build(case), settings(dtype=dtype, clip=1.0)), tokens(STEPS, 1), CASES[case].loss)
+
+
+@pytest.mark.parametrize("chunk_parameters", [1, 3, 7])
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_resident(case: str, chunk_parameters: int) -> None:
+    options = RandomOptions(in_place=True, chunk_parameters=chunk_parameters)
+    asked = settings(dtype="bf16", clip=1.0, log_events=True)
+    run = train(start(RANDOM, build(case), asked, options), tokens(STEPS, 1), CASES[case].loss)
+    assert_equal(reference(case), run)
+    log = run.engine.log  # type: ignore[attr-defined]
+    assert find_races(issued_operations(log.operations)) == []
+    assert any(entry.label.startswith("gradients over parameters") for entry in log.operations)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_used_after_its_release(case: str) -> None:
+    engine = start(RANDOM, build(case), settings(dtype="bf16", clip=1.0), OPTIONS)
+    evict_at_once(engine)
+    assert_equal(reference(case), train(engine, tokens(STEPS, 1), CASES[case].loss))
+
+
+@pytest.mark.parametrize("model", ["opt", "gpt2"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_simple_step_has_no_range_but_for_tied_parameters(model: str, recompute: str) -> None:
+    ids = tokens(STEPS, 1)
+    expected = train_as(RESIDENT, build_small(model), ids, recompute=recompute)
+    run = train_as(RANDOM, build_small(model), ids, OPTIONS, recompute=recompute, log_events=True)
+    assert_equal(expected, run)
+    assert run.counters.get("gradient_detours", 0) == 0
+    layout = run.engine.parts.layout  # type: ignore[attr-defined]
+    made = {e.label for e in run.engine.log.bytes if e.label.startswith("gradient of bundle")}  # type: ignore[attr-defined]
+    ranged = {f"gradient of bundle {b.index}" for b in layout.bundles if b.index not in layout.in_place}
+    assert made == ranged
+    assert len(layout.in_place) > 4 * len(ranged)
+
+
+def test_several_micro_batches_have_ranges() -> None:
+    ids = tokens(STEPS, 2)
+    run = train_as(RANDOM, build_small("opt"), ids, OPTIONS, clip=0.5, log_events=True)
+    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), run)
+    labels = {e.label for e in run.engine.log.operations}  # type: ignore[attr-defined]
+    assert not any(label.startswith("gradients over parameters") for label in labels)
+
+
+def test_a_unit_that_enters_again_gets_its_parameters_back() -> None:
+    """As hooks do for outputs whose gradients come late; here the runtime is told so by hand."""
+    ids = tokens(STEPS, 1)
+    engine = start(RANDOM, build_small("opt"), settings(clip=0.5, log_events=True), OPTIONS)
+    runtime, seen = engine.runtime, []  # type: ignore[attr-defined]
+    leave = runtime.backward_exit
+
+    def leave_and_return(unit: int) -> None:
+        held = runtime.holds_backward(unit)
+        leave(unit)
+        if held and unit == 3:
+            runtime.backward_enter(unit)
+            seen.append(parts_of(engine).residency.overwritten.keys() & set(runtime._bundles(unit)))
+            leave(unit)
+
+    runtime.backward_exit = leave_and_return
+    run = train(engine, ids)
+    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), run)
+    assert seen
+    assert not any(seen)
+    assert run.counters["gradient_detours"] > 0
+    assert find_races(issued_operations(engine.log.operations)) == []  # type: ignore[attr-defined]
+
+
+def test_an_exception_in_backward_leaves_the_parameters_as_they_were() -> None:
+    ids = tokens(STEPS, 1)
+    engine = start(RANDOM, build_small("opt"), settings(clip=0.5), OPTIONS)
+    before = parameters_of(engine)
+    blocks = next(m for m in engine.module.modules() if isinstance(m, torch.nn.ModuleList))
+
+    def fail(module: torch.nn.Module, gradient: object) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = blocks[1].register_full_backward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        engine.backward(engine(input_ids=ids[0, 0]).logits.float().sum())
+    handle.remove()
+    assert not parts_of(engine).residency.overwritten
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), train(engine, ids))
+
+
+def test_reading_a_parameter_that_is_a_gradient_is_refused_by_name() -> None:
+    ids = tokens(1, 1)
+    engine = start(RANDOM, build_small("opt"), settings(), RandomOptions(in_place=True, chunk_parameters=100))
+    blocks = next(m for m in engine.module.modules() if isinstance(m, torch.nn.ModuleList))
+
+    def read(module: torch.nn.Module, gradient: object) -> None:
+        blocks[3].fc1.weight.abs().sum()  # its backward is over
+
+    blocks[1].register_full_backward_pre_hook(read)
+    with pytest.raises(RuntimeError, match=r"reads parameter .*layers.3.fc1.weight outside the unit"):
+        engine.backward(engine(input_ids=ids[0, 0]).logits.float().sum())
+    engine.close()

@@ -1,0 +1,26 @@
+"""A small set of rows in which every two values of different factors meet, chosen the same way every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Row = dict[str, Any]
+
+
+def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
+    return set(combinations(sorted(row.items()), 2))
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Greedy: each row is the one of the whole product that covers most pairs not covered yet, the first of equals."""
+    rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+    left = set().union(*(pairs_of(row) for row in rows))
+    chosen = []
+    while left:
+        best = max(rows, key=lambda row: len(pairs_of(row) & left))
+        chosen.append(best)
+        left -= pairs_of(best)
+    return chosen

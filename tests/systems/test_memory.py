@@ -1,0 +1,199 @@
+"""Budgets hold at every event, a plan's prediction is kept, nothing is lost or left behind (invariants 4 and 5)."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from systems.errors import BudgetError
+from systems.planning.plan import Tier
+from systems.substrate.events import LoggedBytes
+from systems.substrate.planner import Parts
+from systems.system import Engine
+from tests.systems.models_small import tokens
+from tests.systems.running import one_step, parts_of, settings, start
+from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of
+
+SETUPS = [
+    Setup("opt", "none", 1, "tied", "fp32"),
+    Setup("gpt2", "full", 2, "untied", "bf16", clip=0.5),
+    Setup("gpt2", "reentrant", 1, "half-frozen", "bf16"),
+    Setup("opt", "non-reentrant", 2, "tied", "fp32", clip=0.5),
+]
+
+
+def name_of(setup: Setup) -> str:
+    return f"{setup.model}-{setup.recompute}-{setup.accumulate}-{setup.sharing}-{setup.dtype}"
+
+
+def engine_of(setup: Setup, system: str, budget: int, **more: Any) -> Engine:
+    chosen, options = SYSTEMS[system]
+    recompute: Any = setup.recompute if setup.recompute in ("none", "full") else "none"
+    given = dict(dtype=setup.dtype, clip=setup.clip, accumulate=setup.accumulate, recompute=recompute)
+    return start(chosen, setup.build(), settings(device_memory=budget, **given, **more), options)
+
+
+def run_steps(engine: Engine, setup: Setup, after: Callable[[int], None], steps: int = STEPS) -> None:
+    for number, batch in enumerate(tokens(steps, setup.accumulate)):
+        one_step(engine, batch)
+        after(number)
+
+
+@pytest.mark.parametrize(
+    ("system", "level"), [("elixir", "above"), ("elixir", "half"), ("elixir", "tight"), ("random", "tight")]
+)
+@pytest.mark.parametrize("setup", SETUPS, ids=name_of)
+def test_live_bytes_stay_within_the_budget_and_the_prediction(setup: Setup, system: str, level: str) -> None:
+    budget = budget_of(setup, level)
+    with engine_of(setup, system, budget, log_events=True) as engine:
+        events: list[LoggedBytes] = engine.log.bytes  # type: ignore[attr-defined]
+        ends: list[int] = []
+        plans: list[Any] = []
+
+        def after(number: int) -> None:
+            ends.append(len(events))
+            plans.append(engine.runtime.cursor.plan)  # type: ignore[attr-defined]
+
+        run_steps(engine, setup, after)
+        for event in events:
+            most = budget if event.tier == "device" else settings().host_memory
+            assert 0 <= event.pool <= event.live <= most, event
+        device = [e for e in events[ends[-2] :] if e.tier == "device"]
+        assert len(device) > 50, "void: the last step left no events"
+        assert max(e.live for e in events if e.tier == "device") == engine.memory().device_peak_bytes
+        if system == "random":
+            assert plans == [None] * STEPS
+            return
+        plan = plans[-2]
+        assert plan is not None and plan is plans[-1]
+        before = [e for e in events[: ends[-2]] if e.tier == "device"][-1]
+        assert plan.predicted_model_peak_bytes == max(e.pool for e in (before, *device))
+        assert max(e.live for e in (before, *device)) <= plan.predicted_device_peak_bytes <= budget
+
+
+def check_segments(parts: Parts) -> None:
+    """Each segment has one authoritative copy, its master or frozen slot, and every other copy agrees with it."""
+    for stored in parts.store.segments:
+        assert not stored.slot_holds_gradient
+        bundle = parts.residency.bundles[parts.layout.bundle_of_segment[stored.segment.index]]
+        truth = stored.slot if stored.state is None else stored.state.master
+        for place in stored.segment.placements:
+            where = slice(place.offset, place.offset + place.numel)
+            rounded = truth[where].to(parts.store.dtype)
+            if stored.tier is Tier.HOST:
+                assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
+            if bundle.block is not None:
+                mine = parts.store.pieces(bundle.index, bundle.block)[bundle.bundle.segments.index(stored.segment.index)]
+                assert torch.equal(mine[where], rounded), "the device copy is outdated"
+        if stored.tier is Tier.DEVICE:
+            assert bundle.block is not None and stored.state is not None and stored.state.allocation is not None
+        assert bundle.block is not None or not bundle.storage.resident
+        assert not bundle.holds
+
+
+def pool_bytes(parts: Parts) -> int:
+    """What the device pool's account should say between steps: resident bundles and optimizer states, no gradient."""
+    states = [s.state.allocation.nbytes for s in parts.store.segments if s.state and s.state.allocation]
+    return sum(states) + sum(parts.layout.bundle_bytes(i) for i in parts.residency.resident())
+
+
+@pytest.mark.parametrize(
+    ("system", "level"), [("elixir", "above"), *((system, "tight") for system in SYSTEMS)], ids=lambda value: value
+)
+@pytest.mark.parametrize("setup", SETUPS[:2], ids=name_of)
+def test_every_segment_has_one_authoritative_copy_after_every_step(setup: Setup, system: str, level: str) -> None:
+    tiers: set[Tier] = set()
+    with engine_of(setup, system, budget_of(setup, level)) as engine:
+        parts = parts_of(engine)
+
+        def after(number: int) -> None:
+            engine.drain()
+            check_segments(parts)
+            assert parts.device.account.pool == pool_bytes(parts)
+            tiers.update(s.tier for s in parts.store.segments if s.state is not None)
+
+        run_steps(engine, setup, after)
+    assert Tier.DEVICE in tiers or system.startswith("random")
+    assert Tier.HOST in tiers or level == "above"
+
+
+class TracedMap(mmap.mmap):
+    made: list[weakref.ref[mmap.mmap]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> TracedMap:
+        found = super().__new__(cls, *args, **kwargs)
+        cls.made.append(weakref.ref(found))
+        return found
+
+
+@pytest.fixture
+def traced_maps(monkeypatch: pytest.MonkeyPatch) -> Sequence[weakref.ref[mmap.mmap]]:
+    TracedMap.made = []
+    monkeypatch.setattr(mmap, "mmap", TracedMap)
+    return TracedMap.made
+
+
+@pytest.mark.parametrize("stop", ["before", "forward", "backward", "step"])
+@pytest.mark.parametrize("system", ["elixir", "random"])
+def test_close_leaves_nothing(system: str, stop: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]) -> None:
+    """Whatever the engine was doing. The closed engine itself is kept: it must not keep the memory."""
+    threads = set(threading.enumerate())
+    setup = Setup("gpt2", accumulate=2, clip=0.5)
+    engine = engine_of(setup, system, budget_of(setup, "half"))
+    run_steps(engine, setup, lambda _: None)
+    if stop != "before":
+        loss = engine(input_ids=tokens(1, 1)[0, 0]).logits.sum()
+        if stop != "forward":
+            engine.backward(loss)
+        if stop == "step":
+            engine.backward(engine(input_ids=tokens(1, 1)[0, 0]).logits.sum())
+            engine.step()
+        del loss
+    assert len(set(threading.enumerate()) - threads) >= 3, "void: no lanes"
+    assert sum(m() is not None for m in traced_maps) >= 5, "void: no mappings"
+    parts = parts_of(engine)
+    engine.close()
+    engine.close()
+    gc.collect()
+    assert parts.device.account.pool == 0
+    assert parts.store.host.pool == 0 and parts.store.host.live == 0
+    assert set(threading.enumerate()) <= threads
+    assert [m for m in traced_maps if m() is not None] == []
+    assert all(p.numel() == 0 or p.isnan().all() for p in engine.module.parameters()), "the model is left without weights"
+    assert all(p.grad is None for p in engine.module.parameters())
+
+
+def refusal(system: str, model: nn.Module) -> tuple[str, int, int]:
+    """Tier, need and have of the refusal of a host budget too small; its traceback, which holds frames, is let go."""
+    chosen, options = SYSTEMS[system]
+    try:
+        start(chosen, model, settings(host_memory=1 << 20, recompute="full"), options)
+    except BudgetError as error:
+        assert error.need > error.have
+        return error.tier, error.need, error.have
+    raise AssertionError("not refused")
+
+
+@pytest.mark.parametrize("system", ["elixir", "random"])
+def test_a_refusal_leaves_nothing_and_the_model_as_it_was(
+    system: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]
+) -> None:
+    threads = set(threading.enumerate())
+    model = Setup("opt").build()
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert refusal(system, model)[0] == "host"
+    gc.collect()
+    assert set(threading.enumerate()) <= threads
+    assert [m for m in traced_maps if m() is not None] == []
+    assert all(torch.equal(p, values[n]) for n, p in model.named_parameters())
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert not any("forward" in m.__dict__ for m in model.modules()), "recomputation is still wrapped around the blocks"

@@ -1,0 +1,69 @@
+"""Training under a system equals training with everything on the device, bit for bit (invariants 1 and 2)."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.systems.pairwise import pairs_of, pairwise
+from tests.systems.running import assert_equal
+from tests.systems.setups import SHARE, SYSTEMS, Setup, budget_of, reference
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "recompute": ("none", "full", "reentrant", "non-reentrant"),
+    "sharing": ("tied", "untied", "half-frozen"),
+    "level": tuple(SHARE),
+    "model": ("opt", "gpt2"),
+    "accumulate": (1, 2),
+    "dtype": ("fp32", "bf16"),
+    "clip": (0.0, 0.5),
+}
+COVER = pairwise(FACTORS)
+
+
+def check(system: str, level: str, **given: Any) -> None:
+    setup = Setup(**given)
+    expected = reference(setup)
+    chosen, options = SYSTEMS[system]
+    run = setup.run(chosen, budget_of(setup, level), options)
+    assert_equal(expected, run)
+    if level == "tight":
+        moved = sum(run.per_step[-1][key] for key in ("h2d_bytes", "d2h_bytes"))
+        assert moved >= parameter_bytes(run) / 2, "void: hardly anything moved in the last step"
+
+
+def parameter_bytes(run: Any) -> int:
+    itemsize = 4 if run.engine.settings.dtype == "fp32" else 2
+    return sum(p.numel() for p in run.parameters.values()) * itemsize
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in row.values())
+
+
+def test_the_cover_covers() -> None:
+    met = set().union(*map(pairs_of, COVER))
+    for one, other in product(FACTORS, repeat=2):
+        for left, right in product(FACTORS[one], FACTORS[other]) if one < other else ():
+            assert ((one, left), (other, right)) in met
+    assert len(COVER) < 20
+
+
+@pytest.mark.parametrize("system", ["elixir", "random"])
+@pytest.mark.parametrize("row", COVER, ids=name_of)
+def test_equals_resident(system: str, row: dict[str, Any]) -> None:
+    check(system, **row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("sharing", FACTORS["sharing"])
+@pytest.mark.parametrize("recompute", FACTORS["recompute"])
+@pytest.mark.parametrize("model", FACTORS["model"])
+def test_equals_resident_in_every_combination(model: str, recompute: str, sharing: str, system: str) -> None:
+    for level, accumulate, dtype, clip in product(*(FACTORS[f] for f in ("level", "accumulate", "dtype", "clip"))):
+        check(
+            system, level, model=model, recompute=recompute, sharing=sharing, accumulate=accumulate, dtype=dtype, clip=clip
+        )

@@ -1,0 +1,59 @@
+"""Plain PyTorch models with every feature in models_plain, against resident (invariants 1 to 3; cases C14, C15)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from systems.strategies.elixir.options import ElixirOptions
+from tests.systems.models_plain import CASES, build
+from tests.systems.models_small import tokens
+from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, elixir, evict_at_once, settings, start, train
+
+STEPS = 4
+
+
+@cache
+def reference(case: str, accumulate: int, dtype: str) -> Run:
+    asked = settings(accumulate=accumulate, dtype=dtype, clip=1.0)
+    return train(start(RESIDENT, build(case), asked), tokens(STEPS, accumulate), CASES[case].loss)
+
+
+@pytest.mark.parametrize(("accumulate", "dtype"), [(1, "bf16"), (2, "fp32")])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_used_after_its_release(case: str, accumulate: int, dtype: str) -> None:
+    engine = start(RANDOM, build(case), settings(accumulate=accumulate, dtype=dtype, clip=1.0))
+    evict_at_once(engine)
+    run = train(engine, tokens(STEPS, accumulate), CASES[case].loss)
+    assert_equal(reference(case, accumulate, dtype), run)
+    assert run.per_step[-1]["h2d_bytes"] > 0, "void: nothing moved"
+
+
+@pytest.mark.parametrize("share", [1.1, 0.45])
+@pytest.mark.parametrize("case", CASES)
+def test_elixir_equals_resident(case: str, share: float) -> None:
+    expected = reference(case, 1, "bf16")
+    budget = int(share * (expected.memory.device_peak_bytes or 0))
+    asked = settings(dtype="bf16", clip=1.0, device_memory=budget)
+    run = train(start(elixir(), build(case), asked), tokens(STEPS, 1), CASES[case].loss)
+    assert_equal(expected, run)
+    assert share > 1 or run.per_step[-1]["h2d_bytes"] > 0, "void: nothing moved"
+
+
+@pytest.mark.parametrize("chunk", ["smallest", "whole model"])
+@pytest.mark.parametrize("case", ["shared-weight", "root-owner", "frozen-middle", "rounds"])
+def test_chunks_of_any_size(case: str, chunk: str) -> None:
+    """Field case C15: a tiny limit puts every parameter into a chunk of its own, tied ones included, once."""
+    size = 256 if chunk == "smallest" else 1 << 20
+    options = ElixirOptions(chunk_min=size, chunk_max=size, cache=None)
+    expected = reference(case, 2, "fp32")
+    budget = int(0.6 * (expected.memory.device_peak_bytes or 0))
+    asked = settings(accumulate=2, clip=1.0, device_memory=budget if chunk == "smallest" else None, host_memory=1 << 30)
+    run = train(start(elixir(), build(case), asked, options), tokens(STEPS, 2), CASES[case].loss)
+    assert_equal(expected, run)
+    layout = run.engine.parts.layout  # type: ignore[attr-defined]
+    placed = [p.parameter for s in layout.segments for p in s.placements]
+    assert sorted(placed) == list(range(len(run.parameters))), "every parameter is stored once"
+    sizes = [len(s.placements) for s in layout.segments]
+    assert max(sizes) == 1 if chunk == "smallest" else len(sizes) <= 4
