@@ -147,7 +147,12 @@ def _complaint(error: BaseException, printed: str, positional: str | None) -> st
         cause = cause.__context__
     if cause is None:
         return one_line(printed.translate(str.maketrans("╭╮╰╯─│", "      ")))
-    return invalid_value(cause, lambda field, given: f"{field if field == positional else flag(field)} {given}")
+
+    def told(field: str, given: Any) -> str:
+        value = " ".join(given) if isinstance(given, tuple) else given
+        return f"{field if field == positional else flag(field)} {value}"
+
+    return invalid_value(cause, told)
 
 
 @contextlib.contextmanager

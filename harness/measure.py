@@ -167,11 +167,7 @@ class Measurement:
         """One optimizer step up to its undrained boundary; then the loss of the step before is read."""
         batches = [self.work.batch(step, micro, "train") for micro in range(self.work.accumulate)]
         label_count = sum(self.work.count_labels(batch) for batch in batches)
-        losses = []
-        for batch in batches:
-            loss = self.work.loss(self.engine, batch, label_count)
-            losses.append(loss.detach())
-            self.engine.backward(loss)
+        losses = [self.engine.forward_backward(self.work.loss, batch, label_count) for batch in batches]
         rate = self._set_learning_rate(step)
         self.engine.step()
         self._read_losses()

@@ -93,8 +93,8 @@ class Engine(ABC):
     """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
 
     counters() are totals since construction and only ever grow, so a caller gets a per-step figure from two readings. Every
-    system has the keys h2d_bytes, d2h_bytes, gather_bytes, reduce_bytes, disk_read_bytes, disk_write_bytes, skipped_steps,
-    fallbacks, retraces, host_syncs.
+    strategy has the keys h2d_bytes, d2h_bytes, gather_bytes, reduce_bytes, disk_read_bytes, disk_write_bytes, skipped_steps,
+    fallbacks, retraces, host_syncs; a system whose package does not tell one leaves its key out, since unknown is not 0.
     """
 
     module: torch.nn.Module
@@ -107,6 +107,17 @@ class Engine(ABC):
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
         """One micro-batch's backward pass. loss: scalar, already divided by the global label count."""
+
+    def forward_backward(
+        self, loss: Callable[..., torch.Tensor], batch: Mapping[str, torch.Tensor], label_count: int
+    ) -> torch.Tensor:
+        """One micro-batch, its loss returned detached. loss: called with (model, batch, label_count), returns a scalar.
+
+        For packages that run both passes in one call; every other engine is called and then goes backward.
+        """
+        value = loss(self, batch, label_count)
+        self.backward(value)
+        return value.detach()
 
     @abstractmethod
     def step(self) -> None:

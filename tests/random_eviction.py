@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,10 +32,11 @@ class RandomVictim:
 
 
 class RandomEviction:
-    name = "random-eviction"
-    summary = "test only"
-    Options = RandomOptions
+    name: ClassVar[str] = "random-eviction"
+    summary: ClassVar[str] = "test only"
+    Options: ClassVar[type[BaseModel]] = RandomOptions
     update_rule = UpdateRule.AFTER_NORM
+    warm_up_share: float | None = None
 
     def __init__(self, options: RandomOptions, context: PlanningContext) -> None:
         self._options, self._context = options, context

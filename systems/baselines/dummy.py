@@ -54,9 +54,9 @@ class DummyOptions(BaseModel):
     skip_at: int | None = Field(None, ge=1, description="this step is skipped")
     nan_at: int | None = Field(None, ge=1, description="the loss of this step is NaN")
     diverge_at: int | None = Field(None, ge=1)
-    oom_at: int | None = Field(None, ge=0)
+    oom_at: int | None = Field(None, ge=1)
     oom_tier: Literal["device", "host", "disk"] = "device"
-    disk_full_at: int | None = Field(None, ge=0, description="this step finds no room in a file, as the system says it")
+    disk_full_at: int | None = Field(None, ge=1, description="this step finds no room in a file, as the system says it")
     crash_at: int | None = Field(None, ge=0, description="this step raises RuntimeError")
     exit_at: int | None = Field(None, ge=0, description="this step ends the process with exit_code, without a word")
     exit_code: int = Field(3, ge=0, le=255)

@@ -19,14 +19,14 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from systems.baselines.external import budget
 from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, LateNumber, PackageEngine, Update
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
 from systems.baselines.external.process import OneRank
-from systems.baselines.external.torch_adam import adam, check_arguments, set_rate
+from systems.baselines.external.torch_adam import adam, arguments_of, check_arguments, set_rate
 from systems.baselines.external.weights import Masters, materialise
 from systems.errors import UnsupportedError
 from systems.substrate.activations import apply_recompute
@@ -114,9 +114,8 @@ class FsdpEngine(PackageEngine):
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         for module in self.module.modules():
-            reshard = getattr(module, "reshard", None)
-            if callable(reshard):
-                reshard()
+            if isinstance(module, FSDPModule):
+                module.reshard()
         named = list(zip(self._names, map(_local, self._parameters()), strict=True))
         values = {name: local.detach().float().cpu().clone() for name, local in named}
         yield values
@@ -144,6 +143,7 @@ class Fsdp2Offload:
 
     name = "fsdp2-offload"
     summary = "torch FSDP2 with CPUOffloadPolicy, masters and optimizer on the host"
+    package = "torch"
     Options: type[BaseModel] = FsdpOptions
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
@@ -160,13 +160,13 @@ class Fsdp2Offload:
             "optimizer": {"fused": True},
         }
         config = merge(ours, read_config(options.config)) if options.config else ours
-        takes = {
-            "fully_shard": fully_shard,
-            "mixed_precision": MixedPrecisionPolicy,
-            "cpu_offload": CPUOffloadPolicy,
-            "optimizer": torch.optim.AdamW,
+        allowed = {
+            "fully_shard": arguments_of(fully_shard),
+            "mixed_precision": arguments_of(MixedPrecisionPolicy),
+            "cpu_offload": arguments_of(CPUOffloadPolicy),
+            "optimizer": arguments_of(torch.optim.AdamW),
         }
-        check_arguments(config, takes, options.config)
+        check_arguments(config, allowed, options.config)
         pin = budget.pinned_bytes if cuda else int
         numels = [(p.numel, p.trainable) for p in found.index.parameters]
         need = sum(pin(4 * numel) + (12 * numel if trainable else 0) for numel, trainable in numels)
@@ -176,6 +176,7 @@ class Fsdp2Offload:
             version=torch.__version__,
             config=config,
             config_file=options.config,
+            dtypes={"weights": settings.dtype, "gradients": settings.dtype, "states": "fp32"},
             notes=[] if cuda else [budget.ONE_MEMORY],
         )
         return FsdpEngine(model, found, settings, limits=limits, config=config, statistics=statistics)

@@ -309,6 +309,8 @@ class _Expansion:
             del self.flushed[bundle]
         if self.residence.gradient_freed_at_flush(bundle):
             self._free_gradient(bundle)
+        if self.residence.reuses(bundle) and bundle in self.resident:
+            self._drop(bundle)  # the block was the gradient
 
     def _update_all(self) -> None:
         due = in_order_of_use(self.flushed, self.demand)

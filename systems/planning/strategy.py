@@ -46,13 +46,17 @@ class Eviction(Protocol):
 
 
 class Strategy(Protocol):
-    """One instance a run. Methods are called in the order written; `plan` again for every newly traced step."""
+    """One instance a run. Methods are called in the order written; `plan` again for every newly traced step.
+
+    warm_up_share: part of the device that model data may fill while there is no plan; None leaves it to the device.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     Options: ClassVar[type[BaseModel]]
     update_rule: UpdateRule
     write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
+    warm_up_share: float | None
 
     def __init__(self, options: Any, context: PlanningContext) -> None: ...
 

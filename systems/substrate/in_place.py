@@ -21,17 +21,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from systems.planning.layout import Placement
-from systems.substrate.residency import Residency
+from systems.substrate.gradient_ranges import BundleGradient, Ranges
 from systems.substrate.tiers import Allocation
 
-Place = tuple[int, int, Placement]  # bundle, element in it, placement
 HOLD = "gradient"
 DETOUR = "detour"
 
 
 @dataclass
-class WrittenGradient:
+class _Written:
     """parameters: those whose gradient is in the block. exited: units that are done with theirs in this micro-step."""
 
     parameters: set[int] = field(default_factory=set)
@@ -42,94 +40,126 @@ class InPlace:
     """Which parameters of which blocks are gradients now.
 
     allowed: bundles that the plan in force lets be written. user: of each parameter in them, the one unit that reads it.
+    excluded: asked for reasons why not now (the bundle is updated on the device, or there are several micro-batches).
     """
 
     def __init__(
-        self, residency: Residency, places: dict[int, Place], allowed: frozenset[int], user: dict[int, int]
+        self, ranges: Ranges, allowed: frozenset[int], user: dict[int, int], excluded: Callable[[int], bool]
     ) -> None:
-        self.residency, self.store, self.device = residency, residency.store, residency.device
-        self._places, self._user = places, user
-        self.allowed = allowed
-        self._bundles: dict[int, WrittenGradient] = {}
+        self.ranges, self.residency = ranges, ranges.residency
+        self.device, self.store = ranges.device, ranges.store
+        self.allowed, self._user, self._excluded = allowed, user, excluded
+        self._bundles: dict[int, _Written] = {}
 
-    def of(self, bundle: int) -> WrittenGradient:
-        return self._bundles.setdefault(bundle, WrittenGradient())
+    def _of(self, bundle: int) -> _Written:
+        return self._bundles.setdefault(bundle, _Written())
 
     def written(self, bundle: int) -> bool:
         return bundle in self._bundles and bool(self._bundles[bundle].parameters)
 
-    def possible(self, bundle: int) -> bool:
-        """True if a gradient that comes now can go into the block."""
-        return bundle in self.allowed and self.residency.bundles[bundle].block is not None
+    def takes(self, bundle: int, gradient: BundleGradient) -> bool:
+        """True if gradients that come now take their parameters' place. See Note [Detours] for when they do not."""
+        free = gradient.range is None and not gradient.flushed and not gradient.parked
+        return free and bundle in self.allowed and self._has_block(bundle) and not self._excluded(bundle)
 
-    def enter(self, bundle: int, unit: int) -> bool:
-        """The unit's backward begins. False if some of its parameters are gradients: a detour must bring them back."""
-        self.of(bundle).exited.discard(unit)
-        return not any(self._user[p] == unit for p in self.of(bundle).parameters)
+    def enter(self, bundle: int, unit: int, gradient: BundleGradient) -> None:
+        """The unit's backward begins: if its parameters have become gradients, they must come back first."""
+        mine = self._of(bundle)
+        mine.exited.discard(unit)
+        if any(self._user[p] == unit for p in mine.parameters):
+            self._detour(bundle, gradient)
 
-    def exit(self, bundle: int, unit: int, waiting: dict[int, torch.Tensor]) -> None:
+    def exit(self, bundle: int, unit: int, gradient: BundleGradient) -> None:
         """The unit is done with its parameters: of the gradients that wait, its own are written."""
-        self.of(bundle).exited.add(unit)
-        self.write(bundle, waiting, [p for p in waiting if self._user[p] == unit])
+        if self.takes(bundle, gradient):
+            self._of(bundle).exited.add(unit)
+            self._write(bundle, gradient, [p for p in gradient.adopted if self._user[p] == unit])
 
-    def done_with(self, bundle: int, parameter: int) -> bool:
-        return self._user[parameter] in self.of(bundle).exited
+    def keep(self, bundle: int, parameter: int, value: torch.Tensor, gradient: BundleGradient) -> None:
+        """Until the unit's backward ends; a gradient that comes later than that is written at once."""
+        if parameter in self._of(bundle).parameters:
+            self.view(bundle, parameter).add_(value.reshape(-1))
+        elif parameter in gradient.adopted:
+            gradient.adopted[parameter].add_(value)
+        else:
+            gradient.adopted[parameter] = value
+            if self._user[parameter] in self._of(bundle).exited:
+                self._write(bundle, gradient, [parameter])
+
+    def assemble(self, bundle: int, gradient: BundleGradient) -> None:
+        """Bring what waits in autograd's buffers to the rest: into the block if nothing uses it, else into a range."""
+        if not self.written(bundle) and not gradient.adopted:
+            return
+        if self.takes(bundle, gradient) and not self.in_use(bundle):
+            self._write(bundle, gradient, list(gradient.adopted))
+        elif self.written(bundle):
+            self._detour(bundle, gradient)
+        else:
+            self.ranges.open(bundle, gradient)
+
+    def offload(self, bundle: int) -> None:
+        """The bundle's block, all gradient now, leaves for the host."""
+        block = self._block(bundle)
+        self.device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle} ends")
+        self.ranges.offload(bundle, block)
+        self._forget(bundle)
+        self.residency.drop(bundle)
 
     def in_use(self, bundle: int) -> bool:
         """True while anything but its own gradients holds the bundle."""
         return any(key != HOLD for key in self.residency.bundles[bundle].holds)
 
-    def view(self, parameter: int) -> torch.Tensor:
+    def view(self, bundle: int, parameter: int) -> torch.Tensor:
         """Where the parameter lies in the bundle's block, flat."""
-        bundle, offset, place = self._places[parameter]
-        return self._block(bundle).view(self.store.dtype, offset, place.numel)
+        return self.ranges.view(self._block(bundle), parameter)
 
-    def write(self, bundle: int, waiting: dict[int, torch.Tensor], parameters: Sequence[int]) -> None:
-        """Copy the gradients of these parameters over them, out of `waiting`. The block is there."""
+    def start(self) -> None:
+        """A micro-step begins, or a step was given up: blocks that still have gradients in them go."""
+        for bundle in [b for b in self._bundles if self.written(b)]:
+            self._forget(bundle)
+            self.residency.drop(bundle)
+        self._bundles.clear()
+
+    def _write(self, bundle: int, gradient: BundleGradient, parameters: Sequence[int]) -> None:
         if not parameters:
             return
-        block, mine = self._block(bundle), self.of(bundle)
-        self.device.transfers.compute(writes=[block.memory], label=f"gradients over parameters of bundle {bundle} begin")
+        block = self._block(bundle)
+        label = f"gradients over parameters of bundle {bundle}"
+        self.device.transfers.compute(writes=[block.memory], label=f"{label} begin")
         for parameter in parameters:
-            self.view(parameter).copy_(waiting.pop(parameter).reshape(-1))
-        self.device.transfers.compute(writes=[block.memory], label=f"gradients over parameters of bundle {bundle} end")
-        mine.parameters.update(parameters)
+            self.view(bundle, parameter).copy_(gradient.adopted.pop(parameter).reshape(-1))
+        self.device.transfers.compute(writes=[block.memory], label=f"{label} end")
+        self._of(bundle).parameters.update(parameters)
         self.residency.bundles[bundle].holds[HOLD] = 1
         self._mark(bundle)
 
-    def move(self, bundle: int, allocate: Callable[[], Allocation]) -> Allocation:
-        """A detour: what the block has of gradients goes to a new range, and the parameters come back."""
-        block, mine = self._block(bundle), self.of(bundle)
+    def _detour(self, bundle: int, gradient: BundleGradient) -> None:
+        """What the block has of gradients goes to a new range, and the parameters come back."""
+        block, written = self._block(bundle), sorted(self._of(bundle).parameters)
         holds = self.residency.bundles[bundle].holds
         holds[DETOUR] = 1  # making room must not send this very bundle off
         try:
-            target = allocate()
+            target = gradient.range = self.ranges.allocate(bundle)
         finally:
             del holds[DETOUR]
         self.device.log.count("gradient_detours")
         label = f"gradient of bundle {bundle} leaves its block"
         self.device.transfers.compute(reads=[block.memory], writes=[target.memory], label=f"{label} begins")
-        for parameter in sorted(mine.parameters):
-            _, offset, place = self._places[parameter]
-            target.view(self.store.dtype, offset, place.numel).copy_(self.view(parameter))
+        for parameter in written:
+            self.ranges.view(target, parameter).copy_(self.view(bundle, parameter))
+        self.ranges.empty_buffers(gradient)
         self.device.transfers.compute(reads=[block.memory], writes=[target.memory], label=f"{label} ends")
-        self.residency.refill(bundle, [self._places[p] for p in sorted(mine.parameters)])
-        self.forget(bundle)
-        return target
+        self.residency.refill(bundle, [self.ranges.places[p] for p in written])
+        self._forget(bundle)
 
-    def forget(self, bundle: int) -> None:
+    def _forget(self, bundle: int) -> None:
         """The block has no gradients in it any more, or none that matter."""
-        if bundle in self._bundles:
-            self._bundles[bundle].parameters.clear()
-            self.residency.bundles[bundle].holds.pop(HOLD, None)
-            self._mark(bundle)
+        self._of(bundle).parameters.clear()
+        self.residency.bundles[bundle].holds.pop(HOLD, None)
+        self._mark(bundle)
 
-    def start(self) -> None:
-        """A micro-step begins, or a step was given up: blocks that still have gradients in them go."""
-        for bundle in [b for b in self._bundles if self.written(b)]:
-            self.forget(bundle)
-            self.residency.drop(bundle)
-        self._bundles.clear()
+    def _has_block(self, bundle: int) -> bool:
+        return self.residency.bundles[bundle].block is not None
 
     def _block(self, bundle: int) -> Allocation:
         block = self.residency.bundles[bundle].block
@@ -139,7 +169,7 @@ class InPlace:
     def _mark(self, bundle: int) -> None:
         """Bytes of the bundle's storage that no unit may read now; see Device.guard."""
         size = self.store.dtype.itemsize
-        places = [self._places[p] for p in self.of(bundle).parameters]
+        places = [self.ranges.places[p] for p in self._of(bundle).parameters]
         spans = [(offset * size, (offset + place.numel) * size) for _, offset, place in places]
         if spans:
             self.residency.overwritten[bundle] = spans

@@ -45,10 +45,17 @@ class Planner:
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
         self._replan = False
         self._eviction = strategy.eviction(parts.layout, None)
+        parts.residency.limit = self._unplanned_bytes
         parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
         for bundle in parts.layout.bundles:
             if not bundle.movable:
                 self._promote(bundle.index)
+
+    @property
+    def _unplanned_bytes(self) -> int:
+        """What model data may fill while activations are not known."""
+        share, device = self.strategy.warm_up_share, self.parts.device
+        return device.warm_up_pool_bytes if share is None else int(share * device.plannable_bytes)
 
     def learn(self, moments: tuple[Moment, ...], trace: Trace | None) -> None:
         """Have a plan for steps like the one that just ended, and use it for the next.
@@ -86,7 +93,7 @@ class Planner:
         self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
         if plan is not None and plan.predicted_model_peak_bytes is not None:
             self.parts.device.prepare(plan.predicted_model_peak_bytes)
-        residency.limit = self.parts.device.warm_up_pool_bytes if plan is None else self.parts.device.plannable_bytes
+        residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
         if plan is None:
             return
         for bundle in self.parts.layout.bundles:

@@ -77,7 +77,7 @@ class Residency:
                 self.device.log.count("evictions")
                 self.evict(self.choose(candidates))
             elif not self.demote():
-                return False
+                return fits()  # once more: what an allocator refuses once it may grant the next time
         return True
 
     def allocate(self, nbytes: int, what: str) -> Allocation:

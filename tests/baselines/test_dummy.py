@@ -10,7 +10,7 @@ import torch
 
 from models.loss import count_labels, token_loss
 from systems.baselines.dummy import COUNTERS, SYSTEM, DummyEngine, DummyOptions
-from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnsupportedError
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 from systems.system import Engine, Settings
 
 IDS = torch.arange(32).reshape(2, 16) % 8
@@ -66,6 +66,7 @@ def test_skips_and_traffic_are_counted() -> None:
         ({"oom_at": 2}, OutOfMemoryError),
         ({"diverge_at": 2}, DivergedError),
         ({"crash_at": 2}, RuntimeError),
+        ({"disk_full_at": 2}, OSError),
     ],
 )
 def test_failures_come_at_their_step(options: dict[str, int], error: type[Exception]) -> None:
@@ -73,6 +74,11 @@ def test_failures_come_at_their_step(options: dict[str, int], error: type[Except
         step(engine)
         with pytest.raises(error):
             step(engine)
+
+
+def test_step_0_is_initialize() -> None:
+    with pytest.raises(RuntimeError, match="step 0"):
+        make([], crash_at=0)
 
 
 def test_a_nan_comes_at_its_step() -> None:
@@ -87,6 +93,10 @@ def test_requests_are_refused() -> None:
     assert (caught.value.tier, caught.value.need, caught.value.have) == ("host", 2 << 30, 1 << 30)
     with pytest.raises(UnsupportedError):
         SYSTEM.initialize(module, Settings(), DummyOptions(refuse="unsupported"))
+    with pytest.raises(UnavailableError, match="pip install offload-parts"):
+        SYSTEM.initialize(module, Settings(), DummyOptions(refuse="unavailable"))
+    with pytest.raises(ModuleNotFoundError):
+        SYSTEM.initialize(module, Settings(), DummyOptions(refuse="missing-package"))
     engine = SYSTEM.initialize(module, Settings(host_memory=2 << 30), DummyOptions(host_need=2 << 30))
     engine.close()
     engine.close()

@@ -16,6 +16,7 @@ import types
 import harness
 from harness.channel import Channel, Job
 from harness.record import Record, build
+from harness.spec import BadInputError
 from systems.registry import split_assignments
 
 _HOUR_S = 3600.0
@@ -45,8 +46,13 @@ def misbehave(at: int, script: dict[str, str]) -> None:
 def run(job: Job, channel: Channel, import_s: float) -> Record:
     spec, script = job.spec, split_assignments("option", job.spec.option)
     steps, warmup = spec.resolve_steps("cpu")
+    sys.stderr.write("a package has something to say\n")
+    if "bad_input" in script:
+        raise BadInputError(script["bad_input"])
     channel.enter("build")
-    channel.partial({"resolved": {"steps": steps}, "environment": {"threads": {"intra_op": 1}}, "phases_s": {"import": import_s}})
+    channel.partial(
+        {"resolved": {"steps": steps}, "environment": {"threads": {"intra_op": 1}}, "phases_s": {"import": import_s}}
+    )
     channel.enter("initialize")
     misbehave(0, script)
     for step in range(1, steps + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 
 from harness import cli, listing, store
+from harness.compare import CompareSpec, StoredSpec
+from harness.record import Record
 from harness.spec import RunSpec, flag
+from models import registry as models_registry
+from systems.baselines.resident import SYSTEM as RESIDENT
 from systems.registry import Entry
 from tests.harness.conftest import make_record
 
@@ -22,17 +27,21 @@ FLAGS = (
     "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
     "--wandb",
 )  # fmt: skip
+PAIR = ("compare", "--system", "dummy", "--system", "resident", "--model", "opt-tiny")
 GOOD = ("run", "--system", "dummy", "--model", "opt-tiny")
 
 
 def test_the_flags_are_these() -> None:
     assert tuple(flag(field) for field in RunSpec.model_fields) == FLAGS
+    assert tuple(flag(field) for field in CompareSpec.model_fields) == FLAGS  # with several --system
+    assert tuple(flag(field) for field in StoredSpec.model_fields) == ("--runs", "--results")
 
 
-def test_every_flag_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
-    assert all(field.description for field in RunSpec.model_fields.values())
+@pytest.mark.parametrize(("command", "spec"), [("run", RunSpec), ("compare", CompareSpec)])
+def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(field.description for field in spec.model_fields.values())
     with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "--help"])
+        cli.main([command, "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in FLAGS)
@@ -60,6 +69,16 @@ def test_every_flag_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> No
         ((*GOOD, "--ranks", "2"), "--ranks 2: several ranks are not supported"),
         ((*GOOD, "--option", "oops"), "--option oops: write it as key=value"),
         ((*GOOD, "--steps", "5", "--warmup", "5"), "--warmup 5 leaves nothing to time in --steps 5"),
+        (PAIR[:-4], "--model is missing"),
+        ((*PAIR[:3], *PAIR[5:]), "--system dummy: a comparison needs two systems or more"),
+        ((*PAIR, "--system", "dummy"), "the same system with the same options is given twice"),
+        ((*PAIR, "--system", "elxir"), "unknown system 'elxir': did you mean elixir?"),
+        ((*PAIR, "--system", "elixir:prefetch"), "--system elixir:prefetch: prefetch: write it as key=value"),
+        ((*PAIR, "--system", "dummy:crash=1"), "unknown option of dummy 'crash': did you mean crash_at?"),
+        ((*PAIR, "--option", "crash_at=1"), "unknown option of resident 'crash_at'"),
+        ((*PAIR, "--refrence", "dummy"), "unknown flag '--refrence'"),
+        (("compare", "--runs", "a", "--dtype", "fp32"), "unknown flag '--dtype'"),
+        (("compare", "--runs"), "--runs needs a value"),
         (("ls",), "what is missing"),
         (("ls", "sistems"), "did you mean systems?"),
         (("doctor", "--fix"), "unknown flag '--fix'"),
@@ -142,6 +161,22 @@ def test_a_record_that_cannot_be_kept_is_fatal_but_printed(
     assert "never overwritten" in err
 
 
+def test_a_failure_does_not_end_the_replicates_and_shows_in_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case C48."""
+    statuses = ["ok", "timeout", "ok"]
+
+    def launch(spec: RunSpec, *, replicate: int, **_: Any) -> Record:
+        return make_record(run_id=f"run-{replicate}", status=statuses[replicate], reason={"message": "why"})
+
+    monkeypatch.setattr(cli, "launch", launch)
+    assert cli.main([*GOOD, "--results", str(tmp_path), "--repeat", "3"]) == 1
+    out, _ = capsys.readouterr()
+    assert [json.loads(line)["status"] for line in out.splitlines()] == statuses
+    assert [record.status for record in store.read_all(tmp_path)[0]] == statuses
+
+
 def test_values_reach_the_spec() -> None:
     spec = cli.parse(
         RunSpec,
@@ -179,18 +214,40 @@ def test_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     broken = Entry(name="broken", module="systems.baselines.broken", exposes="SYSTEM", broken="SyntaxError: oh")
     found = listing.registry.find()
     monkeypatch.setattr(listing.registry, "find", lambda: found | {"broken": broken})
+    monkeypatch.setattr(RESIDENT, "package", "no_such_package", raising=False)
+    monkeypatch.setattr(RESIDENT, "install", "pip install 'offload-bench[parts]'", raising=False)
     assert cli.main(["ls", "systems"]) == 0
-    assert {"broken    unavailable: SyntaxError: oh", "dummy"} <= {
-        line if line.startswith("broken") else line.split()[0] for line in capsys.readouterr().out.splitlines()
-    }
-    assert cli.main(["ls", "models"]) == 0
-    assert any(line.startswith("opt-tiny ") for line in capsys.readouterr().out.splitlines())
+    shown = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()}
+    assert shown["broken"] == "unavailable: SyntaxError: oh"
+    assert shown["resident"] == (
+        "unavailable: the package no_such_package is not installed: pip install 'offload-bench[parts]'"
+    )
+    assert shown["dummy"].startswith("scripted times")
     store.write(make_record(metrics={"tokens_per_s": 12.5}), tmp_path)
     (tmp_path / "cut.json").write_text("{")
     assert cli.main(["ls", "runs", "--results", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "12.5" in out
     assert "cut.json is no record" in err
+
+
+def test_models_are_listed_with_their_label_and_counted_parameters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_registry, "names", lambda: ("opt-tiny", "albert-tiny", "bert-1.8b"))
+    assert cli.main(["ls", "models"]) == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head[:5] == ["model", "family", "label", "size", "parameters"]
+    assert rows[0][:4] == ["opt-tiny", "opt", "1.256M", "1255680"]
+    assert rows[1][:4] == ["albert-tiny", "albert", "694.5K", "694528"]
+    assert rows[2][:6] == ["bert-1.8b", "bert", "H3T", "BERT-1.8B", "1.846B", "1846033210"]
+
+
+@pytest.mark.slow
+def test_parameters_counted_at_two_depths_are_exact() -> None:
+    for name in models_registry.names():
+        shape = models_registry.resolve(name)
+        assert listing.count_parameters(shape) == models_registry.parameter_count(shape), name
 
 
 def test_doctor_tells_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

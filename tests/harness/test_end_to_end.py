@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,47 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("reference", ["dummy", pytest.param("resident", marks=pytest.mark.slow)])
+def test_a_machine_with_nothing_but_cores(tmp_path: Path, reference: str) -> None:
+    """Case C52: no CUDA device, no network, a HOME that cannot be written to; the comparison runs on the emulated device."""
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    results = tmp_path / "results"
+    hostile = {"CUDA_VISIBLE_DEVICES": "", "HOME": "/proc/nowhere", "PYTHONPATH": str(tmp_path), "HF_HOME": "/proc/nowhere"}
+    flags = [
+        "--model",
+        "opt-tiny",
+        "--set",
+        "num_layers=2",
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+        "--repeat",
+        "1",
+        "--dtype",
+        "fp32",
+    ]
+    systems = ["--system", reference, "--system", "elixir:prefetch=1"]
+    with start("compare", *systems, *flags, "--results", str(results), env=hostile) as process:
+        out, err = process.communicate(timeout=4 * START_S)
+    assert process.returncode == 0, err
+    (line,) = out.splitlines()
+    rows = json.loads(line)["rows"]
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert rows[1]["speed_ratio"]["verdict"] == "too few runs"
+    assert rows[1]["configuration"]["options"]["prefetch"] == 1
+    if reference == "resident":
+        assert rows[1]["losses"] == rows[0]["losses"]
+    records, _ = store.read_all(results)
+    for record in records:
+        assert record.resolved.device_label == record.environment.hardware.device_name == "cpu-emulated"
+        assert record.metrics.mfu is None
+        assert record.resolved.peak_flops_per_s is None
+        assert record.memory.host_budget_bytes
+    assert "mfu" not in err.lower()
+
+
+@pytest.mark.slow
 def test_bad_input_that_only_the_worker_sees_is_one_line_too(tmp_path: Path) -> None:
     with start(*dummy(tmp_path, options=("crash=2",))) as process:
         out, err = process.communicate(timeout=START_S)
@@ -38,6 +78,7 @@ def test_bad_input_that_only_the_worker_sees_is_one_line_too(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_crash_keeps_its_last_lines_and_touches_no_earlier_record(tmp_path: Path) -> None:
     (tmp_path / "earlier.json").write_text("{}")
     before = hashes(tmp_path)
@@ -53,32 +94,6 @@ def test_a_crash_keeps_its_last_lines_and_touches_no_earlier_record(tmp_path: Pa
     after = hashes(tmp_path)
     assert after.pop(record["run_id"] + ".json")
     assert after == before
-
-
-def test_a_machine_with_nothing_but_cores(tmp_path: Path) -> None:
-    """Case C52: no CUDA device, no network, a HOME that cannot be written to; the comparison runs on the emulated device."""
-    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
-    results = tmp_path / "results"
-    hostile = {"CUDA_VISIBLE_DEVICES": "", "HOME": "/proc/nowhere", "PYTHONPATH": str(tmp_path), "HF_HOME": "/proc/nowhere"}
-    flags = ["--model", "opt-tiny", "--steps", "3", "--warmup", "1", "--repeat", "1", "--dtype", "fp32"]
-    systems = ["--system", "resident", "--system", "elixir:prefetch=1"]
-    with start("compare", *systems, *flags, "--results", str(results), env=hostile) as process:
-        out, err = process.communicate(timeout=4 * START_S)
-    assert process.returncode == 0, err
-    (line,) = out.splitlines()
-    rows = json.loads(line)["rows"]
-    assert [row["status"] for row in rows] == ["ok", "ok"]
-    assert rows[1]["losses"] == rows[0]["losses"]
-    assert rows[1]["speed_ratio"]["verdict"] == "too few runs"
-    assert rows[1]["configuration"]["options"]["prefetch"] == 1
-    records, _ = store.read_all(results)
-    for record in records:
-        assert record.resolved.device_label == record.environment.hardware.device_name == "cpu-emulated"
-        assert record.metrics.mfu is None
-        assert record.resolved.peak_flops_per_s is None
-        assert record.memory.host_budget_bytes
-    assert "mfu" not in err.lower()
-    assert not any(name.startswith(("core", "nohup")) for name in os.listdir(tmp_path))
 
 
 @pytest.mark.slow

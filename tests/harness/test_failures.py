@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from harness.failures import LOG_LINES, Death, from_death, from_exception
-from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnsupportedError
-from systems.registry import UnavailableError
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 
 GIB = 1 << 30
+ROOM = 5 << 20
 CUDA_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free."
 )
@@ -35,8 +38,13 @@ CPU_MESSAGE = (
         (torch.OutOfMemoryError(CUDA_MESSAGE), "oom", ("device", 2 * GIB, GIB + GIB // 2)),
         (torch.OutOfMemoryError(CUDA_BUDGET_MESSAGE), "oom", ("device", 2 * GIB, GIB // 4)),
         (RuntimeError("CUDA error: out of memory"), "oom", ("device", None, None)),
-        (RuntimeError(CPU_MESSAGE), "oom", ("host", 4096, None)),
-        (MemoryError(), "oom", ("host", None, None)),
+        (RuntimeError(CPU_MESSAGE), "oom", ("host", 4096, ROOM)),
+        (MemoryError(), "oom", ("host", None, ROOM)),
+        (MemoryError("Unable to allocate 3.00 GiB for an array"), "oom", ("host", 3 * GIB, ROOM)),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "oom", ("host", None, ROOM)),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "oom", ("disk", None, None)),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "oom", ("disk", None, None)),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), "failed", (None, None, None)),
         (DivergedError("20 skips"), "diverged", (None, None, None)),
         (RuntimeError("a\nb"), "failed", (None, None, None)),
         (SystemExit(3), "failed", (None, None, None)),
@@ -44,12 +52,36 @@ CPU_MESSAGE = (
     ],
 )
 def test_exceptions(error: BaseException, status: str, expected: tuple[Any, ...]) -> None:
-    found, reason = from_exception(error, "step", rank=0)
+    found, reason = from_exception(error, "step", rank=0, host_room=ROOM)
     assert found == status
     assert (reason.tier, reason.need, reason.have) == expected
     assert reason.phase == "step"
     assert "\n" not in reason.message
     assert reason.message
+
+
+def test_a_full_disk_tells_what_it_has_left(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "not" / "there"))
+    _, reason = from_exception(error, "step", rank=0)
+    assert reason.have is not None
+    assert reason.have > 0
+
+
+def test_what_is_missing_comes_with_its_install_line() -> None:
+    status, reason = from_exception(UnavailableError("no parts", install="pip install parts"), "initialize", rank=0)
+    assert (status, reason.message, reason.install) == ("unavailable", "no parts: pip install parts", "pip install parts")
+    status, reason = from_exception(ModuleNotFoundError("No module named 'parts.x'", name="parts.x"), "initialize", rank=0)
+    assert (status, reason.install) == ("unavailable", "pip install parts")
+    status, reason = from_exception(ModuleNotFoundError("No module named 'harness.x'", name="harness.x"), "build", rank=0)
+    assert (status, reason.install) == ("failed", None)
+
+
+def test_the_first_of_wrapped_errors_decides() -> None:
+    error = RuntimeError("the lane stopped")
+    error.__cause__ = OutOfMemoryError("full", tier="device", need=5, have=3)
+    status, reason = from_exception(error, "step", rank=0)
+    assert (status, reason.tier, reason.need, reason.have) == ("oom", "device", 5, 3)
+    assert reason.message == "the lane stopped"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +91,7 @@ def test_exceptions(error: BaseException, status: str, expected: tuple[Any, ...]
         ({"exit_code": -9, "oom_kills": 0}, "failed", "killed by SIGKILL"),
         ({"exit_code": -9}, "failed", "nothing here counts"),
         ({"exit_code": -11, "oom_kills": 1}, "failed", "killed by SIGSEGV"),
+        ({"exit_code": -7}, "failed", "shared memory found no room"),
         ({"exit_code": 3}, "failed", "exit code 3"),
         ({"exit_code": 0}, "failed", "left no result"),
         ({"exit_code": -9, "timed_out_s": 5.0, "oom_kills": 0}, "timeout", "no end within 5 s"),
@@ -73,5 +106,6 @@ def test_deaths(death: dict[str, Any], status: str, said: str) -> None:
 
 
 def test_a_kernel_kill_names_tier_and_budget() -> None:
-    _, reason = from_death(Death(exit_code=-9, phase="warm-up", oom_kills=1, host_budget=GIB))
+    _, reason = from_death(Death(exit_code=-9, phase="warm-up", oom_kills=1, host_budget=GIB, host_bytes=GIB - 5))
     assert (reason.tier, reason.have, reason.need, reason.signal) == ("host", GIB, None, "SIGKILL")
+    assert reason.last_known_bytes == GIB - 5

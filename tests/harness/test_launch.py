@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from harness import launch, store
+from harness.failures import LOG_LINES
 from harness.record import Record
 from systems.limits import CGROUP_ROOT
 from tests.harness.conftest import make_spec
@@ -70,6 +71,27 @@ def test_a_process_that_dies_without_a_record(
         assert reason.log[-1] == "RuntimeError: the script says that step 2 crashes"
 
 
+def test_bad_input_that_only_the_worker_sees_is_one_line_too(tmp_path: Path) -> None:
+    with start(*dummy(tmp_path, options=("bad_input=a_word",)), light=True) as process:
+        out, err = process.communicate(timeout=START_S)
+    assert (process.returncode, out, err) == (2, "", "harness: a_word\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_is_printed_kept_and_touches_no_earlier_record(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text("{}")
+    with start(*dummy(tmp_path, options=("crash_at=3",)), light=True) as process:
+        out, err = process.communicate(timeout=START_S)
+    assert process.returncode == 1
+    record = json.loads(out.splitlines()[-1])
+    assert 2 < len(record["reason"]["log"]) <= LOG_LINES
+    assert "a package has something to say" in err
+    assert "Traceback" in err
+    assert earlier.read_text() == "{}"
+    assert {path.name for path in tmp_path.iterdir()} == {"earlier.json", record["run_id"] + ".json"}
+
+
 def test_a_kill_by_the_kernel_for_memory(tmp_path: Path) -> None:
     """Case C36: SIGKILL and a counter of the process's group that grew meanwhile."""
     (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
@@ -99,7 +121,8 @@ def test_a_time_out_says_where_the_run_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "tier"), [(errno.ENOMEM, "oom", "host"), (errno.EAGAIN, "failed", None), (errno.ENOENT, "failed", None)]
+    ("number", "status", "tier"),
+    [(errno.ENOMEM, "oom", "host"), (errno.EAGAIN, "failed", None), (errno.ENOENT, "failed", None)],
 )
 def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, number: int, status: str, tier: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -115,13 +138,12 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, numbe
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_swap_in_mid_run_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [(), ("exit_at=2",)])
+def test_swap_in_mid_run_is_flagged(monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
     """Case C37: at its end nothing may be swapped out any more."""
     looks = iter([{"VmRSS": 1 << 20, "VmSwap": 3 << 20}])
     monkeypatch.setattr(launch, "process_memory", lambda pid: next(looks, {"VmRSS": 1 << 20, "VmSwap": 0}))
-    for record in (run_apart(), run_apart("exit_at=2")):
-        assert [doubt.code for doubt in record.doubts] == ["swap_in_use"]
-        looks = iter([{"VmSwap": 1 << 20}])
+    assert [doubt.code for doubt in run_apart(*options).doubts] == ["swap_in_use"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

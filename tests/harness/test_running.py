@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from harness import environment
+from harness.measure import CLOCK
 from harness.record import Record, to_json
 from harness.spec import BadInputError
+from systems.baselines.dummy import DummyEngine
+from systems.limits import process_memory, read_limits
 from tests.harness.conftest import make_spec
 
 Run = Callable[..., Record]
@@ -50,6 +54,11 @@ def test_wrong_requests(run_here: Run, options: tuple[str, ...], fields: dict[st
         (("diverge_at=2",), "diverged", "step", None),
         (("nan_at=2",), "diverged", "step", None),
         (("crash_at=2",), "failed", "step", None),
+        (("crash_at=0",), "failed", "initialize", None),
+        (("oom_at=2", "oom_tier=disk"), "oom", "step", "disk"),
+        (("disk_full_at=2",), "oom", "step", "disk"),
+        (("refuse=unavailable",), "unavailable", "initialize", None),
+        (("refuse=missing-package",), "unavailable", "initialize", None),
     ],
 )
 def test_failures_become_records(run_here: Run, options: tuple[str, ...], status: str, phase: str, tier: str) -> None:
@@ -60,6 +69,9 @@ def test_failures_become_records(run_here: Run, options: tuple[str, ...], status
     assert record.metrics.tokens_per_s is None or status == "diverged"
     assert record.resolved.options is not None
     assert record.environment.versions["torch"] == torch.__version__
+    if status == "oom":
+        assert record.reason.have is not None
+    assert (record.reason.install is not None) == (status == "unavailable")
 
 
 def test_a_good_run(run_here: Run) -> None:
@@ -76,6 +88,8 @@ def test_a_good_run(run_here: Run) -> None:
     assert record.metrics.tokens_per_s * 3 * record.metrics.mean_step_time_s == pytest.approx(2 * 2 * 16)
     assert (record.traffic.h2d_bytes, record.counters["skipped_steps"]) == (5, 1)
     assert record.phases_s["initialize"] >= record.phases_s["startup.scripted"] == 0.02
+    assert set(record.phases_s) >= {"import", "resolve", "build", "initialize", "warm_up", "timed", "eval", "close"}
+    assert record.memory.host_budget_bytes == record.resolved.host_budget_bytes == 1 << 40
     assert record.environment.seeds == {"weights": 7, "data": 7, "dropout": 7}
     assert record.resolved.data is not None
     assert len(record.resolved.data.sha256 or "") == 64
@@ -117,6 +131,76 @@ def test_both_limits_are_in_the_record(run_here: Run, tmp_path: Path) -> None:
     assert limits.machine_memory_bytes > 1 << 30
 
 
+def test_a_real_system_is_refused_before_it_allocates(run_here: Run, tmp_path: Path) -> None:
+    """Case C36: a container of 1 GiB; model states of 125M parameters take 14 bytes each."""
+    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    budget = read_limits(cgroup_root=tmp_path).host_budget_bytes
+    before = process_memory("self")["VmRSS"]
+    spec = make_spec(system="elixir", model="opt-125m", seq_len=16, batch_size=1, device_memory="64MiB")
+    record = run_here(spec, host_budget=budget, cgroup_root=tmp_path)
+    assert record.status == "refused"
+    assert record.reason is not None
+    assert record.reason.phase == "initialize"
+    assert record.reason.tier in ("host", "device")
+    assert record.reason.need is not None and record.reason.have is not None
+    assert record.reason.need > record.reason.have
+    assert process_memory("self")["VmRSS"] - before < 1 << 30
+
+
+def test_utilisation_above_the_peak_fails_the_run_and_is_no_figure(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case C57: it cannot be true, so it is no result; what was measured stays in the record."""
+    monkeypatch.setattr(environment, "peak_flops_per_s", lambda name, dtype: 1.0)
+    record = run_here(make_spec(system="resident", steps=2, warmup=1, dtype="fp32", set=("num_layers=1",)))
+    assert record.status == "failed"
+    assert record.reason is not None
+    assert "PEAK_FLOPS_PER_S" in record.reason.message
+    assert record.metrics.mfu is None
+    assert record.metrics.model_tflops
+    assert record.samples.step_time_s
+    assert "utilisation_above_peak" in [doubt.code for doubt in record.doubts]
+
+
+def test_the_types_of_buffers_are_told(run_here: Run) -> None:
+    """Case C22: buffers keep their own types, whatever --dtype says."""
+    record = run_here(make_spec(system="resident", model="bert-tiny", steps=1, warmup=0, set=("num_layers=1",)))
+    assert record.status == "ok"
+    assert record.resolved.buffer_dtypes == ["int64"]
+    assert record.resolved.dtypes == {"weights": "bf16", "gradients": "bf16", "states": "fp32"}
+
+
+def test_statistics_that_no_record_can_hold_cost_no_run(run_here: Run) -> None:
+    record = run_here(make_spec("odd_statistics=true"))
+    assert (record.status, record.strategy) == ("ok", None)
+    assert record.metrics.tokens_per_s
+    assert any("statistics are missing: strategy.value is a object" in note for note in record.notes)
+
+
+def test_queued_work_is_waited_for_by_the_real_clock_too(run_here: Run) -> None:
+    """Case C61 on the emulated device: a thread that still works when a step returns."""
+    record = run_here(make_spec("drain_time_s=0.1", steps=4, warmup=1))
+    assert record.metrics.mean_step_time_s is not None
+    assert record.metrics.mean_step_time_s >= 0.1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_queued_device_work_is_waited_for(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case C61: a step that queues half a second of work on the device and returns."""
+    rate = torch.cuda.get_device_properties(0).clock_rate * 1000
+    monkeypatch.setattr(DummyEngine, "step", _queue(DummyEngine.step, int(0.5 * rate)))
+    monkeypatch.setattr(DummyEngine, "drain", lambda self: torch.cuda.synchronize())
+    record = run_here(make_spec(device="cuda", steps=3, warmup=1))
+    assert record.metrics.mean_step_time_s is not None
+    assert record.metrics.mean_step_time_s >= 0.4
+
+
+def _queue(step: Callable[[DummyEngine], None], cycles: int) -> Callable[[DummyEngine], None]:
+    def queue(engine: DummyEngine) -> None:
+        torch.cuda._sleep(cycles)
+        step(engine)
+
+    return queue
+
+
 def test_threads_are_the_usable_cores_or_what_the_user_says(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     record = run_here(make_spec())
@@ -136,16 +220,23 @@ def test_a_record_of_nan_losses_is_strict_json(run_here: Run) -> None:
     assert all(math.isfinite(loss) for loss in tree["metrics"]["loss"][:2])
 
 
-def test_a_real_model_by_the_reference_recipe(run_here: Run) -> None:
-    spec = make_spec(system="resident", dtype="fp32", steps=4, accumulate=2, schedule="cosine", eval_every=4, clip=1.0)
+def test_a_real_model_by_the_reference_recipe(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on a busy machine several wait for each other
+    spec = make_spec(system="resident", dtype="fp32", steps=3, accumulate=2, schedule="cosine", eval_every=3, clip=1.0)
     record = run_here(spec)
     assert (record.status, record.reason) == ("ok", None)
     assert record.resolved.parameters == 1_255_680
     assert record.metrics.model_tflops is not None
     assert record.metrics.model_tflops == record.metrics.hardware_tflops
-    assert record.metrics.eval_step == [4]
+    assert record.metrics.eval_step == [3]
     assert all(loss is not None and 3 < loss < 7 for loss in record.metrics.loss + record.metrics.eval_loss)
     assert all(norm is not None and norm <= 1.001 for norm in record.metrics.grad_norm_after_clip)
     assert record.samples.learning_rate[0] == 1e-4
     assert record.memory.device_peak_bytes is not None
+    assert record.memory.host_budget_bytes == 1 << 40
     assert record.traffic.h2d_bytes == 0
+    assert record.resolved.dtypes == {"weights": "fp32", "gradients": "fp32", "states": "fp32"}
+    assert record.resolved.buffer_dtypes == []
+    assert (record.resolved.attention or "").startswith("sdpa (")
+    assert record.resolved.clock == CLOCK
+    assert len(record.environment.code.source_sha256 or "") == 64

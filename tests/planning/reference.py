@@ -40,6 +40,8 @@ class ReferenceRuntime:
         self.device = {
             b.index for b in layout.bundles if all(plan.optimizer_tier[s] is Tier.DEVICE for s in b.segments)
         }
+        self.in_place = plan.in_place - self.device
+        self.carrying: set[int] = set()  # blocks with gradients in them
         self.adopts = self.device if context.accumulate == 1 and context.ranks == 1 else set()
         self.resident = set(plan.resident_at_start)
         self.holds = [0] * len(layout.bundles)
@@ -65,6 +67,7 @@ class ReferenceRuntime:
             self.account.after.append(self.account.now)
             self.account.adopted.append(sum(map(self.size, self.kept)))
         assert not self.ranges
+        assert not self.carrying
         assert not any(self.holds)
         assert self.resident == set(self.plan.resident_at_start)
         return self.account
@@ -81,6 +84,7 @@ class ReferenceRuntime:
                     what.phase is Phase.BACKWARD_ENTER
                     and self.layout.bundles[bundle].trainable
                     and bundle not in self.ranges
+                    and bundle not in self.in_place
                 ):
                     if bundle in self.adopts:
                         if bundle not in self.kept:
@@ -93,6 +97,8 @@ class ReferenceRuntime:
         if what.phase in EXIT:
             for bundle in bundles:
                 self.holds[bundle] -= 1
+            if what.phase is Phase.BACKWARD_EXIT:
+                self.carrying.update(self.in_place.intersection(bundles) - self.flushed)
         for bundle in self.trace.flushes[moment]:
             self.flush(bundle, moment)
         if what.phase is Phase.STEP_END:
@@ -101,6 +107,7 @@ class ReferenceRuntime:
 
     def flush(self, bundle: int, moment: int) -> None:
         self.flushed.add(bundle)
+        self.carrying.discard(bundle)
         several = self.context.accumulate > 1
         early = self.plan.update_rule is UpdateRule.WHEN_REDUCED
         if bundle not in self.device or several or early:
@@ -118,6 +125,7 @@ class ReferenceRuntime:
             self.account.add(moment, -self.size(bundle))
 
     def drop(self, bundle: int, moment: int) -> None:
+        assert bundle not in self.carrying
         self.resident.remove(bundle)
         self.account.add(moment, -self.size(bundle))
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from systems.planning.caching import CacheRequest, plan_cache
-from systems.planning.demand import Residence, demand_of, minimum_need
+from systems.planning.demand import Residence, demand_of, minimum_need, reusable
 from systems.planning.layout import Layout
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
@@ -30,17 +30,20 @@ def planned(
     spare: int = 0,
     rule: UpdateRule = UpdateRule.AFTER_NORM,
     evict: OpKind = OpKind.DROP,
+    in_place: bool = False,
 ) -> Plan:
     """A cache of what is held at most plus `spare` bytes for every bundle not in on_device."""
-    layout, trace = case.layout, case.trace
+    trace = case.trace
+    layout = replace(case.layout, in_place=frozenset(b.index for b in case.layout.bundles if b.trainable and in_place))
     on_device = frozenset(b.index for b in layout.bundles if b.index in on_device or not b.movable)
-    demand = demand_of(layout, trace, case.context)
+    written = reusable(layout, trace, case.context) - on_device
+    demand = demand_of(layout, trace, case.context, written)
     sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in on_device}
     capacity = max(sum(sizes.get(b, 0) for b in held) for held in demand.held) + spare
     cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict))
     owner = layout.bundle_of_segment
     tiers = tuple(Tier.DEVICE if owner[s.index] in on_device else Tier.HOST for s in layout.segments)
-    return Plan(trace.signature, cache.operations, tiers, on_device | cache.resident, rule)
+    return Plan(trace.signature, cache.operations, tiers, on_device | cache.resident, rule, in_place=written)
 
 
 plans: st.SearchStrategy[dict[str, object]] = st.builds(
@@ -50,6 +53,7 @@ plans: st.SearchStrategy[dict[str, object]] = st.builds(
     rule=st.sampled_from(UpdateRule),
     evict=st.sampled_from([OpKind.DROP, OpKind.WRITE_BACK]),
     on_device=st.frozensets(st.integers(0, 3), max_size=2),
+    in_place=st.booleans(),
 )
 
 
@@ -63,13 +67,16 @@ def test_pool_bytes_equal_the_reference_runtime_at_every_moment(case: Case, choi
     assert memory.pool_peak == account.peak
     for moment, value in account.log:
         assert value <= memory.device_pool_peak_bytes[moment]
-    for moment, real in enumerate(real_non_model(case, account)):
+    for moment, real in enumerate(real_non_model(case, account, plan.in_place if case.context.ranks == 1 else frozenset())):
         assert memory.device_non_model_bytes[moment] >= real
         assert memory.device_total_bytes[moment] >= account.after[moment] + real
 
 
-def real_non_model(case: Case, account: PoolAccount) -> list[int]:
-    """What the interval behind each moment really takes: gradients come one by one, and only adopted ones stay."""
+def real_non_model(case: Case, account: PoolAccount, in_place: frozenset[int]) -> list[int]:
+    """What the interval behind each moment really takes: gradients come one by one, and only adopted ones stay.
+
+    Those that will be written in place stay until the interval ends.
+    """
     layout, real = case.layout, []
     for moment, entering in enumerate(case.trace.moments):
         live, kept = case.trace.non_model_bytes[moment], account.adopted[moment]
@@ -84,7 +91,7 @@ def real_non_model(case: Case, account: PoolAccount) -> list[int]:
         peak = kept
         for bundle, size in sizes.items():
             peak = max(peak, kept + size)
-            if bundle in account.newly_adopted[moment]:
+            if bundle in account.newly_adopted[moment] or (bundle in in_place and len(layout.bundles[bundle].units) == 1):
                 kept += size
         real.append(live + peak)
     return real

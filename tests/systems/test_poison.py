@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from systems.system import Engine
-from tests.systems.models_plain import DIM, Stack, features, squared_error
+from tests.systems.models_plain import Stack, squared_error
 from tests.systems.models_small import build, tokens
 from tests.systems.running import (
     RANDOM,
@@ -187,7 +187,3 @@ def test_a_write_to_a_released_parameter_is_said_and_undone() -> None:
 def fresh_stack() -> nn.Module:
     torch.manual_seed(0)
     return Stack()
-
-
-def test_dimensions() -> None:
-    assert features(tokens(1, 1)[0, 0]).shape[-1] == DIM

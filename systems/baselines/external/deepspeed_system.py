@@ -20,13 +20,13 @@ from systems.baselines.external.deepspeed_config import (
 )
 from systems.baselines.external.deepspeed_engine import DeepSpeedRun
 from systems.baselines.external.package import ConfigOptions, PackageStatistics, require
+from systems.errors import UnavailableError
 from systems.machine import device_budget
-from systems.registry import UnavailableError
 from systems.sizes import Size
 from systems.substrate.units import FoundModel, find_units
 from systems.system import TORCH_DTYPE, Engine, Settings
 
-INSTALL = "install it with pip install 'offload-bench[baselines]'"
+INSTALL = "pip install 'offload-bench[baselines]'"
 RESERVED_SHARE = 0.35  # of the device, for activations and DeepSpeed's buckets, when nothing is said
 
 
@@ -49,6 +49,9 @@ class InfinityOptions(ConfigOptions):
 
 class DeepSpeedSystem:
     """A named configuration of DeepSpeed."""
+
+    package = "deepspeed"
+    install = INSTALL
 
     def __init__(
         self, name: str, summary: str, variant: Variant, options: type[ConfigOptions] = DeepSpeedOptions
@@ -97,8 +100,8 @@ class DeepSpeedSystem:
         builder = require("deepspeed.ops.op_builder", INSTALL, self.name).AsyncIOBuilder()
         if not builder.is_compatible(verbose=False):
             raise UnavailableError(
-                f"{self.name} is unavailable: DeepSpeed's disk operations need libaio and its headers; install them, on "
-                "Debian and Ubuntu with apt install libaio-dev"
+                f"{self.name} is unavailable: DeepSpeed's disk operations need libaio and its headers",
+                install="apt install libaio-dev",
             )
 
     def _notes(self, settings: Settings) -> list[str]:

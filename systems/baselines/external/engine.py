@@ -33,7 +33,7 @@ class LateNumber:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> float:
+    def __call__(self) -> float:
         if self._event is not None:
             self._event.synchronize()  # work queued after the copy goes on meanwhile
         return float(self._number)
@@ -41,9 +41,9 @@ class LateNumber:
 
 @dataclass(frozen=True)
 class Update:
-    """What a package says of one step. norm: before clipping, None if it computed none."""
+    """What a package says of one step, read when the next one begins. norm: before clipping, None if it computed none."""
 
-    norm: LateNumber | None
+    norm: Callable[[], float] | None
     loss_scale: float = 1.0
     skipped: bool | Callable[[], bool] = False
 
@@ -79,12 +79,17 @@ class PackageEngine(Engine):
             return self._forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
+        last = self._begin_backward()
+        with record_function("backward"):
+            self._backward(loss, last=last)
+
+    def _begin_backward(self) -> bool:
+        """Count a micro-batch; whether it is the step's last."""
         accumulate = self.settings.accumulate
         if self._micro_step >= accumulate:
             raise ValueError(f"backward was called more than accumulate={accumulate} times: call step()")
         self._micro_step += 1
-        with record_function("backward"):
-            self._backward(loss, last=self._micro_step == accumulate)
+        return self._micro_step == accumulate
 
     def step(self) -> None:
         if self._micro_step != self.settings.accumulate:
@@ -100,7 +105,7 @@ class PackageEngine(Engine):
         update, self._unread = self._unread, None
         if update is None:
             return
-        norm = None if update.norm is None else update.norm.read()
+        norm = None if update.norm is None else update.norm()
         skipped = update.skipped() if callable(update.skipped) else update.skipped
         factor, clip = 1.0, self.settings.clip
         if clip > 0 and norm is not None and math.isfinite(norm):

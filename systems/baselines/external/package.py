@@ -15,16 +15,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from systems.errors import UnsupportedError
+from systems.errors import UnavailableError, UnsupportedError
 from systems.messages import one_line
-from systems.registry import UnavailableError
 
 Config = dict[str, Any]
 _AUTO = "auto"  # transformers' word in a DeepSpeed file for "as the run says"
 
 
 class PackageStatistics(BaseModel):
-    """What ran: a system's `statistics()`. config: what the package was given, verbatim, the user's own file merged in."""
+    """What ran: a system's `statistics()`. config: what the package was given, verbatim, the user's own file merged in.
+
+    dtypes, recompute: where the package departs from what was asked for; None where it does not.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -34,6 +36,8 @@ class PackageStatistics(BaseModel):
     config: Config
     config_file: str | None = Field(None, description="the user's own configuration, merged over ours key by key")
     resolved: dict[str, str | int | float | bool | None] = Field({}, description="what the package made of it")
+    dtypes: dict[str, str] | None = Field(None, description="of weights, gradients and states, as computed with")
+    recompute: str | None = None
     notes: list[str] = Field([], description="what a reader of the numbers should know")
 
 
@@ -61,7 +65,7 @@ def require(package: str, install: str, system: str) -> ModuleType:
         return importlib.import_module(package)
     except Exception as error:
         why = one_line(f"{type(error).__name__}: {error}")
-        raise UnavailableError(f"{system} is unavailable: {package} does not load ({why}); {install}") from error
+        raise UnavailableError(f"{system} is unavailable: {package} does not load ({why})", install=install) from error
 
 
 def version_of(distribution: str) -> str:

@@ -22,6 +22,7 @@ from systems.planning.layout import (
     pack,
     round_up,
 )
+from systems.planning.packing import sums_of_neighbours
 from systems.planning.strategy import PlanningContext
 from systems.strategies.elixir.options import ElixirOptions
 
@@ -147,25 +148,11 @@ class Chunker:
         return (low, max(low, whole)) if given_low is None else (given_low, max(given_low, whole))
 
     def _sums(self, low: int, high: int) -> set[int]:
-        """Sums of neighbouring parameters between low and high. Equal neighbourhoods (blocks) are walked once."""
+        """Sums of neighbouring parameters between low and high."""
         found: set[int] = set()
         for group in self._groups:
             sizes = [self.size(p) for run in group.runs for p in run]
-            seen: set[tuple[int, ...]] = set()
-            for start in range(len(sizes)):
-                total, end = 0, start
-                while end < len(sizes) and total + sizes[end] <= high:
-                    total += sizes[end]
-                    end += 1
-                neighbours = tuple(sizes[start:end])
-                if neighbours in seen:
-                    continue
-                seen.add(neighbours)
-                total = 0
-                for size in neighbours:
-                    total += size
-                    if total >= low:
-                        found.add(total)
+            found |= sums_of_neighbours(sizes, low, high)
         return found
 
     def _fused(self, group: Group, chunk: int) -> bool:

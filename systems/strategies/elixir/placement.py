@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from systems.errors import BudgetError
 from systems.planning.demand import (
     Demand,
-    Need,
     Residence,
     gradient_profile,
     held_profile,
@@ -20,12 +18,11 @@ from systems.planning.demand import (
 )
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan, Tier, UpdateRule
+from systems.planning.refusal import UnitName, check_need
 from systems.planning.strategy import PlanningContext
-from systems.planning.trace import NO_UNIT, Trace
+from systems.planning.trace import Trace
 from systems.sizes import format_size
 from systems.strategies.elixir.options import ElixirOptions
-
-UnitName = Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Placer:
                 have=self.context.device_budget,
             )
         base = Residence(self.layout, self.context, unmovable(self.layout), self.rule)
-        check_need(minimum_need(self.trace, self.demand, base), self.context, self.unit_name)
+        check_need(minimum_need(self.trace, self.demand, base), self.context, "elixir", self.unit_name)
         on_device = base.on_device | self._optimizers(base)
         residence = Residence(self.layout, self.context, on_device, self.rule)
         room = [self.context.device_budget - used for used in self._fixed(residence)]
@@ -167,25 +164,3 @@ class Placer:
             for moment in range(begin, end):
                 grown[moment] += change
         return grown
-
-
-def check_need(need: Need, context: PlanningContext, unit_name: UnitName) -> None:
-    """BudgetError that says what the step needs at least, what there is and what to change."""
-    if need.total_bytes <= context.device_budget:
-        return
-    where = f"unit {unit_name(need.unit)!r}" if need.unit != NO_UNIT else "the step"
-    parts = [f"{format_size(need.parameter_bytes)} of parameters", f"{format_size(need.gradient_bytes)} of gradients"]
-    if need.static_bytes:
-        parts.append(f"{format_size(need.static_bytes)} that never moves")
-    if need.non_model_bytes:
-        parts.append(f"{format_size(need.non_model_bytes)} of activations")
-        advice = "raise --device-memory, lower --batch-size or --seq-len, or recompute activations"
-    else:
-        advice = "activations come on top: raise --device-memory well above this, or give a smaller --option chunk_max"
-    raise BudgetError(
-        f"elixir needs at least {format_size(need.total_bytes)} of device memory for {where} ({', '.join(parts)}), "
-        f"{format_size(context.device_budget)} is given: {advice}",
-        tier="device",
-        need=need.total_bytes,
-        have=context.device_budget,
-    )

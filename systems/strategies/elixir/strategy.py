@@ -13,13 +13,14 @@ from systems.planning.demand import Residence, demand_of, minimum_need, unmovabl
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, UpdateRule
+from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.elixir.chunks import Chunker
 from systems.strategies.elixir.eviction import BeladyEviction, RandomEviction
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics
-from systems.strategies.elixir.placement import Placer, check_need, resident_plan
+from systems.strategies.elixir.placement import Placer, resident_plan
 
 
 class Elixir:
@@ -28,6 +29,7 @@ class Elixir:
     name: ClassVar[str] = "elixir"
     summary: ClassVar[str] = "chunks of searched size in a cache with Belady eviction and master shards on the host"
     Options: ClassVar[type[BaseModel]] = ElixirOptions
+    warm_up_share: float | None = None
 
     def __init__(self, options: ElixirOptions, context: PlanningContext) -> None:
         if context.ranks > 1 and not options.scatter:
@@ -48,7 +50,7 @@ class Elixir:
         trace = nominal_trace(layout, accumulate=self._context.accumulate)
         residence = Residence(layout, self._context, unmovable(layout), self.update_rule)
         need = minimum_need(trace, demand_of(layout, trace, self._context), residence)
-        check_need(need, self._context, self._unit_name)
+        check_need(need, self._context, self.name, self._unit_name)
         self._statistics = ElixirStatistics(
             num_chunks=chunker.statistics.num_chunks,
             chunk_size_bytes=chunker.statistics.chunk_size_bytes,

@@ -1,0 +1,39 @@
+"""How a strategy refuses a device that is too small: what is needed where, what there is, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from systems.errors import BudgetError
+from systems.planning.demand import Need
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import NO_UNIT
+from systems.sizes import format_size
+
+UnitName = Callable[[int], str]
+
+
+def check_need(
+    need: Need, context: PlanningContext, system: str, unit_name: UnitName, *, measured: bool | None = None
+) -> None:
+    """BudgetError unless `need` fits. measured: activations were traced; None takes them as such if there are any."""
+    if need.total_bytes <= context.device_budget:
+        return
+    where = f"unit {unit_name(need.unit)!r}" if need.unit != NO_UNIT else "the step"
+    parts = [f"{format_size(need.parameter_bytes)} of parameters", f"{format_size(need.gradient_bytes)} of gradients"]
+    if need.static_bytes:
+        parts.append(f"{format_size(need.static_bytes)} that never moves")
+    if need.non_model_bytes and measured is not False:
+        parts.append(f"{format_size(need.non_model_bytes)} of activations")
+        advice = "raise --device-memory, lower --batch-size or --seq-len, or recompute activations"
+    else:
+        if need.non_model_bytes:
+            parts[1] = f"{format_size(need.gradient_bytes + need.non_model_bytes)} of gradients"
+        advice = "activations come on top: raise --device-memory well above this, or give a smaller --option chunk_max"
+    raise BudgetError(
+        f"{system} needs at least {format_size(need.total_bytes)} of device memory for {where} ({', '.join(parts)}), "
+        f"{format_size(context.device_budget)} is given: {advice}",
+        tier="device",
+        need=need.total_bytes,
+        have=context.device_budget,
+    )

@@ -1,0 +1,99 @@
+"""What a user may choose, and what PatrickStar tells about its decisions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from systems.sizes import Size
+
+Variant = Literal["base", "spongebob", "static-partition", "osc"]
+
+
+def _prefetch(given: Any) -> Any:
+    return 0 if str(given).strip() == "off" else given
+
+
+class PatrickStarOptions(BaseModel):
+    """chunk_min, chunk_max, chunk_step: bytes of the searched sizes of a parameter chunk as computed with (the paper's range
+    of 128 to 512 Mi elements in 16 bit is 256MiB to 1GiB, its step 64MiB); unset is a range that suits the model.
+
+    warmup_share: part of the device that chunks may take in the warm-up step; static-partition keeps it for good.
+    prefetch: chunks fetched ahead of their use; off (or 0) is the paper's: fetched when needed, compute waits.
+    variant: base, or an ablation: spongebob moves tensors instead of chunks, static-partition gives chunks a fixed share of
+    the device and traces nothing, osc keeps the optimizer chunks on the CPU.
+    nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
+    updates during backward and ends the run at one (no clipping then).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    chunk_min: Size | None = None
+    chunk_max: Size | None = None
+    chunk_step: Size | None = None
+    warmup_share: float = Field(default=0.2, gt=0, le=1)
+    prefetch: Annotated[int, BeforeValidator(_prefetch), Field(ge=0)] = 8
+    variant: Variant = "base"
+    nonfinite: Literal["skip", "stop"] = "skip"
+
+    @property
+    def traces(self) -> bool:
+        """The memory tracer decides how much model data fits."""
+        return self.variant != "static-partition"
+
+    @property
+    def places_optimizer(self) -> bool:
+        """Optimizer chunks may go to the device."""
+        return self.variant in ("base", "spongebob")
+
+    @model_validator(mode="after")
+    def _range(self) -> PatrickStarOptions:
+        if self.chunk_min is not None and self.chunk_max is not None and self.chunk_min > self.chunk_max:
+            raise ValueError(f"chunk_min {self.chunk_min} is above chunk_max {self.chunk_max}: swap or widen them")
+        for name in ("chunk_max", "chunk_step"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0: leave it out or give a size such as 64MiB")
+        return self
+
+
+class PatrickStarStatistics(BaseModel):
+    """Sizes in bytes of one rank's view. None: no step was planned yet.
+
+    chunk_lists: bytes of the four aligned lists, out-of-chunk parameters included. chunk_size_elements, utilization,
+    fragmentation: of the chunks at their nominal size, as in table 3; num_out_of_chunks: bundles of tied or oversized
+    parameters. minimum_bytes: least device memory without activations.
+    gradients: where they are on the device; num_ranged: bundles whose gradients have memory of their own.
+    model_bytes_per_parameter: of the four lists and those ranges, each byte once. copied_bytes: parameters on the device at
+    the start of a step whose host memory is kept beside them.
+    margin_bytes, margin_chunks: what the device has left beside all parameters and the highest non-model memory. Positive:
+    optimizer chunks (all three lists of one chunk) that it holds; negative: parameter chunks that spill, as in table 4.
+    optimizer_share_on_device: of all trainable parameters. non_model_bytes: the curve of figure 2, one entry a moment.
+    max_computing: most bundles with a tensor in COMPUTE at once. fetches, fetched_bytes, written_back_bytes: planned a step.
+    """
+
+    variant: Variant
+    chunk_lists: dict[str, int]
+    num_chunks: int
+    chunk_size_elements: int
+    chunk_size_bytes: int
+    utilization: float
+    fragmentation: float
+    num_out_of_chunks: int
+    num_bundles: int
+    minimum_bytes: int
+    warmup_share: float
+    gradients: str
+    num_ranged: int | None = None
+    model_bytes_per_parameter: float | None = None
+    copied_bytes: int | None = None
+    margin_bytes: int | None = None
+    margin_chunks: int | None = None
+    optimizer_share_on_device: float | None = None
+    non_model_peak_bytes: int | None = None
+    non_model_bytes: list[int] | None = None
+    resident_bundles: int | None = None
+    max_computing: int | None = None
+    fetches_per_step: int | None = None
+    fetched_bytes_per_step: int | None = None
+    written_back_bytes_per_step: int | None = None

@@ -1,0 +1,125 @@
+"""Where gradients of a bundle are: what has come of them, and the range that gathers them on the device.
+
+A range lies like the bundle's parameters, each gradient at its parameter's offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from systems.planning.layout import Layout, Placement
+from systems.planning.plan import LaneKind
+from systems.substrate.residency import Residency
+from systems.substrate.tiers import Allocation
+
+Place = tuple[int, int, Placement]  # bundle, element in it, placement
+
+
+@dataclass
+class BundleGradient:
+    """expected: parameters whose gradients make it complete. fired: those that came in this micro-step.
+
+    adopted: gradients in autograd's own buffers.
+    """
+
+    parameters: tuple[int, ...]
+    expected: frozenset[int]
+    range: Allocation | None = None
+    adopted: dict[int, torch.Tensor] = field(default_factory=dict)
+    fired: set[int] = field(default_factory=set)
+    fired_in_step: set[int] = field(default_factory=set)
+    flushed: bool = False
+    parked: bool = False
+
+    @property
+    def open(self) -> bool:
+        """There are gradients that no flush has taken yet."""
+        return self.range is not None or self.parked or (bool(self.fired) and not self.flushed)
+
+
+def places_of(layout: Layout) -> dict[int, Place]:
+    """By parameter."""
+    found: dict[int, Place] = {}
+    for bundle in layout.bundles:
+        start = 0
+        for s in bundle.segments:
+            segment = layout.segments[s]
+            for place in segment.placements:
+                found[place.parameter] = (bundle.index, start + place.offset, place)
+            start += segment.numel
+    return found
+
+
+class Ranges:
+    """Opens, fills, sends off and frees them."""
+
+    def __init__(self, residency: Residency, places: dict[int, Place]) -> None:
+        self.residency, self.layout, self.store = residency, residency.layout, residency.store
+        self.device = residency.device
+        self.places = places
+
+    def allocate(self, bundle: int) -> Allocation:
+        return self.residency.allocate(self.layout.bundle_bytes(bundle), f"gradient of bundle {bundle}")
+
+    def open(self, bundle: int, gradient: BundleGradient) -> Allocation:
+        """With what is in the slot, if that is part of this gradient, and in autograd's buffers."""
+        block = gradient.range = self.allocate(bundle)
+        segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
+        if gradient.fired and any(s.slot_holds_gradient for s in segments):
+            targets = self.store.pieces(bundle, block)
+
+            def copy() -> None:
+                for target, stored in zip(targets, segments, strict=True):
+                    target.copy_(stored.slot, non_blocking=True)
+
+            self.device.log.count("h2d_bytes", self.layout.bundle_bytes(bundle))
+            self.device.transfers.issue(
+                LaneKind.H2D,
+                copy,
+                reads=[s.slot_memory for s in segments],
+                writes=[block.memory],
+                label=f"reopen gradient of bundle {bundle}",
+            )
+        self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle} begins")
+        gradient.flushed = gradient.parked = False
+        self.empty_buffers(gradient)
+        return block
+
+    def empty_buffers(self, gradient: BundleGradient) -> None:
+        """Copy what waits in autograd's buffers into the range."""
+        assert gradient.range is not None
+        for parameter, waiting in gradient.adopted.items():
+            self.view(gradient.range, parameter).copy_(waiting.reshape(-1))
+        gradient.adopted.clear()
+
+    def view(self, block: Allocation, parameter: int) -> torch.Tensor:
+        """The parameter's place in a block of its bundle, flat."""
+        _, offset, place = self.places[parameter]
+        return block.view(self.store.dtype, offset, place.numel)
+
+    def offload(self, bundle: int, block: Allocation) -> None:
+        """Copy a gradient into the host slots of its parameters."""
+        segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
+        pieces = self.store.pieces(bundle, block)
+
+        def copy() -> None:
+            for stored, piece in zip(segments, pieces, strict=True):
+                stored.slot.copy_(piece, non_blocking=True)
+
+        self.device.log.count("d2h_bytes", self.layout.bundle_bytes(bundle))
+        self.device.transfers.issue(
+            LaneKind.D2H,
+            copy,
+            reads=[block.memory],
+            writes=[s.slot_memory for s in segments],
+            label=f"offload gradient of bundle {bundle}",
+        )
+        for stored in segments:
+            stored.slot_holds_gradient = True
+
+    def free(self, bundle: int, gradient: BundleGradient) -> None:
+        if gradient.range is not None:
+            self.device.pool.free(gradient.range, f"gradient of bundle {bundle}")
+            gradient.range = None

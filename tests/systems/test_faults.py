@@ -1,0 +1,293 @@
+"""After an exception anywhere the engine runs the next step rightly, or closes cleanly (invariant 15, case C43)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from systems.errors import OutOfMemoryError
+from systems.planning.plan import LaneKind
+from systems.strategies.elixir.options import ElixirOptions
+from systems.substrate.tiers import Allocation
+from systems.system import Engine
+from tests.systems.models_plain import CASES, build
+from tests.systems.models_small import tokens
+from tests.systems.running import (
+    RANDOM,
+    RESIDENT,
+    Run,
+    assert_equal,
+    elixir,
+    finished,
+    one_step,
+    parameters_of,
+    parts_of,
+    settings,
+    start,
+)
+
+LOSS = CASES["stack"].loss
+MANAGED = {"elixir": elixir(), "random": RANDOM}
+SYSTEMS = {"resident": RESIDENT, **MANAGED}
+TIGHT = 150_000  # bytes: about 40 % of what resident needs
+STEPS = 4
+
+
+class OnPurposeError(Exception):
+    pass
+
+
+def started(system: str, accumulate: int = 1, **more: Any) -> Engine:
+    budget = {} if system == "resident" else {"device_memory": TIGHT}
+    return start(SYSTEMS[system], build("stack"), settings(accumulate=accumulate, clip=1.0, **budget, **more))
+
+
+@cache
+def undisturbed(accumulate: int) -> Run:
+    engine = started("resident", accumulate)
+    return finished(engine, [one_step(engine, batch, LOSS) for batch in tokens(STEPS, accumulate)])
+
+
+def fail_in_forward(engine: Engine) -> Any:
+    def fail(*_: Any) -> None:
+        raise OnPurposeError
+
+    return block_of(engine).up.register_forward_hook(fail)  # inside a unit
+
+
+def fail_before_a_unit(engine: Engine) -> Any:
+    def fail(*_: Any) -> None:
+        raise OnPurposeError
+
+    return block_of(engine).register_forward_pre_hook(fail, prepend=True)
+
+
+def fail_after_a_unit(engine: Engine) -> Any:
+    def fail(*_: Any) -> None:
+        raise OnPurposeError
+
+    return block_of(engine).register_forward_hook(fail)
+
+
+def fail_in_backward(engine: Engine) -> Any:
+    def fail(gradient: torch.Tensor) -> None:
+        raise OnPurposeError
+
+    return block_of(engine).up.weight.register_hook(fail)
+
+
+def interrupt(engine: Engine) -> Any:
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    return block_of(engine).norm.bias.register_hook(fail)
+
+
+def block_of(engine: Engine) -> Any:
+    return engine.module.blocks[1]  # type: ignore[union-attr, index]
+
+
+PLACES = (fail_in_forward, fail_before_a_unit, fail_after_a_unit, fail_in_backward, interrupt)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_exception_costs_its_step_and_nothing_else(
+    system: str, place: Callable[[Engine], Any], accumulate: int
+) -> None:
+    """In the warm-up step, in a planned one, and twice in a row; with two micro-batches in the second of them."""
+    engine = started(system, accumulate)
+    losses = []
+    for number, batch in enumerate(tokens(STEPS, accumulate)):
+        for _ in range((1, 0, 2, 1)[number]):
+            before = parameters_of(engine)
+            for micro in batch[:-1]:
+                engine.backward(LOSS(engine, micro, 7))
+            handle = place(engine)
+            with pytest.raises((OnPurposeError, KeyboardInterrupt)):
+                engine.backward(LOSS(engine, batch[-1], 7))
+            handle.remove()
+            assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+        losses.append(one_step(engine, batch, LOSS))
+    assert_equal(undisturbed(accumulate), finished(engine, losses))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_exception_in_evaluation_costs_nothing(system: str) -> None:
+    engine = started(system)
+    losses = []
+    for batch in tokens(STEPS, 1):
+        handle = fail_in_forward(engine)
+        with torch.no_grad(), pytest.raises(OnPurposeError):
+            LOSS(engine, batch[0], 1)
+        handle.remove()
+        losses.append(one_step(engine, batch, LOSS))
+    assert_equal(undisturbed(1), finished(engine, losses))
+
+
+class Faults:
+    """Makes the device pool fail by number: allocation `number` of a step once, or it and all later ones."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.pool = parts_of(engine).device.pool
+        self.made, self.failed = 0, 0
+        self.first: int | None = None
+        self.always = False
+        self._allocate = self.pool.allocate
+        self.pool.allocate = self.allocate  # type: ignore[method-assign]
+
+    def allocate(self, nbytes: int, label: str) -> Allocation | None:
+        self.made += 1
+        if self.first is not None and (self.made > self.first if self.always else self.made == self.first + 1):
+            self.failed += 1
+            return None
+        return self._allocate(nbytes, label)
+
+    @contextmanager
+    def failing(self, first: int, *, always: bool = False) -> Iterator[None]:
+        self.made, self.first, self.always = 0, first, always
+        try:
+            yield
+        finally:
+            self.first = None
+
+
+def check_accounts(engine: Engine) -> None:
+    parts = parts_of(engine)
+    states = [s.state.allocation.nbytes for s in parts.store.segments if s.state and s.state.allocation]
+    assert parts.device.account.pool == sum(states) + sum(map(parts.layout.bundle_bytes, parts.residency.resident()))
+    assert not any(m.holds for m in parts.residency.bundles)
+    assert not any(s.slot_holds_gradient for s in parts.store.segments)
+    assert not any(g.range for g in parts.gradients.bundles.values())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("system", MANAGED)
+def test_an_allocation_that_fails_once_is_made_again(system: str, accumulate: int) -> None:
+    """Every allocation of every step in turn: something is evicted, it is tried anew, and no bit changes."""
+    tried, number = 0, 0
+    while True:
+        engine = started(system, accumulate)
+        faults = Faults(engine)
+        losses = []
+        for batch in tokens(STEPS, accumulate):
+            with faults.failing(number):
+                losses.append(one_step(engine, batch, LOSS))
+            engine.drain()
+            check_accounts(engine)
+        assert_equal(undisturbed(accumulate), finished(engine, losses))
+        if not faults.failed:
+            break
+        tried += faults.failed
+        number += 1 if accumulate == 1 else 3
+    assert tried > 20, "void: hardly any allocation was made to fail"
+
+
+@pytest.mark.parametrize("first", [0, 2, 5, 9])
+@pytest.mark.parametrize("system", MANAGED)
+def test_an_allocation_that_keeps_failing_is_said_and_forgotten(system: str, first: int) -> None:
+    engine = started(system)
+    faults = Faults(engine)
+    losses, refused = [], 0
+    for batch in tokens(STEPS, 1):
+        before = parameters_of(engine)
+        try:
+            with faults.failing(first, always=True):
+                value = LOSS(engine, batch[0], batch[:, :, 1:].numel())
+                engine.backward(value)
+        except OutOfMemoryError as error:
+            assert error.tier == "device" and "--device-memory" in str(error) and error.need > 0
+            refused += 1
+            engine.drain()
+            check_accounts(engine)
+            assert all(torch.equal(v, before[n]) for n, v in parameters_of(engine).items())
+            losses.append(one_step(engine, batch, LOSS))
+        else:
+            engine.step()
+            losses.append(value.item())
+    assert refused > 0, "void: nothing failed"
+    assert_equal(undisturbed(1), finished(engine, losses))
+
+
+@pytest.mark.parametrize("kind", [LaneKind.H2D, LaneKind.D2H, LaneKind.CPU], ids=lambda k: k.value)
+@pytest.mark.parametrize("system", MANAGED)
+def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, kind: LaneKind) -> None:
+    threads = set(threading.enumerate())
+    engine = started(system)
+    batch = tokens(1, 1)[0]
+    one_step(engine, batch, LOSS)
+    lane = parts_of(engine).device.lanes[kind]
+    submit = lane.submit
+
+    def broken(work: Callable[[], None], after: Any, **more: Any) -> Any:
+        def fail() -> None:
+            raise OnPurposeError
+
+        lane.submit = submit  # type: ignore[method-assign]
+        return submit(fail, after, **more)
+
+    lane.submit = broken  # type: ignore[method-assign]
+    with pytest.raises(OnPurposeError):
+        for _ in range(3):
+            one_step(engine, batch, LOSS)
+        engine.drain()
+    with pytest.raises(OnPurposeError):  # what a lane did not do stays undone: nobody reads weights that miss it
+        parameters_of(engine)
+    engine.close()
+    assert parts_of(engine).device.account.pool == 0
+    assert set(threading.enumerate()) <= threads
+
+
+def test_a_step_that_broke_off_between_its_updates_cannot_be_followed() -> None:
+    """nonfinite=stop updates during backward: what is updated already cannot be taken back, so the engine refuses."""
+    model = build("stack")
+    engine = start(elixir(), model, settings(device_memory=TIGHT), ElixirOptions(nonfinite="stop"))
+    batch = tokens(1, 1)[0]
+    one_step(engine, batch, LOSS)
+    handle = fail_in_backward(engine)
+    with pytest.raises(OnPurposeError):
+        one_step(engine, batch, LOSS)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+        one_step(engine, batch, LOSS)
+    engine.close()
+
+
+def test_an_exception_before_the_first_update_can_be_followed() -> None:
+    options, ids = ElixirOptions(nonfinite="stop"), tokens(STEPS, 1)
+    asked = settings(device_memory=TIGHT)
+    runs = []
+    for disturbed in (False, True):
+        engine = start(elixir(), build("stack"), asked, options)
+        losses = []
+        for batch in ids:
+            if disturbed:
+                handle = fail_in_forward(engine)
+                with pytest.raises(OnPurposeError):
+                    one_step(engine, batch, LOSS)
+                handle.remove()
+            losses.append(one_step(engine, batch, LOSS))
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
+
+
+def test_a_module_that_fails_while_it_is_taken_over_leaves_no_thread() -> None:
+    threads = set(threading.enumerate())
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    for system in SYSTEMS.values():
+        with pytest.raises(ValueError, match="weight has no values"):
+            start(system, Odd(), settings())
+    assert set(threading.enumerate()) <= threads

@@ -1,0 +1,139 @@
+"""Nothing is read or written out of order: races, deadlocks, and sleeps thrown in (invariant 6, case C29)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from systems.planning.races import IssuedOperation, find_races
+from systems.planning.schedule import expand
+from systems.planning.validator import circular_wait, validate
+from systems.strategies.elixir.options import ElixirOptions
+from systems.substrate.engine import ManagedEngine
+from systems.substrate.events import LoggedOperation, issued_operations
+from tests.systems.models_plain import CASES, build
+from tests.systems.models_small import tokens
+from tests.systems.running import (
+    RANDOM,
+    RESIDENT,
+    Run,
+    assert_equal,
+    elixir,
+    evict_at_once,
+    settings,
+    start,
+    train,
+    train_as,
+)
+from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of, reference
+
+SETUPS = [Setup("opt", clip=0.5), Setup("gpt2", "full", 2, "untied", "bf16")]
+
+
+def sleeps(seed: int = 0, most_s: float = 0.001) -> Callable[[], None]:
+    luck = random.Random(seed)
+
+    def sleep() -> None:
+        if luck.random() < 0.5:
+            time.sleep(luck.random() * most_s)
+
+    return sleep
+
+
+def as_issued(operations: Sequence[LoggedOperation]) -> list[IssuedOperation]:
+    """For the detector, which takes a lane for a queue. The CPU lane picks its jobs, so each of them is on its own here."""
+    found = issued_operations(operations)
+    return [replace(o, lane=f"cpu {o.ticket}") if o.lane == "cpu" else o for o in found]
+
+
+@cache
+def logged(setup: Setup, system: str, level: str, jitter: bool) -> tuple[Run, tuple[LoggedOperation, ...]]:
+    chosen, options = SYSTEMS[system]
+    asked: dict[str, Any] = dict(dtype=setup.dtype, clip=setup.clip, recompute=setup.recompute, log_events=True)
+    asked["device_memory"] = budget_of(setup, level)
+    ids = tokens(STEPS, setup.accumulate)
+    run = train_as(chosen, setup.build(), ids, options, sleeps() if jitter else None, **asked)
+    return run, tuple(run.engine.log.operations)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("jitter", [False, True], ids=["plain", "jitter"])
+@pytest.mark.parametrize(
+    ("system", "level"), [("elixir", "half"), ("elixir", "tight"), ("random", "tight"), ("random write-back", "tight")]
+)
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
+def test_no_race_in_what_was_issued(setup: Setup, system: str, level: str, jitter: bool) -> None:
+    run, operations = logged(setup, system, level, jitter)
+    lanes = {o.lane for o in operations}
+    assert lanes == {"compute", "h2d", "d2h", "cpu"} and len(operations) > 200, "void: hardly anything was logged"
+    assert [str(race) for race in find_races(as_issued(operations))] == []
+    assert_equal(reference(setup), run)
+
+
+@pytest.mark.parametrize(
+    ("system", "lane", "label"),
+    [
+        *product(["elixir", "random"], ["h2d"], ["fetch"]),
+        *product(["elixir", "random"], ["d2h"], ["offload gradient"]),
+        *product(["elixir", "random"], ["cpu"], ["update segment"]),
+        *product(["elixir", "random"], ["compute"], ["hold for"]),
+        ("random", "compute", "gradient of"),
+    ],
+)
+def test_a_forgotten_wait_is_found(system: str, lane: str, label: str) -> None:
+    """Take the waits from one operation of each kind at a time: some of these must matter, and then a race is named."""
+    _, operations = logged(SETUPS[0], system, "tight", False)
+    issued = as_issued(operations)
+    chosen = [i for i, o in enumerate(operations) if o.lane == lane and o.label.startswith(label) and o.waits]
+    assert chosen, f"void: no {label} waits for anything"
+    for index in reversed(chosen):
+        planted = [*issued[:index], replace(issued[index], waits=()), *issued[index + 1 :]]
+        if any(operations[index].ticket in (race.first, race.second) for race in find_races(planted)):
+            return
+    raise AssertionError(f"none of {len(chosen)} is missed")
+
+
+@pytest.mark.parametrize("level", ["above", "half", "tight"])
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
+def test_every_plan_made_is_valid_and_cannot_deadlock(setup: Setup, level: str) -> None:
+    run, _ = logged(setup, "elixir", level, False)
+    assert isinstance(run.engine, ManagedEngine)
+    parts, context = run.engine.parts, run.engine.strategy._context  # type: ignore[attr-defined]
+    plans = [(trace, plan) for trace, plan in run.engine.runtime.planner.plans.values() if plan is not None]
+    assert plans
+    for trace, plan in plans:
+        validate(parts.layout, trace, plan, context)
+        schedule = expand(parts.layout, trace, plan, context)
+        assert circular_wait(schedule.operations) == []
+        assert find_races(schedule.issued()) == []
+
+
+@cache
+def fifty_steps() -> Run:
+    return train(start(RESIDENT, build("stack"), settings(clip=1.0)), tokens(50, 1), CASES["stack"].loss)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("jitter", [False, True], ids=["plain", "jitter"])
+def test_sleeping_copies_change_no_bit(prefetch: int, jitter: bool) -> None:
+    budget = int(0.35 * (fifty_steps().memory.device_peak_bytes or 0))
+    asked = settings(clip=1.0, device_memory=budget)
+    engine = start(elixir(), build("stack"), asked, ElixirOptions(prefetch=prefetch), sleeps(prefetch) if jitter else None)
+    run = train(engine, tokens(50, 1), CASES["stack"].loss)
+    assert_equal(fifty_steps(), run)
+    assert all(step["h2d_bytes"] > 0 for step in run.per_step)
+    on_demand = sum(step["on_demand_fetches"] for step in run.per_step[1:])
+    assert on_demand == 0, "the plan fetches all there is to fetch, with a prefetch depth of 0 too"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sleeping_copies_and_eager_eviction_change_no_bit(seed: int) -> None:
+    engine = start(RANDOM, build("stack"), settings(clip=1.0, seed=seed), None, sleeps(seed))
+    evict_at_once(engine, seed=seed)
+    assert_equal(fifty_steps(), train(engine, tokens(50, 1), CASES["stack"].loss))

@@ -1,0 +1,120 @@
+"""What moves, to the byte (invariant 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from systems.planning.layout import Layout
+from systems.planning.plan import OpKind, Plan, Tier
+from systems.substrate.engine import ManagedEngine
+from tests.systems.running import Run
+from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
+
+SETUPS = [
+    Setup("opt"),
+    Setup("gpt2", "full", 1, "untied", "bf16"),
+    Setup("opt", "non-reentrant", 2, "tied", "bf16", clip=0.5),
+    Setup("gpt2", "none", 2, "tied", "fp32"),
+]
+
+
+@dataclass
+class Steady:
+    """The last step, which ran by `plan` from beginning to end."""
+
+    run: Run
+    layout: Layout
+    plan: Plan
+    h2d: int
+    d2h: int
+
+    @property
+    def engine(self) -> ManagedEngine:
+        assert isinstance(self.run.engine, ManagedEngine)
+        return self.run.engine
+
+    def bytes_of(self, kind: OpKind) -> int:
+        return sum(self.layout.bundle_bytes(p.operation.bundle) for p in self.plan.operations if p.operation.kind is kind)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of what the host updates, once a micro-batch."""
+        on_host = [b for b in self.layout.bundles if self.plan.optimizer_tier[b.segments[0]] is Tier.HOST and b.trainable]
+        return sum(self.layout.bundle_bytes(b.index) for b in on_host) * self.engine.settings.accumulate
+
+
+def steady(setup: Setup, system: str, budget: int) -> Steady:
+    chosen, options = SYSTEMS[system]
+    run = setup.run(chosen, budget, options)
+    assert isinstance(run.engine, ManagedEngine)
+    plan, last = run.engine.runtime.cursor.plan, run.per_step[-1]
+    assert plan is not None
+    assert not any(last[k] for k in ("on_demand_fetches", "evictions", "fallbacks", "retraces")), "void: not a steady step"
+    return Steady(run, run.engine.parts.layout, plan, last["h2d_bytes"], last["d2h_bytes"])
+
+
+def name_of(value: Any) -> str:
+    if isinstance(value, Setup):
+        return f"{value.model}-{value.recompute}-{value.accumulate}-{value.sharing}-{value.dtype}"
+    return str(value)
+
+
+def setups(*more: Any) -> Any:
+    return pytest.mark.parametrize("setup", [*SETUPS, *more], ids=name_of)
+
+
+def padding_bytes(setup: Setup, run: Run) -> int:
+    """What starting each parameter at 256 bytes costs in parameters, gradients, master, moments and accumulator."""
+    assert isinstance(run.engine, ManagedEngine)
+    itemsize, accumulator = run.engine.parts.layout.itemsize, 4 if setup.accumulate > 1 else 0
+    total = 0
+    for segment in run.engine.parts.layout.segments:
+        each = 2 * itemsize + 12 + accumulator if segment.space.trainable else itemsize
+        total += (segment.numel - segment.used) * each
+    return total
+
+
+@setups(Setup("gpt2", "none", 1, "half-frozen"))
+def test_with_resident_s_memory_nothing_moves_after_the_warm_up(setup: Setup) -> None:
+    theirs = reference(setup).memory.device_peak_bytes or 0
+    padding = padding_bytes(setup, setup.run(SYSTEMS["elixir"][0]))
+    found = steady(setup, "elixir", theirs + padding + 1)
+    for step in found.run.per_step[1:]:
+        assert step["h2d_bytes"] == step["d2h_bytes"] == 0
+    assert abs((found.run.memory.device_peak_bytes or 0) - theirs) <= 0.05 * theirs
+    assert padding <= 0.02 * theirs
+
+
+@pytest.mark.parametrize("level", ["half", "tight"])
+@setups()
+def test_a_master_shard_spares_every_write_but_the_gradient(setup: Setup, level: str) -> None:
+    found = steady(setup, "elixir", budget_of(setup, level))
+    assert found.d2h == found.gradient_bytes > 0
+    assert found.h2d == found.bytes_of(OpKind.FETCH) > 0
+    assert found.bytes_of(OpKind.WRITE_BACK) == 0
+
+
+@pytest.mark.parametrize(("setup", "share"), zip(SETUPS, (0.3, 0.2, 0.15, 0.35), strict=True), ids=name_of)
+def test_without_one_evictions_are_written_back(setup: Setup, share: float) -> None:
+    """share: of resident's peak, so little that parameters have to go during forward."""
+    found = steady(setup, "elixir write-back", int(share * (reference(setup).memory.device_peak_bytes or 0)))
+    written = found.bytes_of(OpKind.WRITE_BACK)
+    assert found.d2h == found.gradient_bytes + written
+    assert written > 0
+    assert found.h2d == found.bytes_of(OpKind.FETCH)
+    assert found.bytes_of(OpKind.DROP) == 0
+
+
+@setups()
+def test_without_a_plan_traffic_is_what_was_fetched_and_the_gradients(setup: Setup) -> None:
+    chosen, options = SYSTEMS["random"]
+    run = setup.run(chosen, budget_of(setup, "above"), options)
+    assert isinstance(run.engine, ManagedEngine)
+    layout = run.engine.parts.layout
+    trainable = sum(layout.bundle_bytes(b.index) for b in layout.bundles if b.trainable)
+    for step in run.per_step[1:]:
+        assert step["d2h_bytes"] == trainable * setup.accumulate
+        assert step["h2d_bytes"] == trainable, "each bundle once: what the host updated has to come back"
