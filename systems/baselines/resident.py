@@ -218,6 +218,7 @@ class ResidentEngine(Engine):
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        self._check_open()
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             source = parameter.detach() if master is None else master

@@ -79,9 +79,7 @@ class RoundPipeEngine(PackageEngine):
             masters = Masters(found, settings)
             parameters = materialise(found, masters, TORCH_DTYPE[settings.dtype])
             self._layers = layers().train()
-            self.runs = roundpipe.RoundPipe(
-                self._layers, optim_dtype=torch.float32, name="model", **config["roundpipe"]
-            )
+            self.runs = roundpipe.RoundPipe(self._layers, optim_dtype=torch.float32, name="model", **config["roundpipe"])
             self._values = self._make_masters(parameters, masters)
             adam = settings.adam
             self._optimizer = roundpipe.optim.Adam(

@@ -174,9 +174,7 @@ class TorchDdp:
             dtypes=_dtypes(options.weights, settings.dtype),
             notes=[f"weights={options.weights}"] + ([budget.ONE_MEMORY] if on_host else []),
         )
-        return DdpEngine(
-            model, found, settings, weights=options.weights, limits=limits, config=config, statistics=statistics
-        )
+        return DdpEngine(model, found, settings, weights=options.weights, limits=limits, config=config, statistics=statistics)
 
 
 def _dtypes(weights: Weights, dtype: str) -> dict[str, str]:

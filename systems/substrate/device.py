@@ -200,7 +200,11 @@ class EmulatedDevice(Device):
         self.meter.hand_over(nbytes)
 
     def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
-        return lambda: [float(number) for part in sums for number in part]
+        def read() -> list[float]:
+            self.log.count("host_syncs")
+            return [float(number) for part in sums for number in part]
+
+        return read
 
     def peak_bytes(self) -> int:
         return self.account.peak
@@ -211,7 +215,7 @@ class CudaDevice(Device):
 
     label = "cuda"
     granule_bytes = 32 << 20
-    reserve_share = 0.08  # left to the allocator's fragmentation
+    reserve_share, least_reserve = 0.08, 192 << 20  # left to the allocator's fragmentation
     slab_slack = 0.03  # holes between blocks of different sizes
     warm_up_share = 0.2  # PatrickStar section 6.2: model data in the warm-up step
 
@@ -227,13 +231,14 @@ class CudaDevice(Device):
         torch.cuda.set_per_process_memory_fraction(budget / total, self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._kernel = cuda_kernel()
-        self._handed_over = self._reserved_peak = 0
+        self._handed_over = self._reserved_peak = self._interval_peak = 0
         super().__init__(budget, log)
         self.start_lanes(jitter)
 
     @property
     def plannable_bytes(self) -> int:
-        return int(self.account.budget * (1 - self.reserve_share))
+        reserve = max(int(self.account.budget * self.reserve_share), self.least_reserve)
+        return max(self.account.budget - reserve, self.account.budget // 2)
 
     @property
     def warm_up_pool_bytes(self) -> int:
@@ -242,6 +247,7 @@ class CudaDevice(Device):
     def prepare(self, pool_bytes: int) -> None:
         """One slab: the allocator would round and scatter single blocks."""
         self.drain()
+        self._take_in_peak()
         self.pool.trim()
         torch.cuda.empty_cache()
         self.pool.reserve(int(pool_bytes * (1 + self.slab_slack)))
@@ -267,6 +273,7 @@ class CudaDevice(Device):
 
     def _new_granule(self, nbytes: int) -> torch.Tensor | None:
         size = max(self.granule_bytes, nbytes)
+        self._take_in_peak()
         try:
             return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         except torch.cuda.OutOfMemoryError:
@@ -276,12 +283,17 @@ class CudaDevice(Device):
         return contextlib.nullcontext()
 
     def start_interval(self) -> tuple[int, int]:
-        pool = self.pool.reserved_bytes
-        peak = max(torch.cuda.max_memory_allocated(self.torch_device) - pool, 0)
-        self._reserved_peak = self.peak_bytes()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._take_in_peak()
+        peak, self._interval_peak = self._interval_peak, 0
         kept, self._handed_over = peak + self._handed_over, 0
         return peak, kept
+
+    def _take_in_peak(self) -> None:
+        """Peak of what is not the pool's since the last call; called before the pool grows or shrinks."""
+        other = torch.cuda.max_memory_allocated(self.torch_device) - self.pool.reserved_bytes
+        self._interval_peak = max(self._interval_peak, other)
+        self._reserved_peak = self.peak_bytes()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def hand_over(self, nbytes: int) -> None:
         self._handed_over += nbytes

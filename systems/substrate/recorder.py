@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 
 from systems.planning.plan import Operation, Plan
 from systems.planning.trace import Moment, Trace
@@ -28,6 +28,8 @@ class Recorder:
         self._times: list[float] = []
         self._flushes: list[list[int]] = []
         self._produced: list[int] = []
+        self._waiting: dict[int, tuple[int, frozenset[int]]] = {}
+        self._given_up: list[tuple[int, int, int, frozenset[int]]] = []
         self._waited = 0.0
         self._measuring = False
         self._adopted_before = 0
@@ -64,16 +66,34 @@ class Recorder:
         if self._flushes:
             self._flushes[-1].append(bundle)
 
+    def waits(self, bundle: int, fired: Set[int]) -> None:
+        """The bundle's units are done in this micro-step, but not all gradients expected of it have come."""
+        self._waiting[bundle] = len(self.moments) - 1, frozenset(fired)
+
+    def gives_up(self, bundle: int, fired: Set[int]) -> None:
+        """It is flushed with what has come, at the end of the backward pass."""
+        since, then = self._waiting.pop(bundle, (0, frozenset()))
+        if then and then == fired:
+            self._given_up.append((bundle, len(self.moments) - 1, since, then))
+
     def produced(self, nbytes: int) -> None:
         """A parameter's first gradient of the step."""
         if self._produced:
             self._produced[-1] += nbytes
 
-    def finish(self) -> Trace | None:
-        """None if the step was not measured."""
+    def finish(self, expected: Mapping[int, Set[int]]) -> Trace | None:
+        """None if the step was not measured.
+
+        expected: per bundle the gradients that complete it from now on. Where one waited in vain for more than these, the
+        next step will not, so the trace says that it was flushed when they were there.
+        """
         if not self._measuring:
             return None
         self._measure()
+        for bundle, late, since, fired in self._given_up:
+            if fired == expected[bundle]:
+                self._flushes[late].remove(bundle)
+                self._flushes[since] = sorted([*self._flushes[since], bundle])
         return Trace(
             moments=tuple(self.moments),
             non_model_bytes=tuple(self._non_model),

@@ -37,6 +37,7 @@ class Runtime:
         self._aside = self._half_updated = False
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
+        self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
         parts.residency.demote = self._relieve
@@ -115,8 +116,12 @@ class Runtime:
         self._moment(Phase.BACKWARD_EXIT, unit)
         for bundle in self._bundles(unit):
             users = self.parts.layout.bundles[bundle].units
-            if not any(self._pending.get(u, 0) for u in users) and self.parts.gradients.complete(bundle):
+            if any(self._pending.get(u, 0) for u in users):
+                continue
+            if self.parts.gradients.complete(bundle):
                 self._flush(bundle)
+            elif bundle in self.parts.gradients.bundles:
+                self.recorder.waits(bundle, self.parts.gradients.bundles[bundle].fired)
         self._carry_out_plan()
 
     def backward_continues(self, unit: int) -> None:
@@ -147,7 +152,12 @@ class Runtime:
         self._pending.clear()
         self._moment(Phase.BACKWARD_END)
         for bundle in self.parts.gradients.open_bundles():
+            self.recorder.gives_up(bundle, self.parts.gradients.bundles[bundle].fired)
             self._flush(bundle)
+        for bundle in sorted(self._sent_early):
+            self.recorder.gives_up(bundle, self.parts.gradients.bundles[bundle].fired)
+            self.recorder.flushed(bundle)
+        self._sent_early.clear()
         self._carry_out_plan()
         self.in_backward = False
         self.micro_step += 1
@@ -165,7 +175,8 @@ class Runtime:
         self.parts.gradients.finish_step()
         self._carry_out_plan()
         self.in_step = False
-        moments, trace = tuple(self.recorder.moments), self.recorder.finish()
+        moments = tuple(self.recorder.moments)
+        trace = self.recorder.finish({b: g.expected for b, g in self.parts.gradients.bundles.items()})
         if outcome is not None:
             self.parts.control.record(outcome)
         self.planner.learn(moments, trace)
@@ -181,6 +192,7 @@ class Runtime:
         self.parts.updates.discard()
         self.parts.gradients.finish_step()
         self._pending.clear()
+        self._sent_early.clear()
         self.cursor.following = False
 
     # ---- mechanism
@@ -206,6 +218,7 @@ class Runtime:
     def _flush(self, bundle: int) -> None:
         gradients, residency = self.parts.gradients, self.parts.residency
         gradients.flush(bundle)
+        self._sent_early.discard(bundle)
         self.recorder.flushed(bundle)
         managed = residency.bundles[bundle]
         if gradients.last_micro_step and not residency.pinned(managed) and not managed.holds:
@@ -224,6 +237,8 @@ class Runtime:
             if gradient.range is not None and not managed.holds and not gradients.adopts(bundle):
                 gradients.park(bundle)
                 if gradient.range is None:
+                    if gradient.fired:
+                        self._sent_early.add(bundle)
                     return True
         for managed in residency.bundles:
             if managed.bundle.movable and not managed.holds and residency.pinned(managed):

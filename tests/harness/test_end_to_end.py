@@ -126,6 +126,7 @@ def test_deaths_of_the_real_process(tmp_path: Path, option: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_elixir_deepspeed_and_resident_compared(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     systems = ["elixir", "deepspeed-zero3-offload", "resident"]

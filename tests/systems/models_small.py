@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -12,7 +13,7 @@ VOCABULARY, WIDTH, LAYERS = 256, 64, 4
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
-def opt(*, tied: bool = True) -> nn.Module:
+def opt(*, tied: bool = True, positions: int = 62) -> nn.Module:
     return transformers.OPTForCausalLM(
         transformers.OPTConfig(
             hidden_size=WIDTH,
@@ -21,7 +22,7 @@ def opt(*, tied: bool = True) -> nn.Module:
             num_hidden_layers=LAYERS,
             num_attention_heads=4,
             vocab_size=VOCABULARY,
-            max_position_embeddings=62,
+            max_position_embeddings=positions,
             dropout=0.0,
             use_cache=False,
             tie_word_embeddings=tied,
@@ -51,7 +52,7 @@ def gpt2(*, tied: bool = True) -> nn.Module:
 BUILDERS = {"opt": opt, "gpt2": gpt2}
 
 
-def build(name: str, seed: int = 0, **kwargs: bool) -> nn.Module:
+def build(name: str, seed: int = 0, **kwargs: Any) -> nn.Module:
     torch.manual_seed(seed)
     return BUILDERS[name](**kwargs).train()
 

@@ -53,9 +53,7 @@ class DeepSpeedSystem:
     package = "deepspeed"
     install = INSTALL
 
-    def __init__(
-        self, name: str, summary: str, variant: Variant, options: type[ConfigOptions] = DeepSpeedOptions
-    ) -> None:
+    def __init__(self, name: str, summary: str, variant: Variant, options: type[ConfigOptions] = DeepSpeedOptions) -> None:
         self.name, self.summary, self.variant = name, summary, variant
         self.Options: type[BaseModel] = options
 
@@ -73,9 +71,7 @@ class DeepSpeedSystem:
         ratio = _ratio(self.variant, settings, sizes, options)
         ours = configuration(self.variant, settings, sizes, ratio=ratio, nvme_path=nvme_path)
         config, notes = with_users_file(ours, options.config, self.name)
-        limits = budget.Limits(
-            settings, system=self.name, host_need=host_need(self.variant, settings, sizes, config)
-        )
+        limits = budget.Limits(settings, system=self.name, host_need=host_need(self.variant, settings, sizes, config))
         statistics = PackageStatistics(
             package="deepspeed",
             version=deepspeed.__version__,

@@ -29,9 +29,8 @@ def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, opti
     """chunk: elements; 0 (tensors instead of chunks) counts in bundles of mean size."""
     size = limit - max(curve) - layout.param_bytes
     elements = chunk or max(1, layout.param_bytes // layout.itemsize // len(layout.bundles))
-    if size >= 0:
-        return Margin(size, size // (elements * optimizer_itemsize))
-    return Margin(size, -(-size // (elements * layout.itemsize)) * -1)
+    each = elements * (optimizer_itemsize if size >= 0 else layout.itemsize)
+    return Margin(size, size // each)
 
 
 def parameters_profile(demand: Demand, residence: Residence) -> list[int]:

@@ -1,0 +1,191 @@
+"""Trains systems in a process of their own: packages change what is global, and one process a system would be slow.
+
+As a module it is the process: `python -m tests.baselines.training JOBS RESULTS`, both files of torch.save.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models import registry as models_registry
+from models.loss import count_labels, token_loss
+from systems import registry
+from systems.system import AdamSettings, Engine, Settings
+from tests.systems import models_plain
+
+ROOT = Path(__file__).resolve().parents[2]
+THREADS = 2
+STEPS = 4
+HOST = 8 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """model: a size of models.registry, built on the meta device, or one of tests.systems.models_plain with values."""
+
+    system: str
+    model: str = "opt-tiny"
+    dtype: str = "fp32"
+    accumulate: int = 2
+    clip: float = 1.0
+    recompute: str = "full"
+    options: tuple[str, ...] = ()
+
+
+@dataclass
+class Result:
+    """What a job came to. written_loss: of the first batch once the first values were written back."""
+
+    error: str | None = None
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+    end: dict[str, torch.Tensor] = field(default_factory=dict)
+    after_lr_0: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    eval_loss: float = 0.0
+    written_loss: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    model: nn.Module
+    initial_weights: Callable[[str, torch.Tensor], None] | None
+    loss: Callable[..., torch.Tensor]
+    vocabulary: int
+
+
+def work_of(job: Job) -> Work:
+    if job.model in models_plain.CASES:
+        loss = partial(_plain_loss, models_plain.CASES[job.model].loss)
+        return Work(models_plain.build(job.model), None, loss, 256)
+    shape = models_registry.resolve(job.model, {"num_layers": "2"})
+    weights = models_registry.initial_weights(shape, 0)
+    return Work(models_registry.build(shape).train(), weights, partial(token_loss, objective=shape.objective), shape.vocab_size)
+
+
+def _plain_loss(loss: Callable[..., torch.Tensor], model: Any, batch: Batch, label_count: int) -> torch.Tensor:
+    return loss(model, batch["input_ids"], label_count)
+
+
+def batches(job: Job, vocabulary: int, *, steps: int = STEPS) -> list[list[Batch]]:
+    """[step][micro-batch]: random tokens, the same for every system."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (steps, job.accumulate, 2, models_plain.LENGTH), generator=generator)
+    return [[{"input_ids": micro, "labels": micro.clone()} for micro in step] for step in ids]
+
+
+def start(job: Job, work: Work) -> Engine:
+    system = registry.get(job.system)
+    settings = Settings(
+        device="cpu",
+        device_memory=1 << 30,
+        host_memory=HOST,
+        dtype=job.dtype,  # type: ignore[arg-type]
+        accumulate=job.accumulate,
+        clip=job.clip,
+        recompute=job.recompute,  # type: ignore[arg-type]
+        adam=AdamSettings(lr=1e-3),
+        initial_weights=work.initial_weights,
+    )
+    return system.initialize(work.model, settings, registry.parse_options(system, job.options))
+
+
+def _step(engine: Engine, work: Work, step: list[Batch]) -> float:
+    label_count = sum(count_labels(batch) for batch in step)
+    total = sum(float(engine.forward_backward(work.loss, batch, label_count)) for batch in step)
+    engine.step()
+    return total
+
+
+def _evaluate(engine: Engine, work: Work, batch: Batch) -> float:
+    engine.eval()
+    with torch.no_grad():
+        value = float(work.loss(engine, batch, count_labels(batch)))
+    engine.train()
+    return value
+
+
+def _values(engine: Engine) -> dict[str, torch.Tensor]:
+    with engine.summon() as values:
+        return {name: value.clone() for name, value in values.items()}
+
+
+def train(job: Job) -> Result:
+    """Some steps, a validation, a step at rate 0, the first values written back, and all that an engine tells."""
+    result = Result()
+    work = work_of(job)
+    steps = batches(job, work.vocabulary)
+    engine = start(job, work)
+    result.start = _values(engine)
+    result.losses = [_step(engine, work, step) for step in steps[:-1]]
+    engine.drain()
+    result.eval_loss = _evaluate(engine, work, steps[0][0])
+    result.end = _values(engine)
+    engine.set_lr(0.0)
+    result.losses.append(_step(engine, work, steps[-1]))
+    result.after_lr_0 = _values(engine)
+    with engine.summon(write=True) as values:
+        for name in values:
+            values[name].copy_(result.start[name])
+    result.written_loss = _evaluate(engine, work, steps[0][0])
+    engine.drain()
+    result.norms = [outcome.norm for outcome in engine.outcomes]
+    result.skipped = [outcome.skipped for outcome in engine.outcomes]
+    result.counters, result.memory = engine.counters(), vars(engine.memory())
+    statistics = engine.statistics()
+    result.statistics = {} if statistics is None else statistics.model_dump()
+    engine.close()
+    engine.close()
+    return result
+
+
+def train_all(jobs: Sequence[Job], folder: Path) -> dict[Job, Result]:
+    """Every job, one after the other in one new process."""
+    asked, given = folder / "jobs.pt", folder / "results.pt"
+    torch.save(list(jobs), asked)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.baselines.training", str(asked), str(given)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return dict(zip(jobs, torch.load(given, weights_only=False), strict=True))
+
+
+def main() -> None:
+    torch.set_num_threads(THREADS)
+    sys.modules["tests.baselines.training"] = sys.modules["__main__"]  # one class Job, under either name
+    results = []
+    for job in torch.load(sys.argv[1], weights_only=False):
+        try:
+            results.append(train(job))
+        except Exception:  # noqa: BLE001 - the test of this job fails with it, the others go on
+            results.append(Result(error=f"{job}: {traceback.format_exc()}"))
+    for result in results:
+        result.__class__.__module__ = "tests.baselines.training"
+    torch.save(results, sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

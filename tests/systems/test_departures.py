@@ -1,0 +1,259 @@
+"""Steps that are not like the step before: skipped and swapped blocks, evaluation, other lengths (C02, C03, C04, C07)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from systems.planning.plan import Tier
+from systems.system import Engine
+from tests.systems import models_small
+from tests.systems.models_plain import Block, Stack, squared_error
+from tests.systems.models_small import tokens
+from tests.systems.running import (
+    AMPLE,
+    RANDOM,
+    RESIDENT,
+    Run,
+    assert_equal,
+    elixir,
+    finished,
+    one_step,
+    parts_of,
+    settings,
+    start,
+    train,
+)
+
+MANAGED = {"elixir": elixir(), "random": RANDOM}
+TIGHT = 130_000  # bytes: about a third of what resident needs for a Stack in fp32
+
+
+class Route(Stack):
+    """Goes through its blocks in the order given, some left out; two heads, an unused Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_head = nn.Linear(*self.head.weight.shape)
+        self.unused = nn.Linear(*self.head.weight.shape)
+        self.order: Sequence[int] = range(len(self.blocks))
+        self.heads = (self.head,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return sum(head(x) for head in self.heads)  # type: ignore[return-value]
+
+
+def route() -> Route:
+    torch.manual_seed(0)
+    return Route()
+
+
+def run_routes(system: Any, each_step: Callable[[int, Route], None], steps: int, **given: Any) -> Run:
+    model = route()
+    engine = start(system, model, settings(clip=1.0, **given))
+    return train(engine, tokens(steps, 1), squared_error, each_step=lambda step, _: each_step(step, model))
+
+
+def check_nothing_in_flight(run: Run) -> None:
+    engine = run.engine
+    parts = parts_of(engine)
+    assert not any(m.holds or m.block for m in parts.residency.bundles)
+    assert parts.device.account.pool == 0
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_a_block_left_out_of_odd_steps(system: str) -> None:
+    """C02. Odd and even steps come in no regular order; what departs from the plan in force is counted."""
+    luck = torch.Generator().manual_seed(3)
+    odd = [bool(torch.randint(0, 2, (1,), generator=luck)) for _ in range(20)]
+    assert 8 <= sum(odd) <= 12 and not odd[0]
+
+    def choose(step: int, model: Route) -> None:
+        model.order = (0, 2, 3) if odd[step] else (0, 1, 2, 3)
+
+    expected = run_routes(RESIDENT, choose, 20)
+    run = run_routes(MANAGED[system], choose, 20, device_memory=TIGHT)
+    assert_equal(expected, run)
+    check_nothing_in_flight(run)
+    assert all(step["h2d_bytes"] > 0 for step in run.per_step)
+    if system == "elixir":
+        changes = [step > 0 and odd[step] != odd[step - 1] for step in range(20)]
+        assert [step["fallbacks"] for step in run.per_step] == [int(c) for c in changes]
+        assert [step["retraces"] for step in run.per_step] == [int(step == odd.index(True)) for step in range(20)]
+        assert all(not s["on_demand_fetches"] for s, c in zip(run.per_step[1:], changes[1:], strict=True) if not c)
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_two_blocks_swap_places(system: str) -> None:
+    """C02's second half: from step 7 on for good. One fallback, one new trace, then planned steps again."""
+
+    def choose(step: int, model: Route) -> None:
+        model.order = (0, 1, 2, 3) if step < 7 else (0, 2, 1, 3)
+
+    run = run_routes(MANAGED[system], choose, 12, device_memory=TIGHT)
+    assert_equal(run_routes(RESIDENT, choose, 12), run)
+    if system == "elixir":
+        assert [step["fallbacks"] for step in run.per_step] == [int(step == 7) for step in range(12)]
+        assert run.counters["retraces"] == 1
+        assert [s["on_demand_fetches"] for s in run.per_step[8:]] == [0] * 4
+
+
+@pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.parametrize("budget", [TIGHT, AMPLE])
+def test_two_heads_in_turn_and_one_module_never(system: str, budget: int) -> None:
+    """C07. A parameter without a gradient is not stepped and not decayed, and its chunk is let go all the same."""
+
+    def choose(step: int, model: Route) -> None:
+        model.heads = ((model.head,), (model.other_head,), (model.head, model.other_head))[step % 3]
+
+    expected = run_routes(RESIDENT, choose, 9)
+    run = run_routes(MANAGED[system], choose, 9, device_memory=budget)
+    assert_equal(expected, run)
+    check_nothing_in_flight(run)
+    assert run.adam["unused.weight"].steps == 0
+    assert torch.equal(run.parameters["unused.weight"], route().unused.weight)
+    assert run.adam["head.weight"].steps == run.adam["other_head.weight"].steps == 6
+    assert run.adam["blocks.0.up.weight"].steps == 9
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_an_unused_module_in_a_language_model(system: str) -> None:
+    def build() -> nn.Module:
+        model = models_small.build("opt")
+        model.add_module("unused", nn.Linear(64, 64))
+        return model
+
+    ids = tokens(4, 2)
+    expected = train(start(RESIDENT, build(), settings(accumulate=2)), ids)
+    budget = int(0.4 * (expected.memory.device_peak_bytes or 0))
+    run = train(start(MANAGED[system], build(), settings(accumulate=2, device_memory=budget)), ids)
+    assert_equal(expected, run)
+    assert run.adam["unused.bias"].steps == 0
+
+
+class DropoutBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+
+def evaluating_loop(system: Any, budget: int, look: Callable[[str, Engine], None] = lambda *_: None) -> Run:
+    """C03: train 2, evaluate 3 with another batch size, train 2, evaluate without eval(), train; then in odd places."""
+    torch.manual_seed(0)
+    engine = start(system, Stack(DropoutBlock), settings(accumulate=2, device_memory=budget))
+    ids = iter(tokens(7, 2))
+    other = tokens(3, 1, batch=5)[:, 0]
+    losses: list[float] = []
+
+    def evaluate(batches: torch.Tensor) -> None:
+        look("before", engine)
+        with torch.no_grad():
+            losses.extend(squared_error(engine, batch, 1).item() for batch in batches)
+        look("after", engine)
+
+    for _ in range(2):
+        losses.append(one_step(engine, next(ids), squared_error))
+    engine.eval()
+    evaluate(other)
+    engine.train()
+    for _ in range(2):
+        losses.append(one_step(engine, next(ids), squared_error))
+    evaluate(other[:1])
+    losses.append(one_step(engine, next(ids), squared_error))
+    first, second = next(ids)
+    loss = squared_error(engine, first, 60)
+    evaluate(other[:1])  # between forward and backward
+    engine.backward(loss)
+    evaluate(other[1:2])  # between two micro-batches
+    engine.backward(squared_error(engine, second, 60))
+    evaluate(other[2:])  # before the step that uses the gradients
+    engine.step()
+    with torch.inference_mode():
+        losses.append(squared_error(engine, other[0], 1).item())
+    losses.append(one_step(engine, next(ids), squared_error))
+    return finished(engine, losses)
+
+
+@pytest.mark.parametrize("budget", [TIGHT + 50_000, AMPLE])
+@pytest.mark.parametrize("system", MANAGED)
+def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
+    resident: list[tuple[frozenset[int], int]] = []
+
+    def look(when: str, engine: Engine) -> None:
+        parts = parts_of(engine)
+        now = (parts.residency.resident(), parts.device.account.pool)
+        if when == "after":
+            assert now == resident[-1], "what is on the device changed over an evaluation"
+        resident.append(now)
+
+    run = evaluating_loop(MANAGED[system], budget, look)
+    assert len(resident) == 10
+    assert_equal(evaluating_loop(RESIDENT, AMPLE), run)
+    assert len(run.engine.outcomes) == 7
+    assert run.counters["fallbacks"] == 0 and run.counters["retraces"] == 0
+    if system == "elixir":
+        assert len(run.engine.runtime.planner.plans) == 1  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_that_needs_the_optimizer_s_room_is_planned_around() -> None:
+    """It drives optimizer states off the device between two steps; the next steps are right, and planned again."""
+    ids, big = tokens(6, 1), tokens(1, 1, batch=300)[0, 0]
+    runs, on_device, fetched = [], [], []
+    for system, budget in ((RESIDENT, AMPLE), (elixir(), 500_000)):
+        torch.manual_seed(0)
+        engine = start(system, Stack(), settings(device_memory=budget))
+        losses = []
+        for number, batch in enumerate(ids):
+            if number == 3:
+                with torch.no_grad():
+                    losses.append(squared_error(engine, big, 1).item())
+            if system is not RESIDENT:
+                on_device.append(count_on_device(engine))
+            fetched.append(engine.counters()["on_demand_fetches"])
+            losses.append(one_step(engine, batch, squared_error))
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
+    assert on_device[0] == 0 and on_device[2] > on_device[3], "void: the evaluation needed no room"
+    assert on_device[4] == on_device[5] == on_device[2], "the plan is in force again"
+    assert fetched[-1] == fetched[-2], "nothing is fetched on demand any more"
+    assert runs[1].counters["demotions"] == on_device[2] - on_device[3]
+
+
+def count_on_device(engine: Engine) -> int:
+    return sum(s.tier is Tier.DEVICE for s in parts_of(engine).store.segments)
+
+
+LENGTHS = (8, 8, 64, 16, 128, 8, 128, 128)
+
+
+def length_loop(system: Any, lengths: Sequence[int], budget: int, evict_all: bool = False) -> Run:
+    engine = start(system, models_small.build("opt", positions=158), settings(clip=0.5, device_memory=budget))
+    losses = []
+    for length in lengths:
+        if evict_all:
+            parts_of(engine).residency.limit = 0
+        losses.append(one_step(engine, tokens(1, 1, length=length, seed=length)[0]))
+    return finished(engine, losses)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (8, *(96,) * 4), (64, 8, 8, 120)], ids=["C04", "first smaller", "first larger"])
+@pytest.mark.parametrize("system", MANAGED)
+def test_longer_sequences_than_the_first_evict_instead_of_failing(system: str, lengths: Sequence[int]) -> None:
+    """C04: the budget just holds the longest if nothing but what is in use stays, which is how it is found."""
+    expected = length_loop(RESIDENT, lengths, AMPLE)
+    least = length_loop(RANDOM, [max(lengths)] * 2, AMPLE, evict_all=True).memory.device_peak_bytes
+    assert least is not None
+    budget = int(1.03 * least)
+    assert budget < (expected.memory.device_peak_bytes or 0)
+    run = length_loop(MANAGED[system], lengths, budget)
+    assert_equal(expected, run)
+    assert (run.memory.device_peak_bytes or 0) <= budget
+    evicted = [step["evictions"] for step in run.per_step] or [run.counters["evictions"]]
+    assert sum(evicted) + run.counters.get("demotions", 0) > 0, "void: there was room for all"
+
+

@@ -1,0 +1,317 @@
+"""What a user does wrong is refused in words, and what is refused leaves the engine usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import systems
+from systems.errors import BudgetError, UnsupportedError
+from systems.system import Engine
+from tests.systems.models_plain import CASES, DIM, Stack, build, features, squared_error
+from tests.systems.models_small import tokens
+from tests.systems.running import (
+    RANDOM,
+    RESIDENT,
+    RandomOptions,
+    assert_equal,
+    elixir,
+    finished,
+    one_step,
+    settings,
+    start,
+    train,
+)
+
+SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "random": RANDOM}
+MANAGED = ["elixir", "random"]
+LOSS = CASES["stack"].loss
+BATCH = tokens(1, 1)[0]
+
+
+def started(system: str, **given: Any) -> Engine:
+    return start(SYSTEMS[system], build("stack"), settings(**given))
+
+
+def assert_still_right(engine: Engine, accumulate: int = 1) -> None:
+    """What follows is what a fresh resident engine does."""
+    ids = tokens(3, accumulate)
+    expected = train(start(RESIDENT, build("stack"), settings(accumulate=accumulate)), ids, LOSS)
+    losses = [one_step(engine, batch, LOSS) for batch in ids]
+    for outcome in engine.outcomes[: -len(losses)]:
+        assert outcome is None, "void: steps were taken before"
+    assert_equal(expected, finished(engine, losses))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_loss_backward_is_not_engine_backward(system: str) -> None:
+    engine = started(system)
+    loss = LOSS(engine, BATCH[0], 1)
+    if system == "resident":
+        loss.backward()
+        with pytest.raises(ValueError, match=r"call engine.backward\(loss\) instead of loss.backward\(\)"):
+            engine.backward(LOSS(engine, BATCH[0], 1))
+        engine.close()
+        return
+    with pytest.raises(RuntimeError, match=r"call engine.backward\(loss\) instead of loss.backward\(\)"):
+        loss.backward()
+    assert all(p.grad is None for p in engine.module.parameters())
+    assert_still_right(engine)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("done", [0, 1])
+def test_step_before_all_micro_batches_had_their_backward(system: str, done: int) -> None:
+    engine = started(system, accumulate=2)
+    for _ in range(done):
+        engine.backward(LOSS(engine, BATCH[0], 1))
+    with pytest.raises(ValueError, match=f"^step: {done} of 2 micro-batches"):
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_more_backward_passes_than_micro_batches(system: str) -> None:
+    engine = started(system)
+    engine.backward(LOSS(engine, BATCH[0], 1))
+    extra = LOSS(engine, BATCH[0], 1)
+    with pytest.raises(ValueError, match="accumulate=1"):
+        engine.backward(extra)
+    engine.close()
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_backward_without_forward(system: str) -> None:
+    engine = started(system)
+    with pytest.raises(ValueError, match="call the engine first"):
+        engine.backward(torch.zeros((), requires_grad=True))
+    assert_still_right(engine)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_nothing_works_after_close(system: str) -> None:
+    engine = started(system)
+    one_step(engine, BATCH, LOSS)
+    loss = LOSS(engine, BATCH[0], 1)
+    engine.close()
+    uses: list[Callable[[], Any]] = [
+        lambda: LOSS(engine, BATCH[0], 1),
+        lambda: engine.backward(loss),
+        engine.step,
+        lambda: engine.summon().__enter__(),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="the engine is closed"):
+            use()
+    engine.close()
+    assert engine.counters()["skipped_steps"] == 0 and engine.memory().device_budget_bytes
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("how", ["model", "module", "in place", "block in place"])
+def test_a_compiled_model_is_refused(system: str, how: str) -> None:
+    model: Any = build("stack")
+    if how == "model":
+        model = torch.compile(model, backend="eager")
+    elif how == "module":
+        model.head = torch.compile(model.head, backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")
+    else:
+        model.blocks[1].compile(backend="eager")
+    with pytest.raises(UnsupportedError, match=r"torch\.compile fixes the addresses of weights"):
+        start(SYSTEMS[system], model, settings())
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_compiling_a_managed_module_is_refused(system: str) -> None:
+    engine = started(system)
+    block: Any = engine.module.blocks[2]  # type: ignore[union-attr, index]
+    block.compile(backend="eager")
+    with pytest.raises(UnsupportedError, match="leave managed modules uncompiled"):
+        LOSS(engine, BATCH[0], 1)
+    block._compiled_call_impl = None
+    assert_still_right(engine)
+
+
+def adam_with(**flags: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), **flags)
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(features(BATCH[0])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+class MyAdam(torch.optim.AdamW):
+    """A subclass may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "SGD is not supported: pass torch.optim.AdamW or Adam"),
+        (lambda m: MyAdam(m.parameters()), "MyAdam is not supported"),
+        (adam_with(amsgrad=True), "amsgrad=True"),
+        (adam_with(maximize=True), "maximize=True"),
+        (adam_with(differentiable=True, foreach=False), "differentiable=True"),
+        (stepped, "has taken steps already"),
+        (lambda m: torch.optim.AdamW(m.head.parameters()), "trainable but in no group of the optimizer"),
+    ],
+)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_optimizer_that_cannot_be_followed_is_refused(system: str, make: Any, says: str) -> None:
+    model = build("stack")
+    with pytest.raises(UnsupportedError, match=says):
+        start(SYSTEMS[system], model, settings(optimizer=make(model)))
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(start(RESIDENT, model, settings()), tokens(1, 1), LOSS)  # it can still be given to somebody
+    assert len(values) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_gradients_asked_for_where_they_are_not(system: str, accumulate: int) -> None:
+    """clip_grad_norm_ would find none and say 0; a user's optimizer.step would do nothing. Both are refused instead."""
+    model = build("stack")
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = start(SYSTEMS[system], model, settings(accumulate=accumulate))
+    optimizer.zero_grad()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0, "before backward there is nothing to clip"
+    for micro in tokens(1, accumulate)[0]:
+        engine.backward(LOSS(engine, micro, 30 * accumulate))
+        for use in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+            optimizer.step,
+            optimizer.zero_grad,
+            lambda: model.head.weight.grad,
+        ):
+            with pytest.raises(RuntimeError, match=r"clip with the argument clip of initialize \(--clip\)"):
+                use()
+    engine.step()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    engine.close()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}, "a closed engine lets go of the parameters"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_parameters_keep_their_identity(system: str) -> None:
+    model = build("stack")
+    before = dict(model.named_parameters())
+    engine = start(SYSTEMS[system], model, settings())
+    assert all(p is before[n] and isinstance(p, nn.Parameter) for n, p in model.named_parameters())
+    assert_still_right(engine)
+
+
+def edit(model: Any) -> None:
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(0.5)
+
+
+def load(model: Any) -> None:
+    model.load_state_dict(build("stack", seed=1).state_dict())
+
+
+@pytest.mark.parametrize("change", [edit, load])
+@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_editing_parameters_behind_the_engine_s_back(system: str, taken: int, change: Callable[[Any], None]) -> None:
+    """The engine's masters would not follow: the edit would vanish with the next update, so it is refused."""
+    engine = started(system)
+    for batch in tokens(taken, 1):
+        one_step(engine, batch, LOSS)
+    change(engine.module)
+    with pytest.raises(UnsupportedError, match=r"parameter blocks\.0\.[a-z.]+ was edited in place.*summon\(write=True\)"):
+        one_step(engine, BATCH, LOSS)
+    engine.close()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_unfreezing_a_parameter_that_has_no_state(system: str) -> None:
+    model = build("frozen-trunk")
+    engine = start(SYSTEMS[system], model, settings())
+    one_step(engine, BATCH, LOSS)
+    model.blocks[1].up.weight.requires_grad_(True)  # type: ignore[union-attr, index]
+    with pytest.raises(UnsupportedError, match=r"blocks\.1\.up\.weight was frozen when the engine was made"):
+        one_step(engine, BATCH, LOSS)
+    engine.close()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_freezing_a_parameter_stops_its_updates(system: str) -> None:
+    runs = []
+    for chosen in ("resident", system):
+        model = build("stack")
+        engine = start(SYSTEMS[chosen], model, settings())
+        losses = []
+        for number, batch in enumerate(tokens(4, 1)):
+            if number == 2:
+                model.blocks[1].requires_grad_(False)  # type: ignore[union-attr, index]
+            losses.append(one_step(engine, batch, LOSS))
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
+    assert runs[1].adam["blocks.1.up.weight"].steps == 2 and runs[1].adam["blocks.0.up.weight"].steps == 4
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_summon_in_the_middle_of_a_step(system: str) -> None:
+    engine = started(system)
+    loss = LOSS(engine, BATCH[0], 1)
+    for after in (lambda: None, lambda: engine.backward(loss)):
+        after()
+        with pytest.raises(UnsupportedError, match="a step is in progress"):
+            engine.summon().__enter__()
+    engine.close()
+
+
+def test_a_weight_used_by_functional_attention_is_refused_by_name() -> None:
+    """MultiheadAttention reads its projection's weight without calling the projection: loud, never wrong."""
+
+    class Attention(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(DIM, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.unsqueeze(1)
+            return super().forward(self.attention(x, x, x)[0].squeeze(1))
+
+    torch.manual_seed(0)
+    with start(RANDOM, Attention(), settings(), RandomOptions(chunk_parameters=1)) as engine:
+        with pytest.raises(RuntimeError, match=r"reads parameter attention\.out_proj\.weight outside the unit that owns it"):
+            squared_error(engine, BATCH[0], 1)
+
+
+def test_a_model_without_parameters_or_with_odd_ones() -> None:
+    for model, says in (
+        (nn.ReLU(), "no parameters"),
+        (nn.Linear(4, 4, dtype=torch.complex64), "only dense floats train"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            start(elixir(), model, settings())
+
+
+def test_the_public_function_says_what_is_wrong_in_one_line() -> None:
+    given: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "host_memory": "1GiB", "device_memory": "8MiB"}
+    for changes, kind, says in (
+        ({"system": "elxir"}, ValueError, "did you mean elixir"),
+        ({"options": {"prefech": 3}}, ValueError, "prefech"),
+        ({"options": {"prefetch": -1}}, ValueError, "prefetch"),
+        ({"device_memory": "8 apples"}, ValueError, "8 apples"),
+        ({"device_memory": "4KiB"}, BudgetError, "--device-memory"),
+        ({"recompute": (7,)}, ValueError, "there is no block 7: the model has blocks 0 to 3"),
+    ):
+        with pytest.raises(kind, match=says) as caught:
+            systems.initialize(build("stack"), **(given | changes))
+        assert "\n" not in str(caught.value)
+    with systems.initialize(build("stack"), **given) as engine:
+        assert one_step(engine, BATCH, LOSS) > 0

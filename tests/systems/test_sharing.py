@@ -1,0 +1,202 @@
+"""Weights with several uses, initial values, and the one norm over all of them (cases C14, C21, C27)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from systems.system import Engine
+from tests.systems.models_small import WIDTH, build, next_token_loss, tokens
+from tests.systems.running import (
+    RANDOM,
+    RESIDENT,
+    Run,
+    assert_equal,
+    elixir,
+    finished,
+    one_step,
+    parameters_of,
+    settings,
+    start,
+    train,
+)
+from tests.systems.setups import blocks_of
+
+SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "random": RANDOM}
+MANAGED = ["elixir", "random"]
+STEPS = 3
+
+
+class Towers(nn.Module):
+    """OPT with its tied head, gone through `rounds` times: the states of one round are the embeddings of the next."""
+
+    def __init__(self, rounds: int, checkpointing: str) -> None:
+        super().__init__()
+        self.opt, self.rounds = build("opt"), rounds
+        if checkpointing != "off":
+            choice = {"use_reentrant": checkpointing == "reentrant"}
+            self.opt.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choice)  # type: ignore[operator]
+        self.train()
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        decoder, embed = self.opt.model.decoder, self.opt.get_input_embeddings()  # type: ignore[union-attr, operator]
+        states = embed(input_ids)
+        for _ in range(self.rounds - 1):
+            states = decoder(inputs_embeds=states).last_hidden_state  # type: ignore[operator]
+        return self.opt(inputs_embeds=states)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("checkpointing", ["off", "reentrant", "non-reentrant"])
+def test_tied_weights_in_towers_called_once_and_twice(checkpointing: str, rounds: int) -> None:
+    """C14. The gradient of the tied weight is the sum over its uses; a step updates it once."""
+    ids = tokens(STEPS, 2)
+    expected = train(start(RESIDENT, Towers(rounds, checkpointing), settings(accumulate=2, clip=1.0)), ids)
+    for system in MANAGED:
+        budget = int(0.5 * (expected.memory.device_peak_bytes or 0))
+        asked = settings(accumulate=2, clip=1.0, device_memory=budget)
+        run = train(start(SYSTEMS[system], Towers(rounds, checkpointing), asked), ids)
+        assert_equal(expected, run)
+        assert run.per_step[-1]["h2d_bytes"] > 0
+        tied = run.adam["opt.model.decoder.embed_tokens.weight"]
+        assert tied.steps == STEPS
+        assert "opt.lm_head.weight" not in run.adam, "one parameter, one state"
+    plain = plain_gradients(Towers(rounds, checkpointing), ids[0])
+    assert expected.norms[0] == pytest.approx(norm_of(plain), rel=1e-6)
+
+
+def plain_gradients(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    count = batch[:, :, 1:].numel()
+    for micro in batch:
+        next_token_loss(model, micro, count).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+
+
+@pytest.mark.parametrize("sharing", ["tied", "untied"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_norm_is_the_oracle_s_and_both_are_told(sharing: str, accumulate: int) -> None:
+    """C27. One layer's gradient is scaled by 1e4; weights are on both tiers; tied weights count once."""
+
+    def scaled(scale: float = 1e4) -> nn.Module:
+        model = build("gpt2", tied=sharing == "tied")
+        for parameter in blocks_of(model)[1].parameters():
+            parameter.register_hook(lambda gradient: gradient * scale)
+        return model
+
+    ids = tokens(STEPS, accumulate)
+    asked: dict[str, Any] = {"accumulate": accumulate, "clip": 1.0}
+    expected = train(start(RESIDENT, scaled(), settings(**asked)), ids)
+    assert expected.norms[0] == pytest.approx(norm_of(plain_gradients(scaled(), ids[0])), rel=1e-6)
+    assert expected.norms[0] > 1e3 * norm_of(plain_gradients(scaled(1.0), ids[0])), "void: the scaled layer hardly shows"
+    for system in MANAGED:
+        budget = int(0.6 * (expected.memory.device_peak_bytes or 0))
+        engine = start(SYSTEMS[system], scaled(), settings(device_memory=budget, **asked))
+        run = train(engine, ids, each_step=check_tiers if system == "elixir" else None)
+        assert_equal(expected, run)
+        for outcome in run.engine.outcomes:
+            assert outcome.norm is not None
+            assert outcome.norm * outcome.clip_factor == pytest.approx(1.0, rel=1e-5), "the norm after clipping"
+
+
+def check_tiers(step: int, engine: Engine) -> None:
+    tiers = {s.tier.value for s in engine.parts.store.segments}  # type: ignore[attr-defined]
+    assert step == 0 or tiers == {"device", "host"}
+
+
+def custom() -> nn.Module:
+    """C21: normal with a standard deviation of 0.02, a constant, one from numpy, one not contiguous."""
+    model = build("opt")
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02, generator=generator)
+        blocks = blocks_of(model)
+        blocks[0].fc1.bias.fill_(0.125)  # type: ignore[union-attr, operator]
+        values = np.linspace(-1.0, 1.0, WIDTH * WIDTH, dtype=np.float32).reshape(WIDTH, WIDTH)
+        blocks[1].self_attn.k_proj.weight = nn.Parameter(torch.from_numpy(values))  # type: ignore[union-attr]
+        blocks[2].self_attn.q_proj.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator).t())  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_user_s_initial_values_arrive_bit_for_bit(system: str, dtype: str) -> None:
+    truth = {n: p.detach().clone() for n, p in custom().named_parameters()}
+    itemsize = 4 if dtype == "fp32" else 2
+    model, seen = custom(), {}
+
+    def look(module: nn.Module, args: Any) -> None:
+        seen.update({n: p.detach().clone() for n, p in module.named_parameters()})
+
+    block = blocks_of(model)[1]
+    block.register_forward_pre_hook(look)
+    with start(SYSTEMS[system], model, settings(dtype=dtype)) as engine:
+        assert_same(parameters_of(engine), truth)
+        one_step(engine, tokens(1, 1)[0])
+    prefix = "model.decoder.layers.1."
+    assert len(seen) > 10
+    for name, value in seen.items():
+        assert value.element_size() == itemsize
+        assert torch.equal(value, truth[prefix + name].to(value.dtype)), f"{name} as computed with"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_values_for_a_model_on_the_meta_device_are_asked_for_by_name(system: str) -> None:
+    """The same as for a model that has them: filled in once a parameter, tied ones under their first name."""
+    truth = {n: p.detach().clone() for n, p in custom().named_parameters()}
+    asked: list[str] = []
+
+    def fill(name: str, out: torch.Tensor) -> None:
+        asked.append(name)
+        out.copy_(truth[name])
+
+    with torch.device("meta"):
+        model = build("opt")
+    lazy = train(start(SYSTEMS[system], model, settings(initial_weights=fill)), tokens(STEPS, 1))
+    assert asked == list(truth)
+    assert_equal(train(start(SYSTEMS[system], custom(), settings()), tokens(STEPS, 1)), lazy)
+
+
+def assert_same(values: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert values.keys() == truth.keys()
+    assert all(torch.equal(value, truth[name]) for name, value in values.items())
+
+
+Edit = Callable[[dict[str, torch.Tensor]], None]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_values_written_under_summon_are_trained_on(system: str) -> None:
+    """Whatever is on the device at the time; without write=True a change is dropped."""
+
+    def halve(values: dict[str, torch.Tensor]) -> None:
+        for value in values.values():
+            value.mul_(0.5)
+
+    runs: list[Run] = []
+    for chosen in ("resident", system):
+        engine = start(SYSTEMS[chosen], build("gpt2"), settings(dtype="bf16"))
+        losses = []
+        for number, batch in enumerate(tokens(4, 1)):
+            losses.append(one_step(engine, batch))
+            before = parameters_of(engine)
+            with engine.summon() as values:
+                halve(values)
+            assert_same(parameters_of(engine), before)
+            if number == 1:
+                with engine.summon(write=True) as values:
+                    halve(values)
+                halve(before)
+                assert_same(parameters_of(engine), before)
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
