@@ -19,6 +19,7 @@ from harness.stats import Figure, Ratio, compare_rates, summarize
 LOSS_TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
 ENOUGH_PROCESSES = 3
+REGION_SHARE = 0.1  # by which a region's step time may differ from the median step before it is said
 
 
 class Losses(Part):
@@ -59,7 +60,9 @@ class Row(Part):
     median_step_time_s: Figure | None = Field(None, description="of the processes' median step times")
     mean_step_time_s: Figure | None = Field(None, description="of the processes' timed regions over their steps")
     tokens_per_s: Figure | None = None
-    speed_ratio: Ratio | None = Field(None, description="tokens/s over the reference's; null: refused, or nothing to compare")
+    speed_ratio: Ratio | None = Field(
+        None, description="tokens/s, of the whole region, over the reference's; null: refused, or nothing to compare"
+    )
     losses: Losses = Losses()
     peaks: Peaks = Peaks()
     configuration: Configuration = Configuration()
@@ -211,6 +214,12 @@ def _marks(rows: Sequence[Row], reference: Sequence[Record]) -> list[str]:
             found.append(
                 f"{row.label}: its losses are up to {deviation:.2%} from the reference's, more than {allowed:.3%}: "
                 "it may not be the same training"
+            )
+        median, mean = row.median_step_time_s, row.mean_step_time_s
+        if median is not None and mean is not None and abs(mean.median - median.median) > REGION_SHARE * median.median:
+            found.append(
+                f"{row.label}: its timed region comes to {mean.median:.4g} s a step, its median step takes "
+                f"{median.median:.4g} s: tokens/s and speed are of the whole region"
             )
         found += [f"{row.label}: {note}" for note in (row.configuration.statistics or {}).get("notes") or []]
         if row.doubts:

@@ -133,6 +133,15 @@ def test_losses_lie_beside_the_speeds(scripted: Callable[..., Any]) -> None:
     assert made["rows"][1]["peaks"]["device_bytes"] == 1002
 
 
+def test_a_region_unlike_its_median_step_is_said(scripted: Callable[..., Any]) -> None:
+    def script(spec: RunSpec, replicate: int) -> dict[str, Any]:
+        return {"metrics__mean_step_time_s": 0.5 if spec.system == "resident" else 0.31}
+
+    _, made, _ = scripted(script, A, C)
+    (told,) = [mark for mark in made["marks"] if "the whole region" in mark]
+    assert told.startswith("resident: its timed region comes to 0.5 s a step, its median step takes 0.3 s")
+
+
 def test_a_row_says_whether_the_real_package_ran(scripted: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     said = {"package": "deepspeed", "version": "0.19.2", "real_package": True, "config": {"stage": 3}, "notes": ["slow here"]}
     _, made, _ = scripted(lambda spec, n: {"strategy": said} if spec.system == "resident" else {}, A, C)

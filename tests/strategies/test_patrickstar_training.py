@@ -15,7 +15,6 @@ from models.loss import count_labels, token_loss
 from models.registry import build as build_registered
 from models.registry import initial_weights, resolve
 from systems.managed import ManagedSystem
-from systems.planning.plan import Tier
 from systems.planning.races import find_races
 from systems.planning.trace import Phase
 from systems.strategies.patrickstar import STRATEGY
@@ -119,7 +118,7 @@ def test_prefetching_changes_no_bit(prefetch: Any) -> None:
 
 @pytest.mark.parametrize("setup", ["plain", "recompute", "bf16"])
 def test_with_enough_memory_nothing_moves(setup: str) -> None:
-    run = under("opt", setup, 1.0)
+    run = under("opt", setup, 1.03)  # parameters start on 256-byte boundaries, which a tiny model feels in bf16
     expected = reference("opt", setup)
     assert_equal(expected, run)
     assert run.per_step[-1]["h2d_bytes"] == run.per_step[-1]["d2h_bytes"] == 0
@@ -245,10 +244,12 @@ def test_chunks_take_the_warm_up_share_and_no_more() -> None:
     layout, log = engine.parts.layout, engine.log
     largest = max(sum(map(layout.bundle_bytes, bundles)) for bundles in layout.bundles_of_unit.values())
     tied = sum(layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in layout.in_place)
-    warm_up = [entry.pool for entry in log.bytes if entry.tier == "device" and "optimizer state" not in entry.label]
-    first_plan = next(i for i, e in enumerate(log.bytes) if "optimizer state" in e.label)
-    assert max(warm_up[:first_plan]) <= max(0.1 * budget, largest) + 2 * tied + largest
-    assert max(warm_up) > 0.1 * budget
+    entries = [entry for entry in log.bytes if entry.tier == "device"]
+    first_plan = next(i for i, entry in enumerate(entries) if entry.label.startswith("optimizer state"))
+    warm_up = max(entry.pool for entry in entries[:first_plan])  # fetches for the plan come after its optimizer chunks
+    assert warm_up <= max(0.1 * budget, largest) + 2 * tied
+    assert max(entry.pool for entry in entries) > 0.2 * budget
+    assert engine.counters()["evictions"] > 0
     engine.close()
 
 
@@ -304,5 +305,4 @@ def test_evaluation_between_steps_leaves_the_plan_in_force() -> None:
     budget = int(0.55 * (expected.memory.device_peak_bytes or 0))
     run = train_lengths(PATRICKSTAR, lengths, budget, evaluate=(2, 4))
     assert_equal(expected, run)
-    assert run.counters["fallbacks"] == 0
-    assert Tier.DEVICE in {s.tier for s in run.engine.parts.store.segments}  # type: ignore[attr-defined]
+    assert run.counters["fallbacks"] == run.counters.get("demotions", 0) == 0

@@ -41,7 +41,7 @@ class Setup:
                 block.requires_grad_(number % 2 == 0)
         if self.recompute in ("reentrant", "non-reentrant"):
             choice = {"use_reentrant": self.recompute == "reentrant"}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choice)  # type: ignore[operator]
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choice)
         return model
 
     def run(self, system: Any, budget: int | None = None, options: BaseModel | None = None, **more: Any) -> Run:

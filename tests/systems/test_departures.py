@@ -41,12 +41,12 @@ class Route(Stack):
         self.other_head = nn.Linear(*self.head.weight.shape)
         self.unused = nn.Linear(*self.head.weight.shape)
         self.order: Sequence[int] = range(len(self.blocks))
-        self.heads = (self.head,)
+        self.heads: Sequence[nn.Module] = (self.head,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in self.order:
             x = self.blocks[number](x)
-        return sum(head(x) for head in self.heads)  # type: ignore[return-value]
+        return sum(head(x) for head in self.heads)
 
 
 def route() -> Route:

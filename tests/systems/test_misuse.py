@@ -130,7 +130,7 @@ def test_a_compiled_model_is_refused(system: str, how: str) -> None:
 @pytest.mark.parametrize("system", MANAGED)
 def test_compiling_a_managed_module_is_refused(system: str) -> None:
     engine = started(system)
-    block: Any = engine.module.blocks[2]  # type: ignore[union-attr, index]
+    block: Any = engine.module.blocks[2]
     block.compile(backend="eager")
     with pytest.raises(UnsupportedError, match="leave managed modules uncompiled"):
         LOSS(engine, BATCH[0], 1)
@@ -240,7 +240,7 @@ def test_unfreezing_a_parameter_that_has_no_state(system: str) -> None:
     model = build("frozen-trunk")
     engine = start(SYSTEMS[system], model, settings())
     one_step(engine, BATCH, LOSS)
-    model.blocks[1].up.weight.requires_grad_(True)  # type: ignore[union-attr, index]
+    model.blocks[1].up.weight.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"blocks\.1\.up\.weight was frozen when the engine was made"):
         one_step(engine, BATCH, LOSS)
     engine.close()
@@ -255,7 +255,7 @@ def test_freezing_a_parameter_stops_its_updates(system: str) -> None:
         losses = []
         for number, batch in enumerate(tokens(4, 1)):
             if number == 2:
-                model.blocks[1].requires_grad_(False)  # type: ignore[union-attr, index]
+                model.blocks[1].requires_grad_(False)
             losses.append(one_step(engine, batch, LOSS))
         runs.append(finished(engine, losses))
     assert_equal(*runs)
@@ -286,9 +286,10 @@ def test_a_weight_used_by_functional_attention_is_refused_by_name() -> None:
             return super().forward(self.attention(x, x, x)[0].squeeze(1))
 
     torch.manual_seed(0)
-    with start(RANDOM, Attention(), settings(), RandomOptions(chunk_parameters=1)) as engine:
-        with pytest.raises(RuntimeError, match=r"reads parameter attention\.out_proj\.weight outside the unit that owns it"):
-            squared_error(engine, BATCH[0], 1)
+    engine = start(RANDOM, Attention(), settings(), RandomOptions(chunk_parameters=1))
+    with pytest.raises(RuntimeError, match=r"reads parameter attention\.out_proj\.[a-z]+ outside the unit that owns it"):
+        squared_error(engine, BATCH[0], 1)
+    engine.close()
 
 
 def test_a_model_without_parameters_or_with_odd_ones() -> None:

@@ -96,7 +96,8 @@ def assert_agrees(expected: Expected, run: Run) -> None:
     assert run.norms == pytest.approx(expected.norms, rel=TOLERANCE)
     assert run.parameters.keys() == expected.parameters.keys()
     for name, value in expected.parameters.items():
-        torch.testing.assert_close(run.parameters[name], value, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        difference = (run.parameters[name] - value).abs().max().item() if value.numel() else 0.0
+        assert difference <= TOLERANCE, f"{name} is off by {difference}"
     fired = {name: state for name, state in run.adam.items() if state.steps}
     assert fired.keys() == expected.adam.keys()
     for name, (exp_avg, exp_avg_sq, steps) in expected.adam.items():
@@ -197,11 +198,12 @@ def test_micro_batches_of_any_size_make_the_same_step(system: Any, cut: tuple[in
 
 def test_accumulation_takes_one_fp32_accumulator_whatever_the_number_of_micro_batches() -> None:
     task = Task(adamw())
-    peaks = {}
+    peaks: dict[int, int] = {}
     for accumulate in (1, 2, 8):
         engine = start(elixir(), task.build(), settings(accumulate=accumulate, device_memory=1 << 19))
         batch = tokens(3, accumulate, batch=1)
-        peaks[accumulate] = finished(engine, [one_step(engine, step, task.loss) for step in batch]).memory.host_peak_bytes
+        run = finished(engine, [one_step(engine, step, task.loss) for step in batch])
+        peaks[accumulate] = run.memory.host_peak_bytes or 0
     numel = sum(p.numel() for p in task.build().parameters())
     assert peaks[2] == peaks[8]
     assert 0 <= peaks[2] - peaks[1] - 4 * numel < 0.1 * 4 * numel  # padding

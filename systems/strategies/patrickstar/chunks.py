@@ -80,10 +80,10 @@ class Chunker:
         alone, left = [], 0
         for parameter in parameters:
             size = self.size(parameter)
-            if size > chunk:
+            if size > chunk or not chunk:
                 alone.append(parameter)
                 continue
-            if size > left:
+            if size > left or not chunks:
                 chunks.append([])
                 left = chunk
             chunks[-1].append(parameter)
