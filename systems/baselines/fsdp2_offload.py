@@ -170,7 +170,7 @@ class Fsdp2Offload:
         pin = budget.pinned_bytes if cuda else int
         numels = [(p.numel, p.trainable) for p in found.index.parameters]
         need = sum(pin(4 * numel) + (12 * numel if trainable else 0) for numel, trainable in numels)
-        limits = budget.Limits(settings, system=self.name, host_need=need)
+        budget.check_host(settings, system=self.name, need=need)
         statistics = PackageStatistics(
             package="torch",
             version=torch.__version__,
@@ -179,7 +179,7 @@ class Fsdp2Offload:
             dtypes={"weights": settings.dtype, "gradients": settings.dtype, "states": "fp32"},
             notes=[] if cuda else [budget.ONE_MEMORY],
         )
-        return FsdpEngine(model, found, settings, limits=limits, config=config, statistics=statistics)
+        return FsdpEngine(model, found, settings, limits=budget.Limits(settings), config=config, statistics=statistics)
 
 
 SYSTEM = Fsdp2Offload()

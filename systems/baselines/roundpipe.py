@@ -232,9 +232,9 @@ class RoundPipeSystem:
         }
         config = merge(ours, read_config(options.config)) if options.config else ours
         check_arguments(config, ALLOWED, options.config)
+        budget.check_host(settings, system=self.name, need=_host_need(found, settings, config))
         package = require("roundpipe", INSTALL, self.name)
         require("roundpipe.optim_stream", INSTALL, self.name)
-        limits = budget.Limits(settings, system=self.name, host_need=_host_need(found, settings, config))
         statistics = PackageStatistics(
             package="roundpipe",
             version=version_of("roundpipe"),
@@ -249,7 +249,7 @@ class RoundPipeSystem:
             roundpipe=package,
             layers=lambda: cut(model, self.name),
             asynchronous=options.asynchronous,
-            limits=limits,
+            limits=budget.Limits(settings),
             config=config,
             statistics=statistics,
         )

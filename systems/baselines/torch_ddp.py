@@ -165,7 +165,7 @@ class TorchDdp:
         each = 16 if settings.dtype == "fp32" else BYTES[options.weights]
         on_host = settings.device == "cpu"
         need = each * found.index.numel(trainable_only=True) if on_host else 0
-        limits = budget.Limits(settings, system=self.name, host_need=need)
+        budget.check_host(settings, system=self.name, need=need)
         statistics = PackageStatistics(
             package="torch",
             version=torch.__version__,
@@ -174,7 +174,15 @@ class TorchDdp:
             dtypes=_dtypes(options.weights, settings.dtype),
             notes=[f"weights={options.weights}"] + ([budget.ONE_MEMORY] if on_host else []),
         )
-        return DdpEngine(model, found, settings, weights=options.weights, limits=limits, config=config, statistics=statistics)
+        return DdpEngine(
+            model,
+            found,
+            settings,
+            weights=options.weights,
+            limits=budget.Limits(settings),
+            config=config,
+            statistics=statistics,
+        )
 
 
 def _dtypes(weights: Weights, dtype: str) -> dict[str, str]:

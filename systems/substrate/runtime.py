@@ -233,6 +233,7 @@ class Runtime:
             managed = residency.bundles[bundle]
             if gradients.in_place.written(bundle) and not gradients.in_place.in_use(bundle):
                 gradients.flush(bundle)
+                self._sent_early.add(bundle)
                 return True
             if gradient.range is not None and not managed.holds and not gradients.adopts(bundle):
                 gradients.park(bundle)

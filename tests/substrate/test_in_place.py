@@ -29,6 +29,7 @@ from tests.systems.running import (
 
 STEPS = 4
 OPTIONS = RandomOptions(in_place=True)
+WHOLE = RandomOptions(in_place=True, chunk_parameters=100)  # all blocks in one chunk
 
 
 @cache
@@ -80,7 +81,7 @@ def test_several_micro_batches_have_ranges() -> None:
 def test_a_unit_that_enters_again_gets_its_parameters_back() -> None:
     """As hooks do for outputs whose gradients come late; here the runtime is told so by hand."""
     ids = tokens(STEPS, 1)
-    engine = start(RANDOM, build_small("opt"), settings(clip=0.5, log_events=True), RandomOptions(in_place=True, chunk_parameters=100))
+    engine = start(RANDOM, build_small("opt"), settings(clip=0.5, log_events=True), WHOLE)
     runtime, seen = engine.runtime, []  # type: ignore[attr-defined]
     leave = runtime.backward_exit
 
@@ -121,11 +122,12 @@ def test_an_exception_in_backward_leaves_the_parameters_as_they_were() -> None:
 
 def test_reading_a_parameter_that_is_a_gradient_is_refused_by_name() -> None:
     ids = tokens(1, 1)
-    engine = start(RANDOM, build_small("opt"), settings(), RandomOptions(in_place=True, chunk_parameters=100))
+    engine = start(RANDOM, build_small("opt"), settings(), WHOLE)
     blocks = next(m for m in engine.module.modules() if isinstance(m, torch.nn.ModuleList))
+    weight = blocks[3].get_parameter("fc1.weight")
 
     def read(module: torch.nn.Module, gradient: object) -> None:
-        blocks[3].fc1.weight.abs().sum()  # its backward is over
+        weight.abs().sum()  # the backward of its unit is over
 
     blocks[1].register_full_backward_pre_hook(read)
     with pytest.raises(RuntimeError, match=r"reads parameter .*layers.3.fc1.weight outside the unit"):

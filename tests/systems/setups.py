@@ -22,7 +22,7 @@ from tests.systems.running import RANDOM, RESIDENT, Run, elixir, train_as
 Recompute = Literal["none", "full", "reentrant", "non-reentrant"]  # full: the engine's own; the last two: transformers'
 Sharing = Literal["tied", "untied", "half-frozen"]
 SHARE: Mapping[str, float] = MappingProxyType({"above": 1.0, "half": 0.55, "tight": 0.4})  # of resident's peak
-STEPS = 4
+STEPS = 3
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def interrupt(engine: Engine) -> Any:
 
 
 def block_of(engine: Engine) -> Any:
-    return engine.module.blocks[1]
+    module: Any = engine.module
+    return module.blocks[1]
 
 
 PLACES = (fail_in_forward, fail_before_a_unit, fail_after_a_unit, fail_in_backward, interrupt)
@@ -172,7 +173,7 @@ def check_accounts(engine: Engine) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("system", MANAGED)
 def test_an_allocation_that_fails_once_is_made_again(system: str, accumulate: int) -> None:
-    """Every allocation of every step in turn: something is evicted, it is tried anew, and no bit changes."""
+    """One allocation in each step, then a later one, to the last: something is evicted, it is tried anew, no bit changes."""
     tried, number = 0, 0
     while True:
         engine = started(system, accumulate)
@@ -187,7 +188,7 @@ def test_an_allocation_that_fails_once_is_made_again(system: str, accumulate: in
         if not faults.failed:
             break
         tried += faults.failed
-        number += 1 if accumulate == 1 else 3
+        number += 4 * accumulate - 1
     assert tried > 20, "void: hardly any allocation was made to fail"
 
 

@@ -7,6 +7,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -47,9 +48,7 @@ def run_steps(engine: Engine, setup: Setup, after: Callable[[int], None], steps:
         after(number)
 
 
-@pytest.mark.parametrize(
-    ("system", "level"), [("elixir", "above"), ("elixir", "half"), ("elixir", "tight"), ("random", "tight")]
-)
+@pytest.mark.parametrize(("system", "level"), [("elixir", "above"), ("elixir", "tight"), ("random", "tight")])
 @pytest.mark.parametrize("setup", SETUPS, ids=name_of)
 def test_live_bytes_stay_within_the_budget_and_the_prediction(setup: Setup, system: str, level: str) -> None:
     budget = budget_of(setup, level)
@@ -106,9 +105,10 @@ def pool_bytes(parts: Parts) -> int:
 
 
 @pytest.mark.parametrize(
-    ("system", "level"), [("elixir", "above"), *((system, "tight") for system in SYSTEMS)], ids=lambda value: value
+    ("setup", "system", "level"),
+    [(SETUPS[0], "elixir", "above"), *product(SETUPS[:1], SYSTEMS, ["tight"]), *product(SETUPS[1:2], SYSTEMS, ["half"])],
+    ids=str,
 )
-@pytest.mark.parametrize("setup", SETUPS[:2], ids=name_of)
 def test_every_segment_has_one_authoritative_copy_after_every_step(setup: Setup, system: str, level: str) -> None:
     tiers: set[Tier] = set()
     with engine_of(setup, system, budget_of(setup, level)) as engine:
@@ -121,8 +121,8 @@ def test_every_segment_has_one_authoritative_copy_after_every_step(setup: Setup,
             tiers.update(s.tier for s in parts.store.segments if s.state is not None)
 
         run_steps(engine, setup, after)
+    assert tiers == {Tier.HOST} or system.startswith("elixir")
     assert Tier.DEVICE in tiers or system.startswith("random")
-    assert Tier.HOST in tiers or level == "above"
 
 
 class TracedMap(mmap.mmap):
@@ -146,9 +146,9 @@ def traced_maps(monkeypatch: pytest.MonkeyPatch) -> Sequence[weakref.ref[mmap.mm
 def test_close_leaves_nothing(system: str, stop: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]) -> None:
     """Whatever the engine was doing. The closed engine itself is kept: it must not keep the memory."""
     threads = set(threading.enumerate())
-    setup = Setup("gpt2", accumulate=2, clip=0.5)
+    setup = Setup("opt", accumulate=2, clip=0.5)
     engine = engine_of(setup, system, budget_of(setup, "half"))
-    run_steps(engine, setup, lambda _: None)
+    run_steps(engine, setup, lambda _: None, steps=2)
     if stop != "before":
         loss = engine(input_ids=tokens(1, 1)[0, 0]).logits.sum()
         if stop != "forward":

@@ -130,7 +130,8 @@ def test_a_compiled_model_is_refused(system: str, how: str) -> None:
 @pytest.mark.parametrize("system", MANAGED)
 def test_compiling_a_managed_module_is_refused(system: str) -> None:
     engine = started(system)
-    block: Any = engine.module.blocks[2]
+    module: Any = engine.module
+    block = module.blocks[2]
     block.compile(backend="eager")
     with pytest.raises(UnsupportedError, match="leave managed modules uncompiled"):
         LOSS(engine, BATCH[0], 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from systems.planning.demand import Residence, demand_of, gradient_profile
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, Tier
 from systems.substrate.engine import ManagedEngine
@@ -77,15 +78,27 @@ def padding_bytes(setup: Setup, run: Run) -> int:
     return total
 
 
+def open_range_bytes(run: Run) -> int:
+    """With several micro-batches gradients on the device go through ranges: the most that are open at a time."""
+    assert isinstance(run.engine, ManagedEngine)
+    engine, context = run.engine, run.engine.strategy._context  # type: ignore[attr-defined]
+    ((trace, plan),) = engine.runtime.planner.plans.values()
+    assert plan is not None
+    demand = demand_of(engine.parts.layout, trace, context)
+    residence = Residence.of(engine.parts.layout, context, plan.optimizer_tier, plan.update_rule)
+    return max(gradient_profile(demand, residence))
+
+
 @setups(Setup("gpt2", "none", 1, "half-frozen"))
 def test_with_resident_s_memory_nothing_moves_after_the_warm_up(setup: Setup) -> None:
     theirs = reference(setup).memory.device_peak_bytes or 0
-    padding = padding_bytes(setup, setup.run(SYSTEMS["elixir"][0]))
-    found = steady(setup, "elixir", theirs + padding + 1)
+    ample = setup.run(SYSTEMS["elixir"][0])
+    extra = padding_bytes(setup, ample) + open_range_bytes(ample)
+    found = steady(setup, "elixir", theirs + extra + 1)
     for step in found.run.per_step[1:]:
         assert step["h2d_bytes"] == step["d2h_bytes"] == 0
     assert abs((found.run.memory.device_peak_bytes or 0) - theirs) <= 0.05 * theirs
-    assert padding <= 0.02 * theirs
+    assert extra <= (0.01 if setup.accumulate == 1 else 0.06) * theirs
 
 
 @pytest.mark.parametrize("level", ["half", "tight"])

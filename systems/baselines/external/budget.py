@@ -22,19 +22,24 @@ def pinned_bytes(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
-class Limits:
-    """The budgets of one engine in force, and its peaks. host_need: bytes the package is known to hold on the host."""
+def check_host(settings: Settings, *, system: str, need: int) -> None:
+    """BudgetError when the package is known to hold more host memory than is allowed. Loads and sets nothing."""
+    have = host_budget(settings)
+    if need > have:
+        raise BudgetError(
+            f"{system} needs about {format_size(need)} of host memory for model states, {format_size(have)} are allowed: "
+            "lower the model, raise --host-memory, or take more of the device",
+            tier="host",
+            need=need,
+            have=have,
+        )
 
-    def __init__(self, settings: Settings, *, system: str, host_need: int) -> None:
+
+class Limits:
+    """The budgets of one engine, in force from here on, and its peaks."""
+
+    def __init__(self, settings: Settings) -> None:
         self._host = host_budget(settings)
-        if host_need > self._host:
-            raise BudgetError(
-                f"{system} needs about {format_size(host_need)} of host memory for model states, "
-                f"{format_size(self._host)} are allowed: lower the model, raise --host-memory, or take more of the device",
-                tier="host",
-                need=host_need,
-                have=self._host,
-            )
         self._device: int | None = None
         if settings.device == "cuda":
             self._device = device_budget(settings)
@@ -47,13 +52,6 @@ class Limits:
         self._process = psutil.Process()
         self._before = self._process.memory_info().rss
         self._peak = 0
-
-    def free_device_bytes(self) -> int:
-        """What the device can still give under its budget; without a device, the host's budget."""
-        if self._device is None:
-            return self._host
-        free, _ = torch.cuda.mem_get_info()
-        return min(free, self._device - torch.cuda.memory_reserved())
 
     def look(self) -> None:
         """Take note of the process's resident memory; cheap enough for every step."""

@@ -65,13 +65,13 @@ class DeepSpeedSystem:
         sizes = _sizes(found, settings)
         nvme_path = options.nvme_path if isinstance(options, InfinityOptions) else None
         check_disk(self.variant, sizes, nvme_path, self.name)
-        with deepspeed_global.accelerator(settings):
-            deepspeed = require("deepspeed", INSTALL, self.name)
-            self._require_disk_library()
         ratio = _ratio(self.variant, settings, sizes, options)
         ours = configuration(self.variant, settings, sizes, ratio=ratio, nvme_path=nvme_path)
         config, notes = with_users_file(ours, options.config, self.name)
-        limits = budget.Limits(settings, system=self.name, host_need=host_need(self.variant, settings, sizes, config))
+        budget.check_host(settings, system=self.name, need=host_need(self.variant, settings, sizes, config))
+        with deepspeed_global.accelerator(settings):
+            deepspeed = require("deepspeed", INSTALL, self.name)
+            self._require_disk_library()
         statistics = PackageStatistics(
             package="deepspeed",
             version=deepspeed.__version__,
@@ -84,7 +84,7 @@ class DeepSpeedSystem:
             found,
             settings,
             deepspeed=deepspeed,
-            limits=limits,
+            limits=budget.Limits(settings),
             config=config,
             statistics=statistics,
             disk=nvme_path is not None,

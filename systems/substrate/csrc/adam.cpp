@@ -82,10 +82,13 @@ class StrictFloats {
 };
 
 // body(block) for every block. The team has the same size at every call, because OpenMP ends and restarts threads when
-// it changes; work that fits one block stays on the calling thread.
+// it changes. A few blocks are some tens of microseconds of work and stay on the calling thread: waking a team costs as much,
+// and on a busy machine milliseconds.
+constexpr int64_t FEW_BLOCKS = 4;
+
 template <class Body>
 static void share(int threads, int64_t blocks, const Body& body) {
-    if (threads <= 1 || blocks <= 1) {
+    if (threads <= 1 || blocks <= FEW_BLOCKS) {
         StrictFloats strict;
         for (int64_t block = 0; block < blocks; block++) body(block);
         return;
@@ -128,7 +131,7 @@ void adam_update(int isa, int threads, float* master, float* first, float* secon
         const int64_t begin = rows[row].offset / BLOCK, end = blocks_of(rows[row].offset + rows[row].numel);
         first_block[row + 1] = first_block[row] + (rows[row].numel ? end - begin : 0);
     }
-    share(elements <= BLOCK ? 1 : threads, first_block[num_rows], [&](int64_t block) {
+    share(elements <= FEW_BLOCKS * BLOCK ? 1 : threads, first_block[num_rows], [&](int64_t block) {
         const int64_t row = std::upper_bound(first_block.begin(), first_block.end(), block) - first_block.begin() - 1;
         const int64_t begin = rows[row].offset, end = begin + rows[row].numel;
         const int64_t at = (begin / BLOCK + block - first_block[row]) * BLOCK;
