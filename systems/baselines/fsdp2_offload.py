@@ -63,7 +63,7 @@ class FsdpEngine(PackageEngine):
             undo.callback(limits.lift)
             undo.callback(OneRank("cpu:gloo,cuda:nccl" if cuda else "gloo").close)
             undo.callback(apply_recompute(found, settings.recompute))
-            materialise(found, Masters(found, settings), torch.float32)
+            materialise(found, Masters(found, settings), torch.float32, drawn_on=device)
             place_buffers(model, device)
             self._shard(found, config)
             self._optimizer = adam(self._parameters(), settings.adam, config["optimizer"])

@@ -23,6 +23,7 @@ from systems.sizes import format_size
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers
+from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
@@ -115,7 +116,7 @@ class ResidentEngine(Engine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        with self._recovering(), self.device.metered(), record_function("forward"):
+        with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
             return self.module(*args, **kwargs)
@@ -127,7 +128,7 @@ class ResidentEngine(Engine):
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
-        with self._recovering(), self.device.metered(), record_function("backward"):
+        with self._recovering(), ambient(), self.device.metered(), record_function("backward"):
             (loss if scale == 1.0 else loss * scale).backward()
         self._micro_step += 1
         if self.settings.accumulate > 1:

@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import nn
 
-from systems.baselines.external import budget
+from systems.baselines.external import budget, extensions
 from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, PackageEngine, Update
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config, require, version_of
 from systems.baselines.external.sequential import cut
@@ -77,7 +77,8 @@ class RoundPipeEngine(PackageEngine):
         with contextlib.ExitStack() as undo:
             undo.callback(limits.lift)
             masters = Masters(found, settings)
-            parameters = materialise(found, masters, TORCH_DTYPE[settings.dtype])
+            device = torch.device("cuda", torch.cuda.current_device())
+            parameters = materialise(found, masters, TORCH_DTYPE[settings.dtype], drawn_on=device)
             self._layers = layers().train()
             self.runs = roundpipe.RoundPipe(self._layers, optim_dtype=torch.float32, name="model", **config["roundpipe"])
             self._values = self._make_masters(parameters, masters)
@@ -235,6 +236,9 @@ class RoundPipeSystem:
         budget.check_host(settings, system=self.name, need=_host_need(found, settings, config))
         package = require("roundpipe", INSTALL, self.name)
         require("roundpipe.optim_stream", INSTALL, self.name)
+        builder = require("roundpipe.optim.optim_builder", INSTALL, self.name)
+        with extensions.building():
+            builder.load_optim_function("adam")
         statistics = PackageStatistics(
             package="roundpipe",
             version=version_of("roundpipe"),

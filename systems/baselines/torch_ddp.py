@@ -76,7 +76,7 @@ class DdpEngine(PackageEngine):
             undo.callback(apply_recompute(found, settings.recompute))
             dtype = torch.float32 if weights == "autocast" else TORCH_DTYPE[settings.dtype]
             masters = Masters(found, settings)
-            self._parameters = materialise(found, masters, dtype, device)
+            self._parameters = materialise(found, masters, dtype, device=device)
             self._updates = self._make_updates(masters, weights, device, config["optimizer"])
             place_buffers(model, device)
             self._runs = DistributedDataParallel(model, **config["ddp"])

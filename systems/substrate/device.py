@@ -328,8 +328,8 @@ class CudaDevice(Device):
 
 
 @contextlib.contextmanager
-def ambient(device: Device) -> Iterator[None]:
-    """Settings of torch that management relies on: autocast must not cache weights that are about to move."""
+def ambient() -> Iterator[None]:
+    """Settings of torch that forward and backward rely on: autocast keeps no copies of weights that move and change."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

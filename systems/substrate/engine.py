@@ -18,7 +18,7 @@ from systems.planning.plan import UpdateRule
 from systems.planning.strategy import PlanningContext, Strategy
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
-from systems.substrate.device import Device
+from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
@@ -150,9 +150,9 @@ class ManagedEngine(Engine):
                 if not runtime.in_step:
                     self._watch.check()
                     runtime.begin_step()
-                with self._parts.device.metered(), record_function("forward"):
+                with ambient(), self._parts.device.metered(), record_function("forward"):
                     return self.module(*args, **kwargs)
-            with runtime.aside(), self._parts.device.metered(), record_function("forward (no grad)"):
+            with runtime.aside(), ambient(), self._parts.device.metered(), record_function("forward (no grad)"):
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class ManagedEngine(Engine):
         with self._recovering():
             runtime.in_backward = True
             scale = self._parts.control.scaler.scale
-            with self._parts.device.metered(), record_function("backward"):
+            with ambient(), self._parts.device.metered(), record_function("backward"):
                 (loss if scale == 1.0 else loss * scale).backward()
                 runtime.end_backward()
 

@@ -5,6 +5,7 @@ A range lies like the bundle's parameters, each gradient at its parameter's offs
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -118,6 +119,13 @@ class Ranges:
         )
         for stored in segments:
             stored.slot_holds_gradient = True
+
+    def give_up(self, bundle: int, gradient: BundleGradient) -> None:
+        """Free a range that compute may have used since its last ticket."""
+        if gradient.range is not None:
+            with contextlib.suppress(Exception):  # of a copy into it that failed: then nothing used it either
+                self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} is let go")
+        self.free(bundle, gradient)
 
     def free(self, bundle: int, gradient: BundleGradient) -> None:
         if gradient.range is not None:

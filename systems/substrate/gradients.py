@@ -175,7 +175,7 @@ class Gradients:
         """The bundle's update was issued: what it left on the device can go."""
         gradient = self.bundles[bundle]
         gradient.adopted.clear()
-        self._ranges.free(bundle, gradient)
+        self._ranges.give_up(bundle, gradient)
 
     def to_slot(self, bundle: int) -> None:
         """The optimizer of a bundle moves to the host while its gradients are adopted: put them into the slot."""
@@ -219,7 +219,7 @@ class Gradients:
     def finish_step(self) -> None:
         """The update has taken the gradients (or they were thrown away)."""
         for index, gradient in self.bundles.items():
-            self._ranges.free(index, gradient)
+            self._ranges.give_up(index, gradient)
             gradient.adopted.clear()
             gradient.fired.clear()
             gradient.fired_in_step.clear()

@@ -6,6 +6,7 @@ and REDUCING are states of its gradient, see gradients.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -259,7 +260,11 @@ class Residency:
         return frozenset(m.index for m in self.bundles if m.block is not None)
 
     def release_all(self) -> None:
+        """A step was given up: nobody will say any more that compute has read what is held, so it is said here."""
         for managed in self.bundles:
+            if managed.holds and managed.block is not None:
+                with contextlib.suppress(Exception):  # of a copy to the device that failed: then nothing read it either
+                    self.device.transfers.compute(reads=[managed.block.memory], label=f"bundle {managed.index} is let go")
             managed.holds.clear()
 
     def close(self) -> None:

@@ -142,8 +142,16 @@ class UnusedOutput(Stack):
         return self.head(x)
 
 
+class NeverCalled(Stack):
+    """A module that no step uses, beside one that every step does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(DIM, DIM)
+
+
 class FrozenTrunk(Stack):
-    """Only the head trains; with `last` also the last block, so that backward passes no frozen block."""
+    """Only the head trains, so that backward passes no frozen block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,6 +328,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "dataclass": Case(DataclassStack),
         "root-owner": Case(RootOwner),
         "unused-output": Case(UnusedOutput),
+        "never-called": Case(NeverCalled),
         "frozen-trunk": Case(FrozenTrunk),
         "frozen-middle": Case(FrozenMiddle),
         "shared-weight": Case(SharedWeight),

@@ -5,6 +5,7 @@ The reference of each setup is run once and kept. Budgets are shares of that ref
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -40,8 +41,7 @@ class Setup:
             for number, block in enumerate(blocks_of(model)):
                 block.requires_grad_(number % 2 == 0)
         if self.recompute in ("reentrant", "non-reentrant"):
-            choice = {"use_reentrant": self.recompute == "reentrant"}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choice)
+            checkpoint_blocks(model, reentrant=self.recompute == "reentrant")
         return model
 
     def run(self, system: Any, budget: int | None = None, options: BaseModel | None = None, **more: Any) -> Run:
@@ -51,6 +51,12 @@ class Setup:
         if budget is not None:
             given["device_memory"] = budget
         return train_as(system, self.build(), tokens(STEPS, self.accumulate), options, **given)
+
+
+def checkpoint_blocks(model: Any, *, reentrant: bool) -> None:
+    """transformers' own way; its name is being changed, which it warns of."""
+    with warnings.catch_warnings(action="ignore"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:

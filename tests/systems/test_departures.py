@@ -137,6 +137,48 @@ def test_an_unused_module_in_a_language_model(system: str) -> None:
     assert run.adam["unused.bias"].steps == 0
 
 
+def test_optimizer_state_leaves_the_device_in_the_middle_of_backward() -> None:
+    """Its bundle waits for a gradient that this step does not bring; those it has still count in the norm."""
+    runs = []
+    for system in (RESIDENT, elixir()):
+        model = route()
+        engine = start(system, model, settings(clip=1.0))
+        losses = []
+        for number, batch in enumerate(tokens(5, 1)):
+            model.heads = (model.head, model.other_head) if number < 3 else (model.head,)
+            value = squared_error(engine, batch[0], 30)
+            if number == 3 and system is not RESIDENT:
+                parts = parts_of(engine)
+                (bundle,) = {b.index for b in parts.layout.bundles if len(b.units) == 3}  # of both heads and the idle module
+                demote = engine.runtime.planner.demote  # type: ignore[attr-defined]
+                model.blocks[0].up.weight.register_hook(lambda gradient, move=demote, which=bundle: move(which))
+                assert parts.store.segments[parts.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
+            engine.backward(value)
+            if number == 3 and system is not RESIDENT:
+                assert parts.store.segments[parts.layout.bundles[bundle].segments[0]].tier is Tier.HOST
+                model.blocks[0].up.weight._backward_hooks.clear()
+            engine.step()
+            losses.append(value.item())
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("budget", [TIGHT, AMPLE])
+@pytest.mark.parametrize("system", MANAGED)
+def test_a_forward_pass_between_backward_and_step(system: str, budget: int) -> None:
+    """With gradients enabled and never used: it brings parameters to the device that the step then outdates."""
+    runs = []
+    for chosen, memory in ((RESIDENT, AMPLE), (MANAGED[system], budget)):
+        engine = start(chosen, route(), settings(clip=1.0, device_memory=memory))
+        losses = []
+        for batch in tokens(4, 1):
+            engine.backward(squared_error(engine, batch[0], 30))
+            losses.append(squared_error(engine, batch[0], 30).item())
+            engine.step()
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
+
+
 class DropoutBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x), 0.2, self.training)
@@ -179,7 +221,7 @@ def evaluating_loop(system: Any, budget: int, look: Callable[[str, Engine], None
     return finished(engine, losses)
 
 
-@pytest.mark.parametrize("budget", [TIGHT + 50_000, AMPLE])
+@pytest.mark.parametrize("budget", [TIGHT + 20_000, TIGHT + 50_000, AMPLE])
 @pytest.mark.parametrize("system", MANAGED)
 def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
     resident: list[tuple[frozenset[int], int]] = []

@@ -14,7 +14,9 @@ from torch import nn
 
 from systems.errors import OutOfMemoryError
 from systems.planning.plan import LaneKind
+from systems.planning.races import find_races
 from systems.strategies.elixir.options import ElixirOptions
+from systems.substrate.events import issued_operations
 from systems.substrate.tiers import Allocation
 from systems.system import Engine
 from tests.systems.models_plain import CASES, build
@@ -105,7 +107,7 @@ def test_an_exception_costs_its_step_and_nothing_else(
     system: str, place: Callable[[Engine], Any], accumulate: int
 ) -> None:
     """In the warm-up step, in a planned one, and twice in a row; with two micro-batches in the second of them."""
-    engine = started(system, accumulate)
+    engine = started(system, accumulate, log_events=True)
     losses = []
     for number, batch in enumerate(tokens(STEPS, accumulate)):
         for _ in range((1, 0, 2, 1)[number]):
@@ -119,6 +121,7 @@ def test_an_exception_costs_its_step_and_nothing_else(
             assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
         losses.append(one_step(engine, batch, LOSS))
     assert_equal(undisturbed(accumulate), finished(engine, losses))
+    assert find_races(issued_operations(engine.log.operations)) == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -221,6 +224,7 @@ def test_an_allocation_that_keeps_failing_is_said_and_forgotten(system: str, fir
     assert_equal(undisturbed(1), finished(engine, losses))
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 @pytest.mark.parametrize("kind", [LaneKind.H2D, LaneKind.D2H, LaneKind.CPU], ids=lambda k: k.value)
 @pytest.mark.parametrize("system", MANAGED)
 def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, kind: LaneKind) -> None:

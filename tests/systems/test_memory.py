@@ -16,11 +16,14 @@ from torch import nn
 
 from systems.errors import BudgetError
 from systems.planning.plan import Tier
+from systems.planning.trace import Phase
 from systems.substrate.events import LoggedBytes
 from systems.substrate.planner import Parts
 from systems.system import Engine
+from tests.systems import models_plain
+from tests.systems.models_plain import CASES
 from tests.systems.models_small import tokens
-from tests.systems.running import HOST, one_step, parts_of, settings, start
+from tests.systems.running import HOST, RESIDENT, elixir, one_step, parts_of, settings, start, train
 from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of
 
 SETUPS = [
@@ -76,6 +79,39 @@ def test_live_bytes_stay_within_the_budget_and_the_prediction(setup: Setup, syst
         before = [e for e in events[: ends[-2]] if e.tier == "device"][-1]
         assert plan.predicted_model_peak_bytes == max(e.pool for e in (before, *device))
         assert max(e.live for e in (before, *device)) <= plan.predicted_device_peak_bytes <= budget
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_for_an_odd_model_is_kept_to_the_byte(case: str) -> None:
+    """Unused parameters, several calls, late gradients: after one step it is known when each gradient is complete."""
+    peak = train(start(RESIDENT, models_plain.build(case), settings()), tokens(1, 1), CASES[case].loss).memory
+    budget = int(0.6 * (peak.device_peak_bytes or 0))
+    with start(elixir(), models_plain.build(case), settings(device_memory=budget, log_events=True)) as engine:
+        for batch in tokens(3, 1):
+            events: list[LoggedBytes] = engine.log.bytes  # type: ignore[attr-defined]
+            begin, plan = len(events), engine.runtime.cursor.plan  # type: ignore[attr-defined]
+            one_step(engine, batch, CASES[case].loss)
+        last = [e for e in events[begin - 1 :] if e.tier == "device"]
+        assert plan is not None and engine.counters()["fallbacks"] == 0
+        assert plan.predicted_model_peak_bytes == max(e.pool for e in last)
+        assert max(e.live for e in last) <= plan.predicted_device_peak_bytes <= budget
+
+
+@pytest.mark.parametrize("model", ["opt", "gpt2"])
+def test_recomputation_lets_no_gradient_pile_up(model: str) -> None:
+    """Each block's gradients leave when its own backward ends, whichever way its activations came."""
+    flushes = {}
+    for recompute in ("none", "full", "reentrant", "non-reentrant"):
+        setup = Setup(model, recompute)  # type: ignore[arg-type]
+        engine = engine_of(setup, "elixir", budget_of(setup, "half"))
+        run_steps(engine, setup, lambda _: None, steps=1)
+        ((trace, _),) = engine.runtime.planner.plans.values()  # type: ignore[attr-defined]
+        flushes[recompute] = list(zip(trace.moments, trace.flushes, strict=True))
+        engine.close()
+    for recompute, found in flushes.items():
+        where = {moment.phase for moment, bundles in found if bundles}
+        assert where == {Phase.BACKWARD_EXIT}, recompute
+        assert found == flushes["none"]
 
 
 def check_segments(parts: Parts) -> None:

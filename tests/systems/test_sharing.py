@@ -26,7 +26,7 @@ from tests.systems.running import (
     start,
     train,
 )
-from tests.systems.setups import blocks_of
+from tests.systems.setups import blocks_of, checkpoint_blocks
 
 SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "random": RANDOM}
 MANAGED = ["elixir", "random"]
@@ -40,8 +40,7 @@ class Towers(nn.Module):
         super().__init__()
         self.opt, self.rounds = build("opt"), rounds
         if checkpointing != "off":
-            choice = {"use_reentrant": checkpointing == "reentrant"}
-            self.opt.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choice)
+            checkpoint_blocks(self.opt, reentrant=checkpointing == "reentrant")
         self.train()
 
     def forward(self, input_ids: torch.Tensor) -> Any:

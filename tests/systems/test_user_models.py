@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
 from systems.strategies.elixir.options import ElixirOptions
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
-from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, elixir, evict_at_once, settings, start, train
+from tests.systems.running import (
+    RANDOM,
+    RESIDENT,
+    Run,
+    assert_equal,
+    elixir,
+    evict_at_once,
+    finished,
+    one_step,
+    settings,
+    start,
+    train,
+)
 
 STEPS = 3
 
@@ -39,6 +53,25 @@ def test_elixir_equals_resident(case: str, share: float) -> None:
     run = train(start(elixir(), build(case), asked), tokens(STEPS, 1), CASES[case].loss)
     assert_equal(expected, run)
     assert share > 1 or run.per_step[-1]["h2d_bytes"] > 0, "void: nothing moved"
+
+
+@pytest.mark.parametrize("system", ["elixir", "random"])
+def test_autocast_keeps_no_copy_of_a_weight(system: str) -> None:
+    """Around each step or around all of them: torch would otherwise compute with weights of an earlier step."""
+
+    def run(chosen: Any, around: str, budget: int) -> Run:
+        engine = start(chosen, build("stack"), settings(device_memory=budget))
+        losses = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=around == "all"):
+            for batch in tokens(STEPS, 1):
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses.append(one_step(engine, batch, CASES["stack"].loss))
+        return finished(engine, losses)
+
+    expected = run(RESIDENT, "each", 1 << 30)
+    assert_equal(expected, run(RESIDENT, "all", 1 << 30))
+    for around in ("each", "all"):
+        assert_equal(expected, run(elixir() if system == "elixir" else RANDOM, around, 230_000))
 
 
 @pytest.mark.parametrize("chunk", ["smallest", "whole model"])

@@ -11,6 +11,7 @@ Note [Same start, same gradients]
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ class DeepSpeedRun(PackageEngine):
             undo.callback(rank.close)
             self._check_dtype()
             undo.callback(apply_recompute(found, settings.recompute))
-            self._start(config)
+            self._start(copy.deepcopy(config))  # DeepSpeed writes into what it is given
             self._exit = undo.pop_all()
         self._startup = {"initialize": time.perf_counter() - started}
         limits.look()
@@ -77,7 +78,8 @@ class DeepSpeedRun(PackageEngine):
 
     def _start(self, config: Config) -> None:
         masters = Masters(self._found, self.settings)
-        self._parameters = materialise(self._found, masters, TORCH_DTYPE[self.settings.dtype])
+        dtype = TORCH_DTYPE[self.settings.dtype]
+        self._parameters = materialise(self._found, masters, dtype, drawn_on=self._device)
         place_buffers(self.module, self._device)
         if self._stage == 3:
             self._deepspeed.zero.Init(module=self.module, config_dict_or_path=config)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from systems.baselines.external import extensions
 from systems.system import Settings
 
 _GROUPS = (
@@ -25,10 +26,13 @@ _GROUPS = (
 
 
 def variables(settings: Settings) -> dict[str, dict[str, str]]:
-    """Arguments of OneRank. OMP_NUM_THREADS is read by the OpenMP that CPU Adam is linked with, not torch's own."""
+    """Arguments of OneRank. OMP_NUM_THREADS is read by the OpenMP that CPU Adam is linked with, not torch's own.
+
+    They stay set while the engine lives: SuperOffload starts a process that reads them.
+    """
     return {
         "variables": {"DS_ACCELERATOR": settings.device},
-        "defaults": {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        "defaults": {"OMP_NUM_THREADS": str(torch.get_num_threads()), extensions.VARIABLE: str(extensions.folder())},
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import nn
 
-from systems.baselines.external import budget, deepspeed_global
+from systems.baselines.external import budget, deepspeed_global, extensions
 from systems.baselines.external.deepspeed_config import (
     Sizes,
     Variant,
@@ -22,6 +22,7 @@ from systems.baselines.external.deepspeed_engine import DeepSpeedRun
 from systems.baselines.external.package import ConfigOptions, PackageStatistics, require
 from systems.errors import UnavailableError
 from systems.machine import device_budget
+from systems.messages import one_line
 from systems.sizes import Size
 from systems.substrate.units import FoundModel, find_units
 from systems.system import TORCH_DTYPE, Engine, Settings
@@ -71,7 +72,7 @@ class DeepSpeedSystem:
         budget.check_host(settings, system=self.name, need=host_need(self.variant, settings, sizes, config))
         with deepspeed_global.accelerator(settings):
             deepspeed = require("deepspeed", INSTALL, self.name)
-            self._require_disk_library()
+            self._build(settings)
         statistics = PackageStatistics(
             package="deepspeed",
             version=deepspeed.__version__,
@@ -90,15 +91,25 @@ class DeepSpeedSystem:
             disk=nvme_path is not None,
         )
 
-    def _require_disk_library(self) -> None:
-        if "nvme" not in (self.variant.optimizer, self.variant.parameters):
-            return
-        builder = require("deepspeed.ops.op_builder", INSTALL, self.name).AsyncIOBuilder()
-        if not builder.is_compatible(verbose=False):
+    def _build(self, settings: Settings) -> None:
+        """DeepSpeed's extensions, minutes the first time; loaded ones cost nothing later."""
+        builders = require("deepspeed.ops.op_builder", INSTALL, self.name)
+        disk = "nvme" in (self.variant.optimizer, self.variant.parameters)
+        if disk and not builders.AsyncIOBuilder().is_compatible(verbose=False):
             raise UnavailableError(
                 f"{self.name} is unavailable: DeepSpeed's disk operations need libaio and its headers",
                 install="apt install libaio-dev",
             )
+        wanted = [builders.CPUAdamBuilder] if self.variant.offloads else []
+        wanted += [builders.ShareMemCommBuilder] if settings.device == "cpu" else []
+        wanted += [builders.AsyncIOBuilder] if disk else []
+        with extensions.building():
+            for builder in wanted:
+                try:
+                    builder().load(verbose=False)
+                except Exception as error:  # a build can fail in any way, and this system alone is lost
+                    why = one_line(f"{type(error).__name__}: {error}")[:300]
+                    raise UnavailableError(f"{self.name} is unavailable: {builder.NAME} does not build ({why})") from error
 
     def _notes(self, settings: Settings) -> list[str]:
         notes = []

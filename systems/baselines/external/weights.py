@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -40,12 +38,20 @@ class Masters:
 
 
 def materialise(
-    found: FoundModel, masters: Masters, dtype: torch.dtype, device: torch.device | None = None
+    found: FoundModel,
+    masters: Masters,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    drawn_on: torch.device | None = None,
 ) -> list[nn.Parameter]:
-    """Give every parameter its first value, rounded to dtype. Those on the meta device are replaced by new objects."""
+    """Give every parameter its first value, rounded to dtype. Those on the meta device are replaced by new objects.
+
+    device: where they are left, by default the CPU. drawn_on: where values are made, one at a time; a GPU is faster.
+    """
     parameters: list[nn.Parameter] = []
     for number, old in enumerate(found.parameters):
-        value = masters.value(number, device).to(dtype)
+        value = masters.value(number, drawn_on or device).to(device=device or torch.device("cpu"), dtype=dtype)
         if old.is_meta:
             old = nn.Parameter(value, requires_grad=old.requires_grad)
             for module, attribute in found.owners[number]:
@@ -54,10 +60,3 @@ def materialise(
             old.data, old.grad = value, None
         parameters.append(old)
     return parameters
-
-
-def discard(parameters: list[nn.Parameter], empty: Callable[[nn.Parameter], None]) -> None:
-    """Leave the model without weights."""
-    for parameter in parameters:
-        parameter.grad = None
-        empty(parameter)

@@ -1,0 +1,51 @@
+"""Where packages build their C++ extensions: a folder of this environment's own, by one process at a time.
+
+torch's default folder is shared by all environments of a user, which rebuild each other's, and a build that was killed
+leaves a lock behind that every later one waits for, for ever. Here a kernel lock, which dies with its holder, stands
+around each build, and what is left of torch's lock under it is stale. A TORCH_EXTENSIONS_DIR of the user's is left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from systems.substrate.build import cache_directory
+
+VARIABLE = "TORCH_EXTENSIONS_DIR"
+
+
+def folder() -> Path:
+    """The user's, or the environment's own."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    key = f"{sys.prefix} {platform.python_version()} {torch.__version__}"
+    return cache_directory() / "torch-extensions" / hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Within, extensions are built or loaded, and no other process of ours does so; it may have to be waited for."""
+    if os.environ.get(VARIABLE):
+        yield
+        return
+    own = folder()
+    own.mkdir(parents=True, exist_ok=True)
+    os.environ[VARIABLE] = str(own)
+    try:
+        with (own / "building").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            for stale in own.glob("*/lock"):
+                stale.unlink(missing_ok=True)
+            yield
+    finally:
+        del os.environ[VARIABLE]
