@@ -1,4 +1,8 @@
-"""DeepSpeed ZeRO-Infinity: parameters and optimizer on disk, in the folder that nvme_path names."""
+"""DeepSpeed ZeRO-Infinity: the optimizer on disk, in the folder that nvme_path names, and parameters too if asked for.
+
+16-bit parameters stay in host memory by default. parameters=nvme puts them on disk as well, without fetching ahead, which
+DeepSpeed cannot do there for a model that is trained (external/deepspeed_config.py says why).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from systems.baselines.external.deepspeed_system import DeepSpeedSystem, Infinit
 
 SYSTEM = DeepSpeedSystem(
     "deepspeed-infinity",
-    "DeepSpeed ZeRO-Infinity, model states on disk; needs nvme_path",
-    Variant(stage=3, optimizer="nvme", parameters="nvme", sub_group=100_000_000),
+    "DeepSpeed ZeRO-Infinity, optimizer on disk; needs nvme_path",
+    Variant(stage=3, optimizer="nvme", parameters="cpu", sub_group=100_000_000),
     InfinityOptions,
 )

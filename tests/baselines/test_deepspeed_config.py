@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,15 @@ def variant(name: str) -> Variant:
 
 
 def sizes(parameters: int) -> Sizes:
-    return Sizes(parameters=parameters, trainable=parameters, largest=parameters // 10, width=2)
+    block = parameters // 20
+    return Sizes(
+        parameters=parameters,
+        trainable=parameters,
+        largest=parameters // 10,
+        block=block,
+        block_parameters=6,
+        width=2,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,9 +83,20 @@ def test_each_variant_is_its_own() -> None:
     assert superoffload["offload_optimizer"]["cpuadam_cores_perc"] == 0.9
     assert zero("deepspeed-twinflow", ratio=0.3)["offload_optimizer"]["ratio"] == 0.3
     infinity = zero("deepspeed-infinity", nvme_path="/disk")
-    assert infinity["offload_param"]["nvme_path"] == infinity["offload_optimizer"]["nvme_path"] == "/disk"
-    assert infinity["offload_param"]["buffer_size"] >= BILLION  # the largest parameter fits into a buffer
+    assert infinity["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert infinity["offload_optimizer"]["device"] == "nvme" and infinity["offload_optimizer"]["nvme_path"] == "/disk"
     assert "offload_optimizer" not in zero("deepspeed-zero3") and zero("deepspeed-zero2")["stage"] == 2
+
+
+def test_parameters_on_disk_are_not_more_than_their_buffers() -> None:
+    """A live parameter holds a buffer; DeepSpeed fails when there is none, and when one is fetched ahead twice."""
+    kind = dataclasses.replace(variant("deepspeed-infinity"), parameters="nvme")
+    model = sizes(10 * BILLION)
+    zero = configuration(kind, Settings(), model, nvme_path="/disk")["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == "/disk"
+    assert zero["offload_param"]["buffer_size"] >= model.largest
+    assert zero["offload_param"]["buffer_count"] > 2 * model.block_parameters
+    assert zero["stage3_max_reuse_distance"] <= model.block and zero["stage3_prefetch_bucket_size"] == 0
 
 
 def test_adam_is_not_adamw() -> None:

@@ -75,3 +75,17 @@ def test_every_family_under_every_kind(tmp_path: Path) -> None:
         reference = results[Job("resident", model=job.model)]
         assert result.losses == pytest.approx(reference.losses, abs=2e-5), job
         assert result.norms == pytest.approx(reference.norms, rel=2e-5), job
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_infinity_trains_from_disk(place: str, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    job = Job("deepspeed-infinity", options=(f"nvme_path={disk}", f"parameters={place}"))
+    results = train_all([Job("resident"), job], tmp_path)
+    ours, reference = results[job], results[Job("resident")]
+    if ours.error is not None and "need libaio" in ours.error:
+        pytest.skip("DeepSpeed's disk operations need libaio and its headers, which are not here")
+    assert ours.error is None, ours.error
+    assert ours.losses == pytest.approx(reference.losses, abs=1e-5)
+    assert list(disk.iterdir()) == []

@@ -124,6 +124,21 @@ def test_an_exception_costs_its_step_and_nothing_else(
     assert find_races(issued_operations(engine.log.operations)) == []  # type: ignore[attr-defined]
 
 
+def test_what_a_broken_step_has_read_is_not_overwritten_before() -> None:
+    """Nobody released what it held; whoever gets that memory next must wait for compute all the same."""
+    engine = started("random", log_events=True)
+    residency = parts_of(engine).residency
+    residency.hold([2, 3], "a unit")
+    engine.runtime.abort()  # type: ignore[attr-defined]
+    for index in residency.evictable():
+        residency.drop(index)
+    for index in range(len(residency.bundles)):
+        residency.fetch(index)
+    engine.drain()
+    assert find_races(issued_operations(engine.log.operations)) == []  # type: ignore[attr-defined]
+    engine.close()
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_an_exception_in_evaluation_costs_nothing(system: str) -> None:
     engine = started(system)

@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from systems.baselines.external.budget import pinned_bytes
@@ -30,7 +31,6 @@ BUCKET = 500_000_000
 MAX_LIVE = 1_000_000_000
 PERSISTENT = 100_000
 SUB_GROUP = 1_000_000_000
-PARAM_BUFFERS = 5
 OPTIMIZER_BUFFERS = 4
 IGNORED_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
@@ -71,12 +71,26 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the model, in elements; width: bytes of one in the compute dtype."""
+    """Of the model, in elements; width: bytes of one in the compute dtype.
+
+    largest: parameter. block: all parameters of the largest block; block_parameters: how many of a block's are fetched.
+    """
 
     parameters: int
     trainable: int
     largest: int
+    block: int
+    block_parameters: int
     width: int
+
+    @property
+    def disk_buffers(self) -> int:
+        """For parameters that come from disk: one for each that may be live, in two blocks and beside them."""
+        return 2 * self.block_parameters + 4
+
+    @property
+    def disk_buffer(self) -> int:
+        return max(self.largest, 1 << 20)
 
 
 def configuration(
@@ -149,7 +163,12 @@ def _zero(variant: Variant, sizes: Sizes, ratio: float, nvme_path: str | None) -
     if variant.parameters != "device":
         zero["offload_param"] = {"device": variant.parameters, "pin_memory": True}
         if variant.parameters == "nvme":
-            buffers = {"buffer_count": PARAM_BUFFERS, "buffer_size": max(sizes.largest, 100_000_000)}
+            # A parameter holds its buffer as long as it is live, so no more may be live than there are buffers for. And
+            # none may be fetched ahead: where one occurs twice within the look-ahead, as at the turn from forward to
+            # backward, DeepSpeed's prefetch from disk asks for it twice and fails (its issue 3062 is of this kind).
+            zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": sizes.block}
+            zero["stage3_max_live_parameters"] = min(MAX_LIVE, 2 * sizes.block + sizes.largest)
+            buffers = {"buffer_count": sizes.disk_buffers, "buffer_size": sizes.disk_buffer}
             zero["offload_param"] |= {"nvme_path": nvme_path, "max_in_cpu": 0} | buffers
     return zero
 
@@ -210,7 +229,7 @@ def host_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config
     if variant.parameters == "cpu":
         need += pin(sizes.parameters * width)
     elif variant.parameters == "nvme":
-        need += PARAM_BUFFERS * pin(max(sizes.largest, 100_000_000) * width) if cuda else 0
+        need += pin(sizes.disk_buffers * sizes.disk_buffer * width)
     elif not cuda:
         need += sizes.parameters * width
     if variant.optimizer == "device":
@@ -221,25 +240,24 @@ def host_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config
     whole, rest = divmod(trainable, group)
     need += pin(gradient_width * trainable)
     if variant.optimizer == "nvme":
-        return need + 2 * OPTIMIZER_BUFFERS * pin(4 * min(group, trainable)) if cuda else need
+        return need + 2 * OPTIMIZER_BUFFERS * pin(4 * min(group, trainable))
     share = float(config["zero_optimization"]["offload_optimizer"].get("ratio", 1.0)) if cuda else 1.0
     return need + int(share * (whole * pin(4 * group) + pin(4 * rest) + 12 * trainable))
 
 
-def check_disk(variant: Variant, sizes: Sizes, nvme_path: str | None, system: str) -> None:
-    """UnsupportedError without a folder, BudgetError when its disk has no room for what will be written there."""
-    if "nvme" not in (variant.optimizer, variant.parameters):
-        return
-    if nvme_path is None:
+def check_disk(sizes: Sizes, folder: str | None, system: str) -> Path:
+    """The folder. UnsupportedError without one, BudgetError when its disk has no room for what will be written there."""
+    if folder is None:
         raise UnsupportedError(f"{system} keeps model states on disk and is not told where: give --option nvme_path=FOLDER")
-    if not os.path.isdir(nvme_path) or not os.access(nvme_path, os.W_OK):
-        raise UnsupportedError(f"--option nvme_path={nvme_path} is not a folder that can be written to: make it first")
-    need, have = 16 * sizes.trainable + sizes.width * sizes.parameters, shutil.disk_usage(nvme_path).free
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UnsupportedError(f"--option nvme_path={folder} is not a folder that can be written to: make it first")
+    need, have = 16 * sizes.trainable + sizes.width * sizes.parameters, shutil.disk_usage(folder).free
     if need > have:
         raise BudgetError(
-            f"{system} writes about {format_size(need)} to {nvme_path}, {format_size(have)} are free there: lower the "
-            "model or take another folder",
+            f"{system} writes about {format_size(need)} to {folder}, {format_size(have)} are free there: lower the model or "
+            "take another folder",
             tier="disk",
             need=need,
             have=have,
         )
+    return Path(folder)

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +32,14 @@ from systems.errors import UnsupportedError
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import place_buffers
 from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Settings
+from systems.system import TORCH_DTYPE, MemoryReport, Settings
 
 
 class DeepSpeedRun(PackageEngine):
-    """deepspeed: the package. config: what it is given. disk: it writes to one, and counts no bytes of it."""
+    """deepspeed: the package. config: what it is given. disk: the folder it writes to, removed at the end, if it does.
+
+    Bytes that go to disk and back are not counted by DeepSpeed.
+    """
 
     def __init__(
         self,
@@ -45,10 +51,11 @@ class DeepSpeedRun(PackageEngine):
         limits: budget.Limits,
         config: Config,
         statistics: PackageStatistics,
-        disk: bool,
+        disk: Path | None,
     ) -> None:
         started = time.perf_counter()
         super().__init__(model, settings, limits, NO_OTHER_RANK | ({} if disk else NO_DISK))
+        self._disk = disk
         self._deepspeed, self._found, self._statistics = deepspeed, found, statistics
         self._stage = int(config["zero_optimization"]["stage"])
         self._names = [p.name for p in found.index.parameters]
@@ -56,6 +63,8 @@ class DeepSpeedRun(PackageEngine):
         self._undo: list[Any] = []
         with contextlib.ExitStack() as undo:
             undo.callback(limits.lift)
+            if disk is not None:
+                undo.callback(shutil.rmtree, disk, ignore_errors=True)
             undo.enter_context(deepspeed_global.as_found(deepspeed))
             rank = OneRank("nccl" if settings.device == "cuda" else "gloo", **deepspeed_global.variables(settings))
             undo.callback(rank.close)
@@ -118,6 +127,11 @@ class DeepSpeedRun(PackageEngine):
 
     def eval(self) -> None:
         self.runs.eval()
+
+    def memory(self) -> MemoryReport:
+        """disk_peak_bytes: of the files there are; DeepSpeed makes none smaller."""
+        used = None if self._disk is None else sum(path.stat().st_size for path in self._disk.rglob("*") if path.is_file())
+        return dataclasses.replace(super().memory(), disk_peak_bytes=0 if used is None else used)
 
     def statistics(self) -> PackageStatistics:
         runs = self.runs

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import uuid
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -10,6 +13,7 @@ from torch import nn
 
 from systems.baselines.external import budget, deepspeed_global, extensions
 from systems.baselines.external.deepspeed_config import (
+    PERSISTENT,
     Sizes,
     Variant,
     check_disk,
@@ -45,7 +49,10 @@ class TwinFlowOptions(ConfigOptions):
 class InfinityOptions(ConfigOptions):
     """Where model states go."""
 
-    nvme_path: str | None = Field(None, description="folder on the disk that holds parameters and optimizer; needed")
+    nvme_path: str | None = Field(None, description="folder on the disk that holds the optimizer; needed")
+    parameters: Literal["cpu", "nvme"] = Field(
+        "cpu", description="16-bit parameters: cpu is faster, nvme leaves the host almost empty"
+    )
 
 
 class DeepSpeedSystem:
@@ -61,15 +68,19 @@ class DeepSpeedSystem:
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         assert isinstance(options, ConfigOptions)
         budget.refuse_ranks_and_optimizer(settings, self.name)
-        self.variant.check(settings, self.name)
+        variant = self.variant
+        if isinstance(options, InfinityOptions):
+            variant = dataclasses.replace(variant, parameters=options.parameters)
+        variant.check(settings, self.name)
         found = find_units(model)
         sizes = _sizes(found, settings)
-        nvme_path = options.nvme_path if isinstance(options, InfinityOptions) else None
-        check_disk(self.variant, sizes, nvme_path, self.name)
-        ratio = _ratio(self.variant, settings, sizes, options)
-        ours = configuration(self.variant, settings, sizes, ratio=ratio, nvme_path=nvme_path)
+        disk: Path | None = None
+        if isinstance(options, InfinityOptions):
+            disk = check_disk(sizes, options.nvme_path, self.name) / f"deepspeed-{uuid.uuid4().hex[:12]}"
+        ratio = _ratio(variant, settings, sizes, options)
+        ours = configuration(variant, settings, sizes, ratio=ratio, nvme_path=None if disk is None else str(disk))
         config, notes = with_users_file(ours, options.config, self.name)
-        budget.check_host(settings, system=self.name, need=host_need(self.variant, settings, sizes, config))
+        budget.check_host(settings, system=self.name, need=host_need(variant, settings, sizes, config))
         with deepspeed_global.accelerator(settings):
             deepspeed = require("deepspeed", INSTALL, self.name)
             self._build(settings)
@@ -88,13 +99,13 @@ class DeepSpeedSystem:
             limits=budget.Limits(settings),
             config=config,
             statistics=statistics,
-            disk=nvme_path is not None,
+            disk=disk,
         )
 
     def _build(self, settings: Settings) -> None:
         """DeepSpeed's extensions, minutes the first time; loaded ones cost nothing later."""
         builders = require("deepspeed.ops.op_builder", INSTALL, self.name)
-        disk = "nvme" in (self.variant.optimizer, self.variant.parameters)
+        disk = self.variant.optimizer == "nvme"
         if disk and not builders.AsyncIOBuilder().is_compatible(verbose=False):
             raise UnavailableError(
                 f"{self.name} is unavailable: DeepSpeed's disk operations need libaio and its headers",
@@ -126,10 +137,14 @@ class DeepSpeedSystem:
 
 def _sizes(found: FoundModel, settings: Settings) -> Sizes:
     index = found.index
+    numels = [p.numel for p in index.parameters]
+    blocks = [[numels[number] for number in unit.parameters] for unit in index.units if unit.block is not None] or [numels]
     return Sizes(
         parameters=index.numel(),
         trainable=index.numel(trainable_only=True),
-        largest=max(p.numel for p in index.parameters),
+        largest=max(numels),
+        block=max(map(sum, blocks)),
+        block_parameters=max(sum(numel > PERSISTENT for numel in block) for block in blocks),
         width=TORCH_DTYPE[settings.dtype].itemsize,
     )
 
