@@ -39,7 +39,7 @@ LOSS = CASES["stack"].loss
 MANAGED = {"elixir": elixir(), "random": RANDOM}
 SYSTEMS = {"resident": RESIDENT, **MANAGED}
 TIGHT = 150_000  # bytes: about 40 % of what resident needs
-STEPS = 4
+STEPS = 3
 
 
 class OnPurposeError(Exception):
@@ -110,7 +110,7 @@ def test_an_exception_costs_its_step_and_nothing_else(
     engine = started(system, accumulate, log_events=True)
     losses = []
     for number, batch in enumerate(tokens(STEPS, accumulate)):
-        for _ in range((1, 0, 2, 1)[number]):
+        for _ in range((1, 0, 2)[number]):
             before = parameters_of(engine)
             for micro in batch[:-1]:
                 engine.backward(LOSS(engine, micro, 7))
@@ -207,10 +207,10 @@ def test_an_allocation_that_fails_once_is_made_again(system: str, accumulate: in
             break
         tried += faults.failed
         number += 4 * accumulate - 1
-    assert tried > 20, "void: hardly any allocation was made to fail"
+    assert tried > 15, "void: hardly any allocation was made to fail"
 
 
-@pytest.mark.parametrize("first", [0, 2, 5, 9])
+@pytest.mark.parametrize("first", [2, 9])
 @pytest.mark.parametrize("system", MANAGED)
 def test_an_allocation_that_keeps_failing_is_said_and_forgotten(system: str, first: int) -> None:
     engine = started(system)

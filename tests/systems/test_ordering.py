@@ -68,7 +68,6 @@ def logged(setup: Setup, system: str, level: str, jitter: bool) -> tuple[Run, tu
     [
         ("elixir", "half", True),
         ("elixir", "tight", False),
-        ("elixir", "tight", True),
         ("random", "tight", False),
         ("random write-back", "tight", True),
     ],

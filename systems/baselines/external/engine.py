@@ -29,7 +29,9 @@ class LateNumber:
     def __init__(self, number: torch.Tensor | float) -> None:
         self._number, self._event = number, None
         if isinstance(number, torch.Tensor) and number.is_cuda:
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number.detach(), non_blocking=True)
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(
+                number.detach().reshape(()), non_blocking=True
+            )
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -45,7 +47,7 @@ class Update:
 
     norm: Callable[[], float] | None
     loss_scale: float = 1.0
-    skipped: bool | Callable[[], bool] = False
+    skipped: bool = False
 
 
 class PackageEngine(Engine):
@@ -106,7 +108,7 @@ class PackageEngine(Engine):
         if update is None:
             return
         norm = None if update.norm is None else update.norm()
-        skipped = update.skipped() if callable(update.skipped) else update.skipped
+        skipped = update.skipped
         factor, clip = 1.0, self.settings.clip
         if clip > 0 and norm is not None and math.isfinite(norm):
             factor = min(1.0, clip / (norm + 1e-6))
