@@ -11,14 +11,15 @@ class UnsupportedError(ValueError):
 
 
 class BudgetError(ValueError):
-    """A memory budget is too small, found before training starts.
+    """A memory budget is too small, found by looking before acting.
 
-    tier: "device", "host" or "disk"; need and have are bytes.
+    tier: "device", "host" or "disk"; need and have are bytes. final: a plan that breaks it was asked for, so that going on
+    without a plan would be something else than what was asked.
     """
 
-    def __init__(self, message: str, *, tier: str, need: int, have: int) -> None:
+    def __init__(self, message: str, *, tier: str, need: int, have: int, final: bool = False) -> None:
         super().__init__(message)
-        self.tier, self.need, self.have = tier, need, have
+        self.tier, self.need, self.have, self.final = tier, need, have, final
 
 
 class OutOfMemoryError(RuntimeError):

@@ -72,9 +72,7 @@ class Demand:
         return NextUse(uses, len(self))
 
 
-def demand_of(
-    layout: Layout, trace: Trace, context: PlanningContext, in_place: frozenset[int] = frozenset()
-) -> Demand:
+def demand_of(layout: Layout, trace: Trace, context: PlanningContext, in_place: frozenset[int] = frozenset()) -> Demand:
     """Walk the trace. See Note [Lifetimes on the device]. in_place: held by their gradients too."""
     carrying: set[int] = set()  # bundles whose block has gradients in it
     holds: dict[int, int] = {}
@@ -145,9 +143,7 @@ def _gradient_spans(layout: Layout, trace: Trace) -> dict[int, tuple[Span, ...]]
 
     A unit that enters again after the flush opens the range again only if there is another flush in the micro-step.
     """
-    coming = Counter(
-        (m.micro_step, b) for m, flushes in zip(trace.moments, trace.flushes, strict=True) for b in flushes
-    )
+    coming = Counter((m.micro_step, b) for m, flushes in zip(trace.moments, trace.flushes, strict=True) for b in flushes)
     expected = Counter(coming)
     begun: dict[int, int] = {}
     spans: dict[int, list[Span]] = {}
@@ -346,10 +342,7 @@ def minimum_need(trace: Trace, demand: Demand, residence: Residence) -> Need:
 
 def held_profile(demand: Demand, residence: Residence) -> list[int]:
     """Bytes per moment of held parameters that are not on the device for good."""
-    sizes = [
-        0 if b.index in residence.on_device else residence.layout.bundle_bytes(b.index)
-        for b in residence.layout.bundles
-    ]
+    sizes = [0 if b.index in residence.on_device else residence.layout.bundle_bytes(b.index) for b in residence.layout.bundles]
     return [sum(sizes[bundle] for bundle in bundles) for bundles in demand.held]
 
 

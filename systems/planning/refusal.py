@@ -13,9 +13,7 @@ from systems.sizes import format_size
 UnitName = Callable[[int], str]
 
 
-def check_need(
-    need: Need, context: PlanningContext, system: str, unit_name: UnitName, *, measured: bool | None = None
-) -> None:
+def check_need(need: Need, context: PlanningContext, system: str, unit_name: UnitName, *, measured: bool | None = None) -> None:
     """BudgetError unless `need` fits. measured: activations were traced; None takes them as such if there are any."""
     if need.total_bytes <= context.device_budget:
         return

@@ -110,9 +110,7 @@ class Schedule:
                 if o.lane is not None:
                     waits = [step * offset + t for t in (*o.waits, *o.room_waits)]
                     waits += [(step - 1) * offset + t for t in o.previous_waits]
-                    found.append(
-                        IssuedOperation(step * offset + o.ticket, o.lane.value, o.reads, o.writes, tuple(waits))
-                    )
+                    found.append(IssuedOperation(step * offset + o.ticket, o.lane.value, o.reads, o.writes, tuple(waits)))
         return found
 
 
@@ -425,9 +423,7 @@ def _with_waits(
             waits = accesses.record(ticket, lane, o.reads, o.writes)
             taken.pop(lane, None)
             if step:
-                data = [t - count for t in waits.values() if t >= count] + [
-                    forward[t] for t in (o.ticket,) if t in forward
-                ]
+                data = [t - count for t in waits.values() if t >= count] + [forward[t] for t in (o.ticket,) if t in forward]
                 memory = [t - count for t in taken.values() if t >= count]
                 previous = {t for t in (*waits.values(), *taken.values()) if t < count}
                 found.append(

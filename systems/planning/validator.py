@@ -57,9 +57,7 @@ def check_shape(layout: Layout, trace: Trace, plan: Plan) -> None:
     places: set[tuple[int, int]] = set()
     for p in plan.operations:
         if not 0 <= p.trigger < len(trace):
-            raise PlanError(
-                f"an operation of bundle {p.operation.bundle} has trigger {p.trigger} of {len(trace)} moments"
-            )
+            raise PlanError(f"an operation of bundle {p.operation.bundle} has trigger {p.trigger} of {len(trace)} moments")
         if not 0 <= p.operation.bundle < len(layout.bundles):
             raise PlanError(f"{describe(trace, p.trigger)}: there is no bundle {p.operation.bundle}")
         if (p.trigger, p.priority) in places:

@@ -13,8 +13,8 @@ import ctypes
 import os
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -155,24 +155,6 @@ def coefficients(of: AdamRange) -> Coefficients:
         eps=of.eps,
         negative_step=-of.lr / (1.0 - of.beta1**of.step),
     )
-
-
-def merge_ranges(ranges: Iterable[AdamRange], *, max_gap: int = 0) -> tuple[AdamRange, ...]:
-    """Ascending ranges with neighbours of equal hyperparameters joined.
-
-    max_gap: elements of padding between two parameters that may be swallowed. They are then updated too, which harms
-    nothing as long as gradient, master and moments are zero there.
-    """
-    merged: list[AdamRange] = []
-    for each in sorted(ranges, key=lambda r: r.offset):
-        if merged:
-            last = merged[-1]
-            gap = each.offset - last.offset - last.numel
-            if 0 <= gap <= max_gap and each == replace(last, offset=each.offset, numel=each.numel):
-                merged[-1] = replace(last, numel=each.offset + each.numel - last.offset)
-                continue
-        merged.append(each)
-    return tuple(merged)
 
 
 def _clash(gradient: torch.Tensor, out: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -49,6 +50,7 @@ class Device(ABC):
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log = log
         self.account = Account(Tier.DEVICE, budget, log)
+        self.waited_s = 0.0  # that compute stood still on the host for other lanes, since construction
         self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())
         self.pool = Pool(self.account, self._new_granule, lambda: self._mark(log.next_ticket()))
 
@@ -177,7 +179,9 @@ class EmulatedDevice(Device):
         return None
 
     def _order(self, ticket: Ticket) -> None:
+        began = time.perf_counter()
         ticket.wait()
+        self.waited_s += time.perf_counter() - began
 
     def _mark(self, id: int) -> Ticket:
         return DoneTicket(id)
@@ -264,7 +268,9 @@ class CudaDevice(Device):
         return torch.cuda.Stream(self.torch_device)
 
     def _order(self, ticket: Ticket) -> None:
+        began = time.perf_counter()
         ticket.order(torch.cuda.current_stream(self.torch_device))
+        self.waited_s += time.perf_counter() - began
 
     def _mark(self, id: int) -> Ticket:
         event = torch.cuda.Event()

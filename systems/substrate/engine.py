@@ -252,4 +252,3 @@ class ManagedEngine(Engine):
         self._parts.residency.release_all()
         self._cleanup.close()
         assert self._parts.device.account.pool == 0, "device pool not empty after close"
-

@@ -87,9 +87,7 @@ class EventLog:
     ) -> None:
         if self.keep:
             now = time.perf_counter() - self._origin
-            self.operations.append(
-                LoggedOperation(ticket, lane, label, tuple(reads), tuple(writes), tuple(waits), now)
-            )
+            self.operations.append(LoggedOperation(ticket, lane, label, tuple(reads), tuple(writes), tuple(waits), now))
 
     def live_bytes(self, tier: str, live: int, pool: int, label: str) -> None:
         if self.keep:

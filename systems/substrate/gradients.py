@@ -22,10 +22,12 @@ from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.accumulators import Accumulators
 from systems.substrate.device import Device
+from systems.substrate.events import Extent
 from systems.substrate.gradient_ranges import BundleGradient, Ranges, places_of
 from systems.substrate.in_place import InPlace
 from systems.substrate.residency import Residency
 from systems.substrate.store import Store
+from systems.substrate.transfers import Memory
 
 Partials = tuple[tuple[int, ...], "list[float] | torch.Tensor"]
 
@@ -58,9 +60,7 @@ class Gradients:
         self.bundles = {b: BundleGradient(tuple(found), frozenset(found)) for b, found in parameters.items()}
         self._ranges = Ranges(residency, self._places)
         self._accumulators = Accumulators(residency)
-        self.in_place = InPlace(
-            self._ranges, layout.in_place, user, lambda bundle: accumulate > 1 or self.adopts(bundle)
-        )
+        self.in_place = InPlace(self._ranges, layout.in_place, user, lambda bundle: accumulate > 1 or self.adopts(bundle))
 
     def adopts(self, bundle: int) -> bool:
         """True if the bundle's gradients stay where autograd made them until the device updates them."""
@@ -183,6 +183,8 @@ class Gradients:
         if not gradient.adopted:
             return
         adopted = dict(gradient.adopted)
+        made = Memory(Extent("autograd", bundle, bundle + 1))
+        self.device.transfers.compute(writes=[made], label=f"adopted gradients of bundle {bundle}")
         for s in self.layout.bundles[bundle].segments:
             stored = self.store.segments[s]
             places = [p for p in stored.segment.placements if p.parameter in adopted]
@@ -192,9 +194,12 @@ class Gradients:
                     stored.slot[p.offset : p.offset + p.numel].copy_(adopted[p.parameter].reshape(-1))
 
             self.device.log.count("d2h_bytes", sum(p.numel for p in places) * self.store.dtype.itemsize)
-            self.device.transfers.compute(label=f"adopted gradients of bundle {bundle}")
             self.device.transfers.issue(
-                LaneKind.D2H, copy, writes=[stored.slot_memory], label=f"offload adopted gradients of segment {s}"
+                LaneKind.D2H,
+                copy,
+                reads=[made],
+                writes=[stored.slot_memory],
+                label=f"offload adopted gradients of segment {s}",
             ).wait()
             stored.slot_holds_gradient = True
         if not gradient.flushed:

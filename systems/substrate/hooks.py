@@ -79,9 +79,7 @@ class UnitHooks:
         self._runtime, self._layout = runtime, layout
         self._inputs: dict[int, list[_Seen]] = {}  # of the call in progress
         self._outputs: dict[int, list[_Seen]] = {}  # of the last call
-        self._waiting = [
-            {p for p in unit.parameters if found.index.parameters[p].trainable} for unit in found.index.units
-        ]
+        self._waiting = [{p for p in unit.parameters if found.index.parameters[p].trainable} for unit in found.index.units]
         self._missing = [set(parameters) for parameters in self._waiting]
         self._handles: list[Any] = []
         users: dict[int, list[int]] = {}
@@ -113,9 +111,7 @@ class UnitHooks:
                 runtime.forward_enter(unit)
             if not torch.is_grad_enabled():
                 return
-            inputs = [
-                t for t in tensors_in((args, kwargs)) if t.requires_grad and not isinstance(t, nn.Parameter)
-            ]
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not isinstance(t, nn.Parameter)]
             self._inputs[unit] = [_Seen(t) for t in inputs]
             if inputs:
                 self._end_backward_with(unit, _first(inputs))

@@ -43,9 +43,7 @@ class InPlace:
     excluded: asked for reasons why not now (the bundle is updated on the device, or there are several micro-batches).
     """
 
-    def __init__(
-        self, ranges: Ranges, allowed: frozenset[int], user: dict[int, int], excluded: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, ranges: Ranges, allowed: frozenset[int], user: dict[int, int], excluded: Callable[[int], bool]) -> None:
         self.ranges, self.residency = ranges, ranges.residency
         self.device, self.store = ranges.device, ranges.store
         self.allowed, self._user, self._excluded = allowed, user, excluded

@@ -38,9 +38,7 @@ class ActivationMeter(TorchDispatchMode):
         self._handed_over = 0
         self.kept_peak = 0
 
-    def attend(
-        self, make_room: Callable[[int], None], check: Callable[[Any, Sequence[torch.Tensor]], None]
-    ) -> None:
+    def attend(self, make_room: Callable[[int], None], check: Callable[[Any, Sequence[torch.Tensor]], None]) -> None:
         self._make_room, self._check = make_room, check
 
     def exempt(self, storage: torch.UntypedStorage) -> None:

@@ -78,7 +78,9 @@ class Planner:
             self.parts.device.log.count("retraces")
         try:
             plan = self.strategy.plan(self.parts.layout, trace)
-        except BudgetError:
+        except BudgetError as error:
+            if error.final:
+                raise
             plan = None  # the step itself went through on demand, so the next one will too
             self.parts.device.log.count("unplanned_steps")
         self.plans[trace.signature] = (trace, plan)

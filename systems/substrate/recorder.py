@@ -30,7 +30,7 @@ class Recorder:
         self._produced: list[int] = []
         self._waiting: dict[int, tuple[int, frozenset[int]]] = {}
         self._given_up: list[tuple[int, int, int, frozenset[int]]] = []
-        self._waited = 0.0
+        self._waited_before = self._device.waited_s
         self._measuring = False
         self._adopted_before = 0
 
@@ -55,12 +55,9 @@ class Recorder:
         self._non_model.append(max(peak - self._adopted_before, 0))
         self._kept.append(max(kept - self._adopted_before, 0))
         self._adopted_before = self._adopted_bytes()
-        self._times.append(max(now - self._last - self._waited, 0.0))
-        self._last, self._waited = now, 0.0
-
-    def waited(self, seconds: float) -> None:
-        """Seconds since the last moment that compute stood still for a transfer."""
-        self._waited += seconds
+        waited = self._device.waited_s
+        self._times.append(max(now - self._last - (waited - self._waited_before), 0.0))
+        self._last, self._waited_before = now, waited
 
     def flushed(self, bundle: int) -> None:
         if self._flushes:

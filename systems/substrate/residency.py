@@ -112,9 +112,7 @@ class Residency:
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("h2d_bytes", nbytes)
-        self.device.transfers.issue(
-            LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=f"fetch bundle {index}"
-        )
+        self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=f"fetch bundle {index}")
 
     def _sources(self, bundle: Bundle) -> tuple[list[torch.Tensor], list[Memory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""

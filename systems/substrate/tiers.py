@@ -131,9 +131,7 @@ class Pool:
     mark: a ticket for all compute queued so far.
     """
 
-    def __init__(
-        self, account: Account, new_granule: Callable[[int], torch.Tensor | None], mark: Callable[[], Ticket]
-    ) -> None:
+    def __init__(self, account: Account, new_granule: Callable[[int], torch.Tensor | None], mark: Callable[[], Ticket]) -> None:
         self.account, self._new_granule, self._mark = account, new_granule, mark
         self._granules: list[Granule] = []
         self._made = 0
@@ -179,9 +177,7 @@ class Pool:
 
     def trim(self) -> None:
         """Give granules that are empty, and that nobody has work in flight on, back to the device's allocator."""
-        self._granules = [
-            g for g in self._granules if not g.empty or not all(t.done() for r in g.free for t in r.tickets)
-        ]
+        self._granules = [g for g in self._granules if not g.empty or not all(t.done() for r in g.free for t in r.tickets)]
 
     def reserve(self, nbytes: int) -> None:
         """Have one granule of at least `nbytes`, so that blocks of a plan lie in one piece; what is empty goes first."""

@@ -79,6 +79,4 @@ def find_units(model: nn.Module) -> FoundModel:
             for i, (name, _, block, owned) in enumerate(units)
         ),
     )
-    return FoundModel(
-        index, tuple(m for _, m, _, _ in units), tuple(parameters), tuple(tuple(owners[p]) for p in parameters)
-    )
+    return FoundModel(index, tuple(m for _, m, _, _ in units), tuple(parameters), tuple(tuple(owners[p]) for p in parameters))

@@ -31,9 +31,7 @@ class Updates:
         self.layout, self.store, self.residency = layout, store, residency
         self.gradients, self.device, self.control = gradients, device, control
         first_unit = {s: min(b.units) for b in layout.bundles for s in b.segments}
-        self._order = sorted(
-            (s.index for s in layout.segments if s.space.trainable), key=lambda s: (first_unit[s], s)
-        )
+        self._order = sorted((s.index for s in layout.segments if s.space.trainable), key=lambda s: (first_unit[s], s))
         self._priority = {s: i for i, s in enumerate(self._order)}
 
     def norm_of_accumulated(self, fired: Sequence[int]) -> None:
@@ -58,9 +56,7 @@ class Updates:
                 self.device.transfers.compute(reads=[state.memory], label=f"norm of segment {s}")
                 work()
             else:
-                self.device.transfers.issue(
-                    LaneKind.CPU, work, reads=[state.memory], label=f"norm of segment {s}", priority=-1
-                )
+                self.device.transfers.issue(LaneKind.CPU, work, reads=[state.memory], label=f"norm of segment {s}", priority=-1)
         if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
             self.device.lanes[LaneKind.CPU].drain()
 

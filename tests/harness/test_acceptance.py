@@ -31,7 +31,7 @@ def by_command_line(folder: Path) -> Run:
     return harness_run
 
 
-def compare(harness_run: Run, **same: Any) -> None:
+def assert_elixir_equals_resident(harness_run: Run, **same: Any) -> None:
     same |= {"dtype": "fp32", "steps": 6, "seed": 1}
     resident = harness_run(system="resident", **same)
     peak = resident["memory"]["device_peak_bytes"]
@@ -53,12 +53,12 @@ def test_opt_tiny(run_here: Callable[[RunSpec], Record], monkeypatch: pytest.Mon
         assert record.status == "ok", record.reason
         return record.model_dump(mode="json")
 
-    compare(here, model="opt-tiny")
+    assert_elixir_equals_resident(here, model="opt-tiny")
 
 
 @pytest.mark.slow
 def test_opt_tiny_by_the_command_line(tmp_path: Path) -> None:
-    compare(by_command_line(tmp_path), model="opt-tiny")
+    assert_elixir_equals_resident(by_command_line(tmp_path), model="opt-tiny")
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_opt_tiny_by_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clip", ["0", "1.0"])
 @pytest.mark.parametrize("model", ["opt-tiny", "gpt-tiny"])
 def test_flags(tmp_path: Path, model: str, recompute: str, accumulate: str, clip: str) -> None:
-    compare(by_command_line(tmp_path), model=model, recompute=recompute, accumulate=accumulate, clip=clip)
+    assert_elixir_equals_resident(by_command_line(tmp_path), model=model, recompute=recompute, accumulate=accumulate, clip=clip)

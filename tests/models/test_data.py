@@ -28,9 +28,7 @@ def test_a_step_sees_the_same_sequences_however_it_is_cut(source: str) -> None:
     whole = data.batch(7, batch_size=8, seq_len=16)["input_ids"]
     in_micro_batches = [data.batch(7, micro_step=m, batch_size=2, seq_len=16)["input_ids"] for m in range(4)]
     on_ranks = [
-        data.batch(7, micro_step=m, rank=r, ranks=2, batch_size=2, seq_len=16)["input_ids"]
-        for m in range(2)
-        for r in range(2)
+        data.batch(7, micro_step=m, rank=r, ranks=2, batch_size=2, seq_len=16)["input_ids"] for m in range(2) for r in range(2)
     ]
     assert torch.equal(torch.cat(in_micro_batches), whole) and torch.equal(torch.cat(on_ranks), whole)
     assert len({tuple(row.tolist()) for row in whole}) == 8

@@ -64,9 +64,7 @@ def test_grouped_heads_and_gated_feed_forward() -> None:
     )  # fmt: skip
     counted = flops.count(LlamaForCausalLM(config), batch_size=3, seq_len=s)
     tokens = 3 * s
-    assert counted.forward.other == pytest.approx(
-        2 * tokens * (2 * (2 * h * h + 2 * h * kv + 3 * h * f) + h * v), rel=1e-3
-    )
+    assert counted.forward.other == pytest.approx(2 * tokens * (2 * (2 * h * h + 2 * h * kv + 3 * h * f) + h * v), rel=1e-3)
     assert (counted.forward.scores, counted.forward.causal_scores) == (2 * 4 * tokens * s * h, 2 * 2 * tokens * s * h)
 
 

@@ -148,7 +148,7 @@ def untied():
 """
 
 
-def expect_llama(counted: FlopCount, *, layers: int, h: int, kv: int, f: int, v: int, tokens: int, seq: int) -> None:
+def assert_llama(counted: FlopCount, *, layers: int, h: int, kv: int, f: int, v: int, tokens: int, seq: int) -> None:
     other = 2 * tokens * (layers * (2 * h * h + 2 * h * kv + 3 * h * f) + h * v)
     expect(counted, other=other, whole_scores=0, causal_scores=2 * tokens * layers * 2 * seq * h)
     assert len(counted.blocks) == layers
@@ -163,7 +163,7 @@ def test_a_users_module_with_grouped_heads_and_gated_feed_forward(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "llama_like", raising=False)
     counted = flops.count(registry.resolve(f"llama_like:{function}"), batch_size=2, seq_len=seq)
-    expect_llama(counted, layers=3, h=64, kv=16, f=192, v=50272, tokens=2 * seq, seq=seq)
+    assert_llama(counted, layers=3, h=64, kv=16, f=192, v=50272, tokens=2 * seq, seq=seq)
 
 
 def test_a_folder_with_grouped_heads_and_gated_feed_forward(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_folder_with_grouped_heads_and_gated_feed_forward(tmp_path: Path) -> N
     ).save_pretrained(tmp_path)  # fmt: skip
     for seq in (128, 16384):
         counted = flops.count(registry.resolve(str(tmp_path)), batch_size=1, seq_len=seq)
-        expect_llama(counted, layers=2, h=64, kv=16, f=192, v=50272, tokens=seq, seq=seq)
+        assert_llama(counted, layers=2, h=64, kv=16, f=192, v=50272, tokens=seq, seq=seq)
 
 
 def test_an_objective_can_be_said() -> None:

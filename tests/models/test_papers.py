@@ -83,9 +83,7 @@ def test_the_shape_is_the_papers(name: str, row: Row) -> None:
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS.items())
-def test_a_label_that_the_shape_does_not_bear_out_is_said(
-    on_meta: Callable[[str], nn.Module], name: str, row: Row
-) -> None:
+def test_a_label_that_the_shape_does_not_bear_out_is_said(on_meta: Callable[[str], nn.Module], name: str, row: Row) -> None:
     shape = registry.resolve(name)
     billions = sum(p.numel() for p in on_meta(name).parameters()) / 1e9
     said = re.search(r"counts ([\d.]+)B", shape.notes)

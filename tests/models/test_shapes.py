@@ -73,9 +73,7 @@ def test_every_size_builds_without_memory(name: str, on_meta: Callable[[str], nn
     assert all(p.is_meta and p.dtype == torch.float32 for p in module.parameters())
     assert not any(b.is_meta for b in module.buffers())
     assert module.training and shape.dropout == 0.0
-    expected = {"t5": 2 * shape.num_layers, "albert": getattr(shape, "num_groups", None)}.get(
-        shape.family, shape.num_layers
-    )
+    expected = {"t5": 2 * shape.num_layers, "albert": getattr(shape, "num_groups", None)}.get(shape.family, shape.num_layers)
     assert len(find_blocks(module)) == expected
     assert module.get_output_embeddings().weight is module.get_input_embeddings().weight  # type: ignore[operator]
     assert not any(m.p for m in module.modules() if isinstance(m, nn.Dropout))
@@ -279,9 +277,7 @@ def test_folder_is_built_on_meta_and_filled_from_its_files(folder: tuple[Path, d
         fill("nothing", torch.empty(1))
 
 
-def test_folder_without_weights_takes_the_law_and_overrides(
-    folder: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_folder_without_weights_takes_the_law_and_overrides(folder: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder[0] / "config.json").read_text())
     shape = registry.resolve(str(tmp_path), {"num_layers": 3, "ffn_size": 64})
     module = registry.build(shape)

@@ -37,9 +37,7 @@ class PoolAccount:
 class ReferenceRuntime:
     def __init__(self, layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> None:
         self.layout, self.trace, self.plan, self.context = layout, trace, plan, context
-        self.device = {
-            b.index for b in layout.bundles if all(plan.optimizer_tier[s] is Tier.DEVICE for s in b.segments)
-        }
+        self.device = {b.index for b in layout.bundles if all(plan.optimizer_tier[s] is Tier.DEVICE for s in b.segments)}
         self.in_place = plan.in_place - self.device
         self.carrying: set[int] = set()  # blocks with gradients in them
         self.adopts = self.device if context.accumulate == 1 and context.ranks == 1 else set()

@@ -38,9 +38,7 @@ def layout_of(
         parameter = Parameter(index, f"p{index}", (), (numel,), numel, trainable, tuple(map(str, units)))
         segment = pack([parameter], index=index, space=FlatSpace("world", ranks, trainable), itemsize=ITEMSIZE)
         segments.append(segment)
-        made.append(
-            Bundle(index, (index,), tuple(sorted(set(units))), segment.numel, trainable, index not in unmovable)
-        )
+        made.append(Bundle(index, (index,), tuple(sorted(set(units))), segment.numel, trainable, index not in unmovable))
     return Layout(ITEMSIZE, tuple(segments), tuple(made))
 
 

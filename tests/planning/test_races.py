@@ -74,8 +74,7 @@ def test_waits_on_unknown_work() -> None:
 
 def test_fifty_thousand_operations_take_seconds() -> None:
     operations = [
-        IssuedOperation(i, LANES[i % 3], (f"r{i % 97}",), (f"r{(i * 7) % 97}",), (i - 1,) if i else ())
-        for i in range(50_000)
+        IssuedOperation(i, LANES[i % 3], (f"r{i % 97}",), (f"r{(i * 7) % 97}",), (i - 1,) if i else ()) for i in range(50_000)
     ]
     begin = time.perf_counter()
     assert find_races(operations) == []

@@ -83,9 +83,7 @@ def real_non_model(case: Case, account: PoolAccount, in_place: frozenset[int]) -
         if entering.phase is not Phase.BACKWARD_ENTER:
             real.append(live + kept)
             continue
-        sizes = {
-            b: layout.bundle_bytes(b) for b in layout.bundles_of_unit[entering.unit] if layout.bundles[b].trainable
-        }
+        sizes = {b: layout.bundle_bytes(b) for b in layout.bundles_of_unit[entering.unit] if layout.bundles[b].trainable}
         live -= max(sizes.values(), default=0)
         kept -= sum(sizes[b] for b in account.newly_adopted[moment])
         peak = kept
@@ -194,9 +192,7 @@ def test_several_ranks_gather_after_fetches_and_reduce_before_offloads() -> None
     for kind, follows in ((Work.FETCH, Work.GATHER), (Work.REDUCE, Work.SQUARES)):
         places = [i for i, o in enumerate(operations) if o.kind is kind]
         assert places
-        assert all(
-            operations[i + 1].kind is follows and operations[i + 1].bundle == operations[i].bundle for i in places
-        )
+        assert all(operations[i + 1].kind is follows and operations[i + 1].bundle == operations[i].bundle for i in places)
     fetch = next(o for o in operations if o.kind is Work.FETCH)
     assert fetch.bytes == layout.bundle_bytes(fetch.bundle) // 2
 
@@ -221,9 +217,7 @@ def test_the_nominal_trace_flushes_every_trainable_bundle_once_a_micro_step(case
     expected = [b.index for b in case.layout.bundles if b.trainable and b.units]
     assert flushed == sorted(expected * case.context.accumulate)
     assert (trace.moments[0].phase, trace.moments[-1].phase) == (Phase.STEP_BEGIN, Phase.STEP_END)
-    validate(
-        case.layout, trace, planned(Case(case.layout, trace, case.context)), replace(case.context, device_budget=PLENTY)
-    )
+    validate(case.layout, trace, planned(Case(case.layout, trace, case.context)), replace(case.context, device_budget=PLENTY))
 
 
 def test_a_unit_that_enters_again_after_its_flush_is_planned_from_the_master() -> None:

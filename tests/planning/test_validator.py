@@ -126,9 +126,7 @@ def test_the_step_must_repeat() -> None:
             resident_at_start=GOOD.resident_at_start - {0},
         )
     )
-    assert "bundle 0 is not at the end of the step but at its start" in refused(
-        without(OpKind.FETCH, 0, len(TRACE) - 1)
-    )
+    assert "bundle 0 is not at the end of the step but at its start" in refused(without(OpKind.FETCH, 0, len(TRACE) - 1))
 
 
 def test_what_stays_on_the_device() -> None:
@@ -147,9 +145,7 @@ def test_what_stays_on_the_device() -> None:
 
 def test_order_of_collectives_must_follow_from_the_plan() -> None:
     first = GOOD.operations[0]
-    assert "two operations have priority" in refused(
-        with_operation(first.trigger, OpKind.DROP, 1, priority=first.priority)
-    )
+    assert "two operations have priority" in refused(with_operation(first.trigger, OpKind.DROP, 1, priority=first.priority))
 
 
 def test_shape() -> None:

@@ -100,9 +100,7 @@ def test_layouts_keep_their_promises(index: ModelIndex, ranks: int, device: int)
 
 @settings(max_examples=100, deadline=None)
 @given(models(), st.integers(1, 12), st.integers(0, 12), st.integers(1, 4))
-def test_the_search_finds_the_least_waste_of_the_users_range(
-    index: ModelIndex, low: int, width: int, step: int
-) -> None:
+def test_the_search_finds_the_least_waste_of_the_users_range(index: ModelIndex, low: int, width: int, step: int) -> None:
     unit = 128 * 2
     options = ElixirOptions(chunk_min=low * unit, chunk_max=(low + width) * unit, chunk_step=step * unit)
     chunker = Chunker(index, options, context())
@@ -226,9 +224,7 @@ def test_a_given_cache_bounds_all_parameters_on_the_device() -> None:
     resident, most = set(plan.resident_at_start), 0
     operations = {m: [p.operation for p in plan.operations if p.trigger == m] for m in range(len(trace))}
     for moment in range(len(trace)):
-        resident -= {
-            b for b in trace.flushes[moment] if plan.optimizer_tier[layout.bundles[b].segments[0]] is Tier.HOST
-        }
+        resident -= {b for b in trace.flushes[moment] if plan.optimizer_tier[layout.bundles[b].segments[0]] is Tier.HOST}
         for operation in operations[moment]:
             (resident.add if operation.kind is OpKind.FETCH else resident.remove)(operation.bundle)
             most = max(most, sum(layout.bundle_bytes(b) for b in resident))

@@ -26,7 +26,6 @@ from systems.substrate.adam import (
     coefficients,
     cpu_kernel,
     cuda_kernel,
-    merge_ranges,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -269,23 +268,6 @@ def test_copy(numel: int) -> None:
 
 
 # --- ranges, arguments, choice of kernel ---
-
-
-def test_merging_ranges_keeps_the_update() -> None:
-    parts = [replace(RANGE, offset=at, numel=100) for at in (0, 100, 228)] + [
-        replace(RANGE, offset=328, numel=50, weight_decay=0.0)
-    ]
-    assert [(r.offset, r.numel) for r in merge_ranges(reversed(parts))] == [(0, 200), (228, 100), (328, 50)]
-    merged = merge_ranges(parts, max_gap=28)
-    assert [(r.offset, r.numel) for r in merged] == [(0, 328), (328, 50)]
-    before = random_state(378, seed=2)
-    before["gradient"][200:228] = before["exp_avg"][200:228] = before["exp_avg_sq"][200:228] = before["master"][200:228] = 0
-    results = []
-    for ranges in (parts, merged):
-        now = {name: tensor.clone() for name, tensor in before.items()}
-        cpu_kernel().update(**now, out=None, ranges=ranges, factor=1.0)
-        results.append(now)
-    assert all(same_bits(results[0][name], results[1][name]) for name in before)
 
 
 KERNELS = [cpu_kernel(), TorchKernel(), *([cuda_kernel()] if torch.cuda.is_available() else [])]

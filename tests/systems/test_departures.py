@@ -299,5 +299,3 @@ def test_longer_sequences_than_the_first_evict_instead_of_failing(system: str, l
     assert (run.memory.device_peak_bytes or 0) <= budget
     evicted = [step["evictions"] for step in run.per_step] or [run.counters["evictions"]]
     assert sum(evicted) + run.counters.get("demotions", 0) > 0, "void: there was room for all"
-
-

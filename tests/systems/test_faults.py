@@ -103,9 +103,7 @@ PLACES = (fail_in_forward, fail_before_a_unit, fail_after_a_unit, fail_in_backwa
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_an_exception_costs_its_step_and_nothing_else(
-    system: str, place: Callable[[Engine], Any], accumulate: int
-) -> None:
+def test_an_exception_costs_its_step_and_nothing_else(system: str, place: Callable[[Engine], Any], accumulate: int) -> None:
     """In the warm-up step, in a planned one, and twice in a row; with two micro-batches in the second of them."""
     engine = started(system, accumulate, log_events=True)
     losses = []

@@ -218,9 +218,7 @@ def refusal(system: str, model: nn.Module) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize("system", ["elixir", "random"])
-def test_a_refusal_leaves_nothing_and_the_model_as_it_was(
-    system: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]
-) -> None:
+def test_a_refusal_leaves_nothing_and_the_model_as_it_was(system: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]) -> None:
     threads = set(threading.enumerate())
     model = Setup("opt").build()
     values = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -75,6 +75,7 @@ class Placer:
                 tier="device",
                 need=peak,
                 have=self.context.device_budget,
+                final=True,
             )
         base = Residence(self.layout, self.context, unmovable(self.layout), self.rule)
         check_need(minimum_need(self.trace, self.demand, base), self.context, "elixir", self.unit_name)
@@ -96,6 +97,7 @@ class Placer:
                 tier="device",
                 need=max(held),
                 have=limit,
+                final=True,
             )
 
     def _fixed(self, residence: Residence) -> list[int]:
@@ -106,9 +108,7 @@ class Placer:
 
     def _ahead(self, residence: Residence) -> list[int]:
         """Bytes per moment of the next bundles that prefetching would like to have beside what is held."""
-        uses = [
-            (m, b) for m, bundles in enumerate(self.demand.demanded) for b in bundles if b not in residence.on_device
-        ]
+        uses = [(m, b) for m, bundles in enumerate(self.demand.demanded) for b in bundles if b not in residence.on_device]
         ahead, index, last = [], 0, len(self.demand) - 1
         for moment in range(len(self.demand)):
             while index < len(uses) and uses[index][0] <= moment:

@@ -33,9 +33,7 @@ class Elixir:
 
     def __init__(self, options: ElixirOptions, context: PlanningContext) -> None:
         if context.ranks > 1 and not options.scatter:
-            raise UnsupportedError(
-                "elixir with scatter=false and several ranks is not built: use --option scatter=true"
-            )
+            raise UnsupportedError("elixir with scatter=false and several ranks is not built: use --option scatter=true")
         self._options, self._context = options, context
         self._statistics: ElixirStatistics | None = None
         self._unit_names: tuple[str, ...] = ()
@@ -77,9 +75,7 @@ class Elixir:
             plan = resident_plan(layout, trace, self.update_rule)
             plan = replace(plan, notes=_notes(layout, plan, cache_bytes=layout.param_bytes))
         else:
-            managed = {
-                b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in placement.on_device
-            }
+            managed = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in placement.on_device}
             evict = OpKind.WRITE_BACK if self.write_back else OpKind.DROP
             cache = plan_cache(CacheRequest(demand, managed, placement.room, self._options.prefetch, evict))
             plan = Plan(
