@@ -47,3 +47,13 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path: Path, monkeypatch: pytest
     with extensions.building():
         assert lock.exists()
     assert os.environ[extensions.VARIABLE] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("9.0a", "9.0"), ("8.0;9.0a+PTX", "8.0;9.0+PTX"), ("10.0f 12.0a", "10.0 12.0"), ("Hopper", "Hopper")]
+)
+def test_architectures_are_numbers_while_building(cache: Path, monkeypatch: pytest.MonkeyPatch, given: str, read: str) -> None:
+    monkeypatch.setenv(extensions.ARCHITECTURES, given)
+    with extensions.building():
+        assert os.environ[extensions.ARCHITECTURES] == read
+    assert os.environ[extensions.ARCHITECTURES] == given

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 from systems.substrate.build import cache_directory
 
 VARIABLE = "TORCH_EXTENSIONS_DIR"
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def folder() -> Path:
@@ -32,9 +34,35 @@ def folder() -> Path:
     return cache_directory() / "torch-extensions" / hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
+def plain_architectures(given: str) -> str:
+    """torch's list without the letters of architecture-specific features ("9.0a" is "9.0"): DeepSpeed reads numbers only,
+    and what it builds has no use for them."""
+    return re.sub(r"(\d+\.\d+)[a-z]", r"\1", given)
+
+
+@contextmanager
+def plain_environment() -> Iterator[None]:
+    """Within, the list of architectures to build for is one that DeepSpeed can read."""
+    given = os.environ.get(ARCHITECTURES)
+    if given is None:
+        yield
+        return
+    os.environ[ARCHITECTURES] = plain_architectures(given)
+    try:
+        yield
+    finally:
+        os.environ[ARCHITECTURES] = given
+
+
 @contextmanager
 def building() -> Iterator[None]:
     """Within, extensions are built or loaded, and no other process of ours does so; it may have to be waited for."""
+    with plain_environment(), _alone():
+        yield
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
     if os.environ.get(VARIABLE):
         yield
         return
