@@ -273,9 +273,9 @@ class CudaDevice(Device):
         self.waited_s += time.perf_counter() - began
 
     def _mark(self, id: int) -> Ticket:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return CudaTicket(id, event)
+        event, stream = torch.cuda.Event(), torch.cuda.current_stream(self.torch_device)
+        event.record(stream)
+        return CudaTicket(id, event, stream)
 
     def _new_granule(self, nbytes: int) -> torch.Tensor | None:
         size = max(self.granule_bytes, nbytes)

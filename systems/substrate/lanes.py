@@ -72,11 +72,11 @@ class HostTicket:
 
 
 class CudaTicket:
-    """Work queued on a stream by a lane's thread, or (event given) already queued by the caller."""
+    """Work queued on a stream by a lane's thread, or (event and its stream given) already queued by the caller."""
 
-    def __init__(self, id: int, event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, id: int, event: torch.cuda.Event | None = None, stream: torch.cuda.Stream | None = None) -> None:
         self.id = id
-        self._event = event
+        self._event, self._stream = event, stream
         self._queued = threading.Event()
         self._error: BaseException | None = None
         if event is not None:
@@ -100,6 +100,8 @@ class CudaTicket:
         if stream is None:
             self.wait()
             return
+        if stream == self._stream:
+            return  # a stream is in order by itself
         self._queued.wait()
         if self._error is not None:
             raise self._error

@@ -26,9 +26,9 @@ class StepEnding:
         """The bundle's gradient is complete: update its segments now."""
         fired = frozenset(self.parts.gradients.bundles[bundle].fired)
         self.parts.control.begin_updates(sorted(fired))
-        for s in self.parts.layout.bundles[bundle].segments:
-            self.parts.updates.run_segment(s, fired, 1.0)
-            self.updated.add(s)
+        segments = self.parts.layout.bundles[bundle].segments
+        self.parts.updates.run_segments(segments, fired, 1.0)
+        self.updated.update(segments)
         self.parts.gradients.consumed(bundle)
 
     def update(self) -> StepOutcome | None:
@@ -57,6 +57,7 @@ class StepEnding:
 
     def _norm(self) -> Callable[[], dict[int, float]]:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
+        self.parts.gradients.sum_adopted()
         partials = list(self.parts.gradients.partials.values())
         names = [parameter for parameters, _ in partials for parameter in parameters]
         intact = self.parts.poison.intact().double().reshape(1)
