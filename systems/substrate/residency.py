@@ -59,7 +59,7 @@ class Residency:
             ManagedBundle(b, RebindableStorage(layout.bundle_bytes(b.index), device.torch_device, poison))
             for b in layout.bundles
         ]
-        self.limit = device.warm_up_pool_bytes  # pool bytes beyond which fetching evicts; lifted by a plan
+        self.limit = device.plannable_bytes  # pool bytes beyond which fetching evicts; lifted by a plan
 
     def pinned(self, managed: ManagedBundle) -> bool:
         """True for a bundle that stays: never moved by layout, or updated on the device."""
