@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from harness import comparison, store
+from harness import comparison, store, trace
 from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, progress_console, say
@@ -174,6 +174,8 @@ def _check_before_work(spec: RunSpec) -> None:
     if spec.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise BadInputError("--wandb needs the package wandb: pip install wandb, or use --wandb off")
     store.prepare(Path(spec.results))
+    if spec.trace is not None:
+        trace.prepare(Path(spec.trace))
 
 
 def run(spec: RunSpec) -> int:

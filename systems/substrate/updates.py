@@ -11,6 +11,7 @@ from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange, AdamTask
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
+from systems.substrate.labels import labelled
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
 from systems.substrate.store import Store, StoredSegment
@@ -54,7 +55,8 @@ class Updates:
                 continue
             if state.tier is Tier.DEVICE:
                 self.device.transfers.compute(reads=[state.memory], label=f"norm of segment {s}")
-                work()
+                with labelled(f"norm of segment {s}"):
+                    work()
             else:
                 self.device.transfers.issue(LaneKind.CPU, work, reads=[state.memory], label=f"norm of segment {s}", priority=-1)
         if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
@@ -164,9 +166,10 @@ class Updates:
                 ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
                 moments = state.exp_avg[where], state.exp_avg_sq[where]
                 tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
-        kernel.update_all(tasks, factor=factor)
-        if state.accumulator is not None:
-            state.accumulator.zero_()
+        with labelled(f"update segment {index}"):
+            kernel.update_all(tasks, factor=factor)
+            if state.accumulator is not None:
+                state.accumulator.zero_()
         self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
 
 

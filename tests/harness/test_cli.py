@@ -24,7 +24,7 @@ from tests.harness.conftest import make_record
 FLAGS = (
     "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--ranks", "--batch-size",
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
-    "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
+    "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag", "--trace",
     "--wandb",
 )  # fmt: skip
 PAIR = ("compare", "--system", "dummy", "--system", "resident", "--model", "opt-tiny")
@@ -76,6 +76,7 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         ((*PAIR, "--system", "elixir:prefetch"), "--system elixir:prefetch: prefetch: write it as key=value"),
         ((*PAIR, "--system", "dummy:crash=1"), "unknown option of dummy 'crash': did you mean crash_at?"),
         ((*PAIR, "--option", "crash_at=1"), "unknown option of resident 'crash_at'"),
+        ((*PAIR, "--trace", "x.json"), "--trace x.json: a trace is of one system: use harness run --trace"),
         ((*PAIR, "--refrence", "dummy"), "unknown flag '--refrence'"),
         (("compare", "--runs", "a", "--dtype", "fp32"), "unknown flag '--dtype'"),
         (("compare", "--runs"), "--runs needs a value"),
