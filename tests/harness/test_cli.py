@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, listing, store
+from harness import cli, doctor, listing, store
 from harness.compare import CompareSpec, StoredSpec
 from harness.record import Record
 from harness.spec import RunSpec, flag
@@ -255,4 +255,13 @@ def test_doctor_tells_and_changes_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(("ok   ", "lacks")) for line in lines)
-    assert {"cuda", "compiler", "ninja", "huge pages", "host memory", "deepspeed"} <= {line[7:21].strip() for line in lines}
+    told = {line[7:21].strip() for line in lines}
+    assert {"cuda", "compiler", "ninja", "libaio", "huge pages", "host memory", "deepspeed", "roundpipe"} <= told
+
+
+@pytest.mark.parametrize(("compiler", "lacks"), [("true", False), ("false", True)])
+def test_doctor_asks_the_compiler_for_libaio(compiler: str, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    found = doctor.libaio()
+    assert bool(found.advice) == lacks
+    assert ("libaio-dev" in found.advice) == lacks
