@@ -136,9 +136,9 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
 
 def parse(spec: type[_Spec], arguments: Sequence[str], *, prog: str, positional: str | None = None) -> _Spec:
     """Arguments as a spec. Raises BadInputError with one line; --help prints and exits as usual."""
-    tyro_spec: Any = tyro.conf.FlagCreatePairsOff[spec]
+    tyro_spec: Any = typing.Annotated[spec, tyro.conf.FlagCreatePairsOff]
     if positional:
-        tyro_spec = tyro.conf.PositionalRequiredArgs[tyro_spec]
+        tyro_spec = typing.Annotated[tyro_spec, tyro.conf.PositionalRequiredArgs]
     if {"-h", "--help"} & set(arguments):
         with _text_rule(spec):
             tyro.cli(tyro_spec, prog=prog, args=["--help"])
