@@ -1,4 +1,4 @@
-"""The command line: `harness run | compare | tables | ls | doctor`. Bad input is one line on stderr, exit code 2, no traceback.
+"""The command line: `harness run | compare | tables | profile | ls | doctor`. Bad input is one line on stderr, exit code 2.
 
 The flags of `run` are the fields of `RunSpec`, those of `compare` the fields of `CompareSpec`. Nothing here imports torch:
 what only the model or the system can judge is judged in the run's own process.
@@ -36,6 +36,7 @@ COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
     "tables": "write the README's results tables from the kept records",
+    "profile": "measure this machine's roofs into a hardware profile",
     "ls": "list systems, models or runs",
     "doctor": "say what this machine lacks",
 }
@@ -299,6 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             spec = parse(ListSpec, rest, prog="harness ls", positional="what")
             return list_what(spec.what, Path(spec.results))
+        if command == "profile":
+            from harness.profile import ProfileSpec, take_profile
+
+            return take_profile(parse(ProfileSpec, rest, prog="harness profile"))
         if command == "tables":
             from harness.tables import TablesSpec, write_tables
 
