@@ -121,11 +121,15 @@ def _stream_names(events: list[Event]) -> dict[Track, tuple[str, int]]:
         if event.get("cat") in STREAM_WORK:
             copies = re.search("HtoD|DtoH", event["name"]) if event["cat"] == "gpu_memcpy" else None
             work.setdefault((event["pid"], event["tid"]), Counter())[copies[0] if copies else event["cat"]] += 1
-    most = {pid: max(work, key=lambda track, pid=pid: (track[0] == pid, work[track]["kernel"])) for pid, _ in work}  # type: ignore[misc]
+    compute: dict[Any, Track] = {}  # by device
+    for track, counts in work.items():
+        best = compute.setdefault(track[0], track)
+        if counts["kernel"] > work[best]["kernel"]:
+            compute[track[0]] = track
     found: dict[Track, tuple[str, int]] = {}
     for track, counts in work.items():
         stream = f"stream {track[1]}"
-        if track == most[track[0]]:
+        if track == compute[track[0]]:
             found[track] = (f"compute ({stream})", 0)
         elif counts["HtoD"] != counts["DtoH"]:
             direction = "h2d" if counts["HtoD"] > counts["DtoH"] else "d2h"

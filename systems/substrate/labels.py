@@ -11,7 +11,7 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Literal
 
-import torch
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 _NOTHING = contextlib.nullcontext()
@@ -19,15 +19,15 @@ _NOTHING = contextlib.nullcontext()
 
 def profiling() -> bool:
     """True while torch's profiler takes a profile of this process."""
-    return torch.autograd.profiler._is_profiler_enabled
+    return profiler._is_profiler_enabled
 
 
 def labelled(label: str) -> AbstractContextManager[object]:
-    return record_function(label) if profiling() else _NOTHING
+    return record_function(label) if profiler._is_profiler_enabled else _NOTHING
 
 
 def issuing(label: str) -> AbstractContextManager[object]:
-    return record_function(f"issue {label}") if profiling() else _NOTHING
+    return record_function(f"issue {label}") if profiler._is_profiler_enabled else _NOTHING
 
 
 class UnitSpans:

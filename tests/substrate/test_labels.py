@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from systems.substrate import labels
@@ -27,6 +30,19 @@ def test_with_one_it_is_in_the_profile() -> None:
         assert profiling()
         torch.ones(1)
     assert {"a", "issue b"} <= {event.name for event in profiler.events()}
+
+
+def test_a_span_may_end_on_another_thread_than_it_began() -> None:
+    """On CUDA backward runs on autograd's thread, and what is still open at its end is ended by the caller's."""
+    spans = UnitSpans()
+    every_thread = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
+        thread = threading.Thread(target=lambda: spans.begin("backward", 3))
+        thread.start()
+        thread.join()
+        torch.ones(1)
+        spans.end_all()
+    assert [event.name for event in profiler.events()].count("backward of unit 3") == 1
 
 
 class Recorded:
