@@ -19,7 +19,8 @@ LOG_LINES = 20
 OWN_PACKAGES = ("models", "systems", "harness", "paper_figures")  # a module missing there is a mistake, not an installation
 _HOST_ALLOCATION = re.compile(r"can't allocate memory|cannot allocate memory|failed to allocate memory|std::bad_alloc", re.I)
 _DEVICE_ALLOCATION = re.compile(r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation", re.I)
-_PRINTED_ERROR = re.compile(r"\s*(?:(?:\w+\.)*(?P<name>\w*Error)|what\(\)):\s+(?P<message>\S.*)")  # Python's, and C++'s own
+# As Python prints an error, with the rank that torch puts before it, and as C++ does.
+_PRINTED_ERROR = re.compile(r"(?:\[rank\d+\]:)?\s*(?:(?:\w+\.)*(?P<name>\w*Error)|what\(\)):\s+(?P<message>\S.*)")
 
 
 def _first_size(pattern: str, text: str) -> int | None:

@@ -110,6 +110,7 @@ def test_deaths(death: dict[str, Any], status: str, said: str) -> None:
     [
         (f"torch.OutOfMemoryError: {CUDA_MESSAGE}", 1, ("oom", "device", 2 * GIB, GIB + GIB // 2)),
         (f"torch.cuda.OutOfMemoryError: {CUDA_BUDGET_MESSAGE}", 1, ("oom", "device", 2 * GIB, GIB // 4)),
+        (f"[rank0]: torch.OutOfMemoryError: {CUDA_MESSAGE}", 1, ("oom", "device", 2 * GIB, GIB + GIB // 2)),
         (f"  what():  {CUDA_MESSAGE}", -signal.SIGABRT, ("oom", "device", 2 * GIB, GIB + GIB // 2)),
         (f"RuntimeError: {CPU_MESSAGE}", 1, ("oom", "host", 4096, None)),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, ("failed", None, None, None)),
@@ -124,7 +125,7 @@ def test_an_error_of_a_package_s_own_thread_is_found_in_the_log(line: str, exit_
     assert (status, reason.tier, reason.need, reason.have) == expected
     assert reason.log == log
     if status == "oom":
-        assert line.partition(": ")[2].strip() in reason.message
+        assert (CPU_MESSAGE if expected[1] == "host" else "Tried to allocate 2.00 GiB") in reason.message
 
 
 def test_a_kernel_kill_names_tier_and_budget() -> None:
