@@ -1,4 +1,4 @@
-"""The command line: `harness run | compare | ls | doctor`. Bad input is one line on stderr and exit code 2, no traceback.
+"""The command line: `harness run | compare | tables | profile | ls | doctor`. Bad input is one line on stderr, exit code 2.
 
 The flags of `run` are the fields of `RunSpec`, those of `compare` the fields of `CompareSpec`. Nothing here imports torch:
 what only the model or the system can judge is judged in the run's own process.
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from harness import comparison, store
+from harness import comparison, store, trace
 from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, progress_console, say
@@ -35,6 +35,8 @@ OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
+    "tables": "write the README's results tables from the kept records",
+    "profile": "measure this machine's roofs into a hardware profile",
     "ls": "list systems, models or runs",
     "doctor": "say what this machine lacks",
 }
@@ -58,6 +60,11 @@ class DoctorSpec(BaseModel):
 
 def _takes_several(spec: type[BaseModel], field: str) -> bool:
     return typing.get_origin(spec.model_fields[field].annotation) is tuple
+
+
+def _is_switch(spec: type[BaseModel], field: str) -> bool:
+    """A flag that is there or not, without a value."""
+    return spec.model_fields[field].annotation is bool
 
 
 def _metavar(annotation: Any) -> str:
@@ -102,6 +109,11 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
         if name.startswith("--"):
             if name not in fields:
                 raise BadInputError(unknown_name("flag", name, fields))
+            if _is_switch(spec, fields[name]):
+                if equals:
+                    raise BadInputError(f"{name} takes no value: leave {equals}{value} out")
+                given[name], current = [], ""
+                continue
             current = name
             if not _takes_several(spec, fields[name]):
                 given[name] = []
@@ -113,7 +125,7 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
         else:
             raise BadInputError(f"unexpected argument {token!r}" + (f" after {current}" if current else ""))
     for name, values in given.items():
-        if not values:
+        if not values and not _is_switch(spec, fields.get(name, name)):
             raise BadInputError(f"{name} needs a value")
     missing = [positional] if positional and positional not in given else []
     missing += [name for name, field in fields.items() if spec.model_fields[field].is_required() and name not in given]
@@ -125,9 +137,9 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
 
 def parse(spec: type[_Spec], arguments: Sequence[str], *, prog: str, positional: str | None = None) -> _Spec:
     """Arguments as a spec. Raises BadInputError with one line; --help prints and exits as usual."""
-    tyro_spec: Any = spec
+    tyro_spec: Any = typing.Annotated[spec, tyro.conf.FlagCreatePairsOff]
     if positional:
-        tyro_spec = typing.Annotated[spec, tyro.conf.PositionalRequiredArgs]
+        tyro_spec = typing.Annotated[tyro_spec, tyro.conf.PositionalRequiredArgs]
     if {"-h", "--help"} & set(arguments):
         with _text_rule(spec):
             tyro.cli(tyro_spec, prog=prog, args=["--help"])
@@ -174,6 +186,8 @@ def _check_before_work(spec: RunSpec) -> None:
     if spec.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise BadInputError("--wandb needs the package wandb: pip install wandb, or use --wandb off")
     store.prepare(Path(spec.results))
+    if spec.trace is not None:
+        trace.prepare(Path(spec.trace))
 
 
 def run(spec: RunSpec) -> int:
@@ -286,6 +300,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             spec = parse(ListSpec, rest, prog="harness ls", positional="what")
             return list_what(spec.what, Path(spec.results))
+        if command == "profile":
+            from harness.profile import ProfileSpec, take_profile
+
+            return take_profile(parse(ProfileSpec, rest, prog="harness profile"))
+        if command == "tables":
+            from harness.tables import TablesSpec, write_tables
+
+            return write_tables(parse(TablesSpec, rest, prog="harness tables"))
         if command == "doctor":
             parse(DoctorSpec, rest, prog="harness doctor")
             from harness.doctor import examine

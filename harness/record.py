@@ -34,7 +34,7 @@ class Reason(Part):
     """Why a run did not end well. tier, need and have are of a memory budget, in bytes."""
 
     message: str
-    phase: str | None = Field(None, description="start, resolve, build, initialize, warm-up, step, eval or close")
+    phase: str | None = Field(None, description="start, resolve, build, initialize, warm-up, step, eval, trace or close")
     tier: Literal["device", "host", "disk"] | None = None
     need: int | None = None
     have: int | None = None
@@ -212,7 +212,8 @@ class Record(Part):
     samples: Samples = Samples()
     metrics: Metrics = Metrics()
     phases_s: dict[str, float] = Field(
-        {}, description="import, resolve, build, initialize, warm_up, timed, eval, close; the system's start-up as startup.*"
+        {},
+        description="import, resolve, build, initialize, warm_up, timed, eval, trace, close; a system's start-up as startup.*",
     )
     traffic: Traffic = Traffic()
     memory: Memory = Memory()

@@ -26,6 +26,7 @@ from systems.substrate.device import Device
 from systems.substrate.events import Extent
 from systems.substrate.gradient_ranges import BundleGradient, Ranges, places_of
 from systems.substrate.in_place import InPlace
+from systems.substrate.labels import labelled
 from systems.substrate.residency import Residency
 from systems.substrate.store import Store
 from systems.substrate.transfers import Memory
@@ -146,7 +147,8 @@ class Gradients:
         on_device = self.store.segments[self.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
         if self.accumulate == 1:
             fired = sorted(gradient.fired)
-            sums = self.device.kernel.sum_squares_all([self.on_device(parameter) for parameter in fired])
+            with labelled(f"norm of bundle {bundle}"):
+                sums = self.device.kernel.sum_squares_all([self.on_device(parameter) for parameter in fired])
             self.partials[bundle] = tuple(fired), sums
         if gradient.range is not None:
             self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} ends")
@@ -215,7 +217,8 @@ class Gradients:
         """Leave the sums of squares of adopted gradients for the norm, in one pass. Of all bundles, if none are given."""
         wanted = [b for b in (self.bundles if bundles is None else bundles) if self.bundles[b].adopted]
         found = [(b, sorted(self.bundles[b].adopted)) for b in wanted]
-        sums = self.device.kernel.sum_squares_all([self.on_device(p) for _, mine in found for p in mine])
+        with labelled("norm of adopted gradients"):
+            sums = self.device.kernel.sum_squares_all([self.on_device(p) for _, mine in found for p in mine])
         end = 0
         for bundle, mine in found:
             start, end = end, end + len(mine)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from systems.planning.plan import LaneKind
+from systems.substrate.labels import labelled
 
 POLL_SECONDS = 0.0002
 
@@ -110,10 +111,10 @@ class CudaTicket:
 
 
 class _Job:
-    __slots__ = ("after", "priority", "ticket", "work")
+    __slots__ = ("after", "label", "priority", "ticket", "work")
 
-    def __init__(self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int) -> None:
-        self.work, self.after, self.ticket, self.priority = work, after, ticket, priority
+    def __init__(self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int, label: str) -> None:
+        self.work, self.after, self.ticket, self.priority, self.label = work, after, ticket, priority, label
 
 
 class Lane:
@@ -139,11 +140,16 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"lane-{kind.value}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None], after: Sequence[Ticket], *, id: int, priority: int = 0) -> Ticket:
-        """Queue `work` to run after the tickets in `after`. priority is for lanes that choose; this one keeps order."""
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Ticket], *, id: int, priority: int = 0, label: str = "work"
+    ) -> Ticket:
+        """Queue `work` to run after the tickets in `after`. priority is for lanes that choose; this one keeps order.
+
+        label: what a profile calls it.
+        """
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
         with self._changed:
-            self._jobs.append(_Job(work, after, ticket, priority))
+            self._jobs.append(_Job(work, after, ticket, priority, label))
             self._changed.notify_all()
         return ticket
 
@@ -156,6 +162,7 @@ class Lane:
         return self._jobs.popleft()
 
     def _run(self) -> None:
+        torch.multiprocessing._set_thread_name(self._thread.name)  # what a profile calls the thread
         while True:
             with self._changed:
                 while self._running and not self._waiting:
@@ -176,11 +183,13 @@ class Lane:
             for earlier in job.after:
                 earlier.order(self.stream)
             if self.stream is None:
-                job.work()
+                with labelled(job.label):
+                    job.work()
                 ticket.finish()
                 return
             with torch.cuda.stream(self.stream):
-                job.work()
+                with labelled(job.label):
+                    job.work()
                 event = torch.cuda.Event()
                 event.record(self.stream)
             ticket.queued(event)

@@ -15,6 +15,7 @@ import torch
 from systems.planning.layout import Bundle, Layout, Placement
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.device import Device
+from systems.substrate.labels import labelled
 from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 from systems.substrate.transfers import Memory
@@ -143,7 +144,8 @@ class Residency:
                 self._unhold(managed, key)
             raise
         blocks = [managed.block for managed in held if managed.block is not None]
-        self.device.transfers.order_compute(reads=[b.memory for b in blocks], label=f"hold for {key}")
+        with labelled("wait for bundles"):
+            self.device.transfers.order_compute(reads=[b.memory for b in blocks], label=f"hold for {key}")
         for managed in held:
             if managed.state is BundleState.FETCHING and managed.block is not None:
                 managed.storage.point_at(managed.block.data.data_ptr())
@@ -175,9 +177,10 @@ class Residency:
         if managed.block is None:
             return
         assert not managed.holds, f"bundle {index} dropped while held"
-        managed.storage.release()
-        self.device.pool.free(managed.block, f"bundle {index}")
-        managed.block, managed.state = None, BundleState.ABSENT
+        with labelled(f"drop bundle {index}"):
+            managed.storage.release()
+            self.device.pool.free(managed.block, f"bundle {index}")
+            managed.block, managed.state = None, BundleState.ABSENT
 
     def write_back(self, index: int) -> None:
         """Copy the device's parameters to the host slots, then drop them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from systems.errors import DivergedError
+from systems.substrate.labels import labelled
 from systems.substrate.planner import Parts
 from systems.system import StepOutcome
 
@@ -46,7 +47,8 @@ class StepEnding:
             control.begin_updates(left)
             updates.run(left, 1.0)
             return None
-        outcome = control.decide(self._norm()())
+        with labelled("norm"):
+            outcome = control.decide(self._norm()())
         if outcome.skipped:
             self.parts.device.log.count("skipped_steps")
             updates.discard()
@@ -76,7 +78,8 @@ class StepEnding:
         if self._unread is None:
             return
         read, self._unread = self._unread, None
-        outcome = self.parts.control.decide(read())
+        with labelled("norm"):
+            outcome = self.parts.control.decide(read())
         if outcome.skipped:
             raise DivergedError(
                 f"step {outcome.step}: a gradient is not finite and was applied already: use --option nonfinite=skip to "

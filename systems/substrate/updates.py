@@ -11,6 +11,7 @@ from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange, AdamTask
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
+from systems.substrate.labels import labelled
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
 from systems.substrate.store import OptimizerState, Store, StoredSegment
@@ -55,7 +56,8 @@ class Updates:
                 continue
             if state.tier is Tier.DEVICE:
                 self.device.transfers.compute(reads=[state.memory], label=f"norm of segment {s}")
-                work()
+                with labelled(f"norm of segment {s}"):
+                    work()
             else:
                 self.device.transfers.issue(LaneKind.CPU, work, reads=[state.memory], label=f"norm of segment {s}", priority=-1)
         if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
@@ -164,9 +166,10 @@ class Updates:
                     tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
         label = f"update {len(segments)} segments from {segments[0].segment.index} on"
         self.device.transfers.compute(writes=memories, label=label)
-        self.device.kernel.update_all(tasks, factor=factor)
-        for accumulator in accumulators:
-            accumulator.zero_()
+        with labelled(label):
+            self.device.kernel.update_all(tasks, factor=factor)
+            for accumulator in accumulators:
+                accumulator.zero_()
         self.device.transfers.compute(writes=memories, label=label)
 
     def _device_copy(self, stored: StoredSegment) -> tuple[OptimizerState, Allocation, torch.Tensor]:
