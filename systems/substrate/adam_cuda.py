@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -27,6 +28,7 @@ except ImportError:
 
 PIECE = 1024  # elements handled together, 8 a thread
 UPDATE_PIECES, SQUARES_PIECES = 4, 16  # one after another by each program
+KEPT_ROWS = 64  # longest table that is kept on the device
 # addresses of master, both moments, gradient and out; numel; first program; scalars
 ROW = struct.Struct("=5q q q 8f")
 SQUARES_ROW = struct.Struct("=q q q q")  # address; numel; first program; place of the result
@@ -248,16 +250,18 @@ class TritonKernel(TorchKernel):
                     rows.append(SQUARES_ROW.pack(tensor.data_ptr(), tensor.numel(), programs, place))
                     programs += _programs(tensor.numel(), SQUARES_PIECES)
                     addresses |= tensor.data_ptr()
-            table = _table(device, [*rows, SQUARES_ROW.pack(0, 0, programs, 0)])
+            count = len(rows)
+            rows.append(SQUARES_ROW.pack(0, 0, programs, 0))
+            table = _kept_table(device, b"".join(rows)) if len(rows) <= KEPT_ROWS else _table(device, rows)
             partials = torch.empty(programs, dtype=torch.float64, device=device)
-            width, levels, steps = PIECE, PIECE.bit_length() - 1, len(rows).bit_length()
+            width, levels, steps = PIECE, PIECE.bit_length() - 1, count.bit_length()
             with torch.cuda.device(device):
                 if programs:
                     _squares_kernel[(programs,)](
-                        table, partials, len(rows), steps, TRITON_TYPE[dtype], addresses % 16 == 0, width, levels,
+                        table, partials, count, steps, TRITON_TYPE[dtype], addresses % 16 == 0, width, levels,
                         SQUARES_PIECES, num_warps=4,
                     )  # fmt: skip
-                _total_kernel[(len(rows),)](table, partials, sums, width, levels, num_warps=4)
+                _total_kernel[(count,)](table, partials, sums, width, levels, num_warps=4)
         return sums
 
 
@@ -269,3 +273,9 @@ def _table(device: torch.device, rows: list[bytes]) -> torch.Tensor:
     """Through pinned memory: only from there is the copy sure not to wait for the stream."""
     packed = torch.frombuffer(bytearray().join(rows), dtype=torch.int64)
     return packed.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _kept_table(device: torch.device, rows: bytes) -> torch.Tensor:
+    """For tables that come again: a planned step sums the same ranges at the same addresses every time."""
+    return _table(device, [rows])
