@@ -12,7 +12,7 @@ from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
-from systems.planning.plan import OpKind, Plan, UpdateRule
+from systems.planning.plan import OpKind, Plan, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.trace import Trace
@@ -81,7 +81,7 @@ class Elixir:
             plan = Plan(
                 signature=trace.signature,
                 operations=cache.operations,
-                optimizer_tier=placement.tiers(layout),
+                optimizer_tier=optimizer_tiers(layout, placement.on_device),
                 resident_at_start=placement.on_device | cache.resident,
                 update_rule=self.update_rule,
             )

@@ -11,7 +11,7 @@ from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import Residence, demand_of, gradient_profile, minimum_need, reusable, unmovable
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
-from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
+from systems.planning.plan import OpKind, Plan, Tier, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.trace import Trace
@@ -83,7 +83,7 @@ class PatrickStar:
         plan = Plan(
             signature=trace.signature,
             operations=cache.operations,
-            optimizer_tier=placement.tiers(layout),
+            optimizer_tier=optimizer_tiers(layout, placement.on_device),
             resident_at_start=placement.on_device | cache.resident,
             update_rule=self.update_rule,
             in_place=placement.in_place,
