@@ -70,7 +70,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default."""
+    """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default.
+
+    host_activation_bytes: the part of the host's that waits there for backward (activations=host).
+    """
 
     device_peak_bytes: int | None = None
     device_budget_bytes: int | None = None
@@ -79,6 +82,7 @@ class MemoryReport:
     host_pinned_bytes: int | None = None
     host_budget_bytes: int | None = None
     disk_peak_bytes: int | None = None
+    host_activation_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from torch.profiler import record_function
 from systems.errors import UnsupportedError
 from systems.planning.plan import UpdateRule
 from systems.planning.strategy import PlanningContext, Strategy
-from systems.substrate.activations import apply_recompute
+from systems.substrate.activations import apply_recompute, recomputed_units
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
 from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
-from systems.substrate.host import host_account
+from systems.substrate.host import HostSlots, host_account
+from systems.substrate.offloaded_inputs import OffloadedInputs
 from systems.substrate.parameters import ParameterWatch
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
@@ -114,9 +115,14 @@ class ManagedEngine(Engine):
         gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate, user=user)
         self._cleanup.callback(gradients.finish_step)
         updates = Updates(layout, store, residency, gradients, device, control)
-        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control)
+        self._slots = HostSlots("host-input", host)
+        inputs = OffloadedInputs(device, self._slots)
+        self._cleanup.callback(inputs.close)
+        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs)
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
+        recomputed = recomputed_units(found, settings.recompute)
+        self._cleanup.callback(inputs.attach(found, self.strategy.offloaded_inputs, recomputed, lambda: self.runtime.observing))
         device.guard(residency, self.poison, self._name_of)
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
@@ -209,7 +215,8 @@ class ManagedEngine(Engine):
             device_budget_bytes=device.account.budget,
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,
-            host_pinned_bytes=self._parts.store.pinned_bytes,
+            host_pinned_bytes=self._parts.store.pinned_bytes + self._slots.pinned_bytes,
+            host_activation_bytes=self._slots.peak_bytes,
             host_budget_bytes=host.budget,
             disk_peak_bytes=0,
         )

@@ -45,7 +45,7 @@ class Runtime:
     # ---- unit events, from the hooks
 
     @property
-    def _observing(self) -> bool:
+    def observing(self) -> bool:
         """Forward events now belong to the step: not to a pass without gradients, nor to recomputation."""
         return self.in_step and not self.in_backward and not self._aside
 
@@ -75,20 +75,22 @@ class Runtime:
         self.in_step, self.micro_step = True, 0
         self._pending.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
+        self.parts.inputs.units = self.strategy.offloaded_inputs
         self.cursor.start()
         self.recorder.start(measure=self.cursor.plan is None or self.parts.device.measures_always)
         self._moment(Phase.STEP_BEGIN)
         self._carry_out_plan()
 
     def forward_enter(self, unit: int) -> None:
-        if self._observing:
+        if self.observing:
+            self.parts.inputs.settle()
             self._moment(Phase.FORWARD_ENTER, unit)
             self._carry_out_plan()
         self.parts.residency.hold(self._bundles(unit), ("forward", unit))
 
     def forward_exit(self, unit: int) -> None:
         self.parts.residency.release(self._bundles(unit), ("forward", unit))
-        if self._observing:
+        if self.observing:
             self._pending[unit] = self._pending.get(unit, 0) + 1
             self._moment(Phase.FORWARD_EXIT, unit)
             self._carry_out_plan()
@@ -98,6 +100,7 @@ class Runtime:
         if self.holds_backward(unit):
             return
         self._moment(Phase.BACKWARD_ENTER, unit)
+        self.parts.inputs.begin_backward(unit)
         self._carry_out_plan()
         for bundle in self._bundles(unit):
             self.parts.gradients.enter(bundle, unit)
@@ -150,6 +153,7 @@ class Runtime:
         for unit in list(self._pending):
             self.backward_exit(unit)
         self._pending.clear()
+        self.parts.inputs.settle()
         self._moment(Phase.BACKWARD_END)
         for bundle in self.parts.gradients.open_bundles():
             self.recorder.gives_up(bundle, self.parts.gradients.bundles[bundle].fired)
@@ -189,6 +193,7 @@ class Runtime:
         self._half_updated |= bool(self.ending.updated)
         self.in_step = self.in_backward = False
         self.parts.residency.release_all()
+        self.parts.inputs.forget()
         self.parts.updates.discard()
         self.parts.gradients.finish_step()
         self._pending.clear()

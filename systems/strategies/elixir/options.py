@@ -24,7 +24,7 @@ class ElixirOptions(ChunkRange):
     prefetch: bundles fetched ahead of their use, 0 for none. variant: write-back has no master shard on the host, so
     that an eviction writes 2 bytes a parameter. nonfinite: skip waits with all updates for the norm, so that a step
     with a non-finite gradient changes nothing; stop updates during backward and ends the run at one (no clipping
-    then).
+    then). activations: host has the inputs of recomputed blocks wait for backward in host memory.
     """
 
     cache: Annotated[int | Literal["auto"] | None, BeforeValidator(_cache)] = "auto"
@@ -33,6 +33,7 @@ class ElixirOptions(ChunkRange):
     prefetch: int = Field(default=8, ge=0)
     variant: Literal["master-shard", "write-back"] = "master-shard"
     nonfinite: Literal["skip", "stop"] = "skip"
+    activations: Literal["device", "host"] = "device"
 
 
 class ElixirStatistics(BaseModel):

@@ -39,10 +39,12 @@ class Elixir:
         self._unit_names: tuple[str, ...] = ()
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.write_back = options.variant == "write-back"
+        self.offloaded_inputs: frozenset[int] = frozenset()
 
     def layout(self, index: ModelIndex) -> Layout:
         """Raises BudgetError if the largest unit does not fit the device, activations left aside."""
         self._unit_names = tuple(unit.name for unit in index.units)
+        self.offloaded_inputs = index.blocks if self._options.activations == "host" else frozenset()
         chunker = Chunker(index, self._options, self._context)
         layout = chunker.layout
         trace = nominal_trace(layout, accumulate=self._context.accumulate)

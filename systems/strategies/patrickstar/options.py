@@ -25,12 +25,14 @@ class PatrickStarOptions(ChunkRange):
     the device and traces nothing, osc keeps the optimizer chunks on the CPU.
     nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
     updates during backward and ends the run at one (no clipping then).
+    activations: host has the inputs of recomputed blocks wait for backward in host memory.
     """
 
     warmup_share: float = Field(default=0.2, gt=0, le=1)
     prefetch: Annotated[int, BeforeValidator(_prefetch), Field(ge=0)] = 8
     variant: Variant = "base"
     nonfinite: Literal["skip", "stop"] = "skip"
+    activations: Literal["device", "host"] = "device"
 
     @property
     def traces(self) -> bool:

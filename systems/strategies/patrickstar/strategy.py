@@ -38,10 +38,12 @@ class PatrickStar:
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.write_back = True  # chunk memory moves between the tiers: an eviction is a copy
         self.warm_up_share: float | None = options.warmup_share
+        self.offloaded_inputs: frozenset[int] = frozenset()
 
     def layout(self, index: ModelIndex) -> Layout:
         """Raises BudgetError if the largest unit does not fit the device, activations left aside."""
         self._index, context = index, self._context
+        self.offloaded_inputs = index.blocks if self._options.activations == "host" else frozenset()
         chunker = Chunker(index, self._options, context)
         layout, found = chunker.layout, chunker.statistics
         trace = nominal_trace(layout, accumulate=context.accumulate)
