@@ -81,13 +81,14 @@ class OffloadedInputs:
     def attach(
         self, found: FoundModel, units: frozenset[int], recomputed: frozenset[int], active: Callable[[], bool]
     ) -> Callable[[], None]:
-        """Wrap the forwards of `units`; returns what undoes it. active: whether a forward now belongs to the step.
+        """Wrap the forwards of those `units` that are recomputed; returns what undoes it.
 
-        recomputed: units that the engine recomputes. A model may do so itself, as transformers' models do.
-        Raises UnsupportedError if nothing of these units is recomputed: their inputs are then the least of what they keep.
+        recomputed: units that the engine recomputes. A model may do so itself, as transformers' models do. active: whether a
+        forward now belongs to the step. Raises UnsupportedError if none is: inputs are then the least of what units keep.
         """
-        chosen = [(unit, found.modules[unit]) for unit in sorted(units)]
-        if chosen and not any(unit in recomputed or _recomputes_itself(module) for unit, module in chosen):
+        modules = ((unit, found.modules[unit]) for unit in sorted(units))
+        chosen = [(unit, module) for unit, module in modules if unit in recomputed or _recomputes_itself(module)]
+        if units and not chosen:
             raise UnsupportedError(
                 "activations=host moves the inputs of recomputed blocks, and no block is recomputed: use --recompute full "
                 "(or block numbers), or leave activations on the device"

@@ -172,6 +172,7 @@ class Runtime:
 
     def finish_step(self) -> None:
         """Norm, decision, updates, and the way to the next step. Called once after `accumulate` backward passes."""
+        self.parts.inputs.settle()
         self._moment(Phase.STEP_END)
         outcome = self.ending.update()
         self.ending.updated.clear()
