@@ -60,6 +60,11 @@ def _takes_several(spec: type[BaseModel], field: str) -> bool:
     return typing.get_origin(spec.model_fields[field].annotation) is tuple
 
 
+def _is_switch(spec: type[BaseModel], field: str) -> bool:
+    """A flag that is there or not, without a value."""
+    return spec.model_fields[field].annotation is bool
+
+
 def _metavar(annotation: Any) -> str:
     """STEPS-like placeholder of a type: {cuda,cpu} for choices, INT, FLOAT, TEXT."""
     if typing.get_origin(annotation) is Literal:
@@ -102,6 +107,11 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
         if name.startswith("--"):
             if name not in fields:
                 raise BadInputError(unknown_name("flag", name, fields))
+            if _is_switch(spec, fields[name]):
+                if equals:
+                    raise BadInputError(f"{name} takes no value: leave {equals}{value} out")
+                given[name], current = [], ""
+                continue
             current = name
             if not _takes_several(spec, fields[name]):
                 given[name] = []
@@ -113,7 +123,7 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
         else:
             raise BadInputError(f"unexpected argument {token!r}" + (f" after {current}" if current else ""))
     for name, values in given.items():
-        if not values:
+        if not values and not _is_switch(spec, fields.get(name, name)):
             raise BadInputError(f"{name} needs a value")
     missing = [positional] if positional and positional not in given else []
     missing += [name for name, field in fields.items() if spec.model_fields[field].is_required() and name not in given]
@@ -125,9 +135,9 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
 
 def parse(spec: type[_Spec], arguments: Sequence[str], *, prog: str, positional: str | None = None) -> _Spec:
     """Arguments as a spec. Raises BadInputError with one line; --help prints and exits as usual."""
-    tyro_spec: Any = spec
+    tyro_spec: Any = typing.Annotated[spec, tyro.conf.FlagCreatePairsOff]
     if positional:
-        tyro_spec = typing.Annotated[spec, tyro.conf.PositionalRequiredArgs]
+        tyro_spec = typing.Annotated[tyro_spec, tyro.conf.PositionalRequiredArgs]
     if {"-h", "--help"} & set(arguments):
         with _text_rule(spec):
             tyro.cli(tyro_spec, prog=prog, args=["--help"])

@@ -145,6 +145,12 @@ class Measurement:
         self.measured.complete = True
         return self.measured
 
+    def extra_step(self) -> None:
+        """One more optimizer step and a full drain, which nothing measured takes in. Call after `run`."""
+        self._forward_backward(self.steps)
+        self.engine.step()
+        self.engine.drain()
+
     def _start_span(self) -> None:
         """A full drain, then the clock: nothing queued before is paid for after."""
         self.engine.drain()
@@ -165,9 +171,7 @@ class Measurement:
 
     def _train(self, step: int) -> None:
         """One optimizer step up to its undrained boundary; then the loss of the step before is read."""
-        batches = [self.work.batch(step, micro, "train") for micro in range(self.work.accumulate)]
-        label_count = sum(self.work.count_labels(batch) for batch in batches)
-        losses = [self.engine.forward_backward(self.work.loss, batch, label_count) for batch in batches]
+        losses = self._forward_backward(step)
         rate = self._set_learning_rate(step)
         self.engine.step()
         self._read_losses()
@@ -178,6 +182,12 @@ class Measurement:
         self._boundary_s = now
         known = self.measured.micro_batch_loss
         self._on_step(step + 1, sum(known[-1]) if known else None)
+
+    def _forward_backward(self, step: int) -> list[torch.Tensor]:
+        """Every micro-batch of the step; the loss of each, on the device."""
+        batches = [self.work.batch(step, micro, "train") for micro in range(self.work.accumulate)]
+        label_count = sum(self.work.count_labels(batch) for batch in batches)
+        return [self.engine.forward_backward(self.work.loss, batch, label_count) for batch in batches]
 
     def _set_learning_rate(self, step: int) -> float:
         """The rate of this step. Skipped steps, as far as the engine has told of them, do not advance the schedule."""

@@ -213,7 +213,9 @@ class Record(Part):
     samples: Samples = Samples()
     metrics: Metrics = Metrics()
     phases_s: dict[str, float] = Field(
-        {}, description="import, resolve, build, initialize, warm_up, timed, eval, close; the system's start-up as startup.*"
+        {},
+        description="import, resolve, build, initialize, warm_up, timed, eval, close; the system's start-up as startup.*; with "
+        "--phases one more step's as phase.*",
     )
     traffic: Traffic = Traffic()
     memory: Memory = Memory()

@@ -46,6 +46,7 @@ class Known:
     watch: Watch = field(default_factory=lambda: Watch(None))
     engine: Engine | None = None
     engine_fields: dict[str, Any] = field(default_factory=dict)
+    seen_memory: dict[str, Any] = field(default_factory=dict)  # by torch and the operating system
     found: dict[str, Any] = field(default_factory=dict)  # of `Resolved`: what the model turned out to be
     notes: list[str] = field(default_factory=list)
 
@@ -54,6 +55,13 @@ class Known:
         if self.request is None:
             return record.Resolved()
         return self.request.resolved.model_copy(update={"parameters": self.work.parameters, **self.found})
+
+    def take_figures(self) -> None:
+        """The engine's own, and the memory seen from outside, once: what runs later is not in them."""
+        assert self.engine is not None
+        if not self.engine_fields:
+            self.seen_memory = _seen_memory(self.resolved)
+            self.engine_fields = _engine_fields(self.engine, self)
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
@@ -141,6 +149,21 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     known.measured = measurement.measured
     measurement.run()
     known.watch.look()
+    if job.spec.phases:
+        _phases(measurement, channel, known)
+
+
+def _phases(measurement: Measurement, channel: Channel, known: Known) -> None:
+    """Where the time of one more step goes, phase by phase. Every figure of the record is taken before."""
+    known.take_figures()
+    channel.enter("phases")
+    with known.timing("phases"):
+        found = measurement.engine.phases_s(measurement.extra_step)
+    known.phases_s |= {f"phase.{name}": seconds for name, seconds in found.items()}
+    known.notes.append(
+        "phases_s.phase.* are of one more step in which nothing overlaps; a conversion that is part of a pass of Adam has no "
+        "time of its own"
+    )
 
 
 def _tell(channel: Channel, known: Known) -> None:
@@ -230,7 +253,7 @@ def _close(channel: Channel, known: Known) -> None:
         return
     known.measured.outcomes = known.measured.outcomes or list(engine.outcomes)
     try:
-        known.engine_fields = _engine_fields(engine, known)
+        known.take_figures()
     except Exception as error:  # after a failure an engine may not know its figures any more; the failure is the news
         if known.measured.complete:
             raise
@@ -256,14 +279,20 @@ def _engine_fields(engine: Engine, known: Known) -> dict[str, Any]:
     }
 
 
-def _memory(engine_memory: dict[str, Any], resolved: record.Resolved) -> Memory:
+def _memory(known: Known) -> Memory:
     """The engine's accounts and, beside them, what torch and the operating system saw.
 
     The host's budget holds for every system alike: one that keeps no account of the host has none to tell of it.
     """
+    accounts = known.engine_fields.get("memory", {})
+    seen = known.seen_memory or _seen_memory(known.resolved)
+    if accounts.get("host_budget_bytes") is None:
+        seen = seen | {"host_budget_bytes": known.resolved.host_budget_bytes}
+    return record.build_part(Memory, **(accounts | seen))
+
+
+def _seen_memory(resolved: record.Resolved) -> dict[str, Any]:
     seen: dict[str, Any] = {"host_rss_peak_bytes": process_memory("self").get("VmHWM")}
-    if engine_memory.get("host_budget_bytes") is None:
-        seen["host_budget_bytes"] = resolved.host_budget_bytes
     if resolved.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         seen |= {
@@ -271,7 +300,7 @@ def _memory(engine_memory: dict[str, Any], resolved: record.Resolved) -> Memory:
             "device_reserved_peak_bytes": torch.cuda.max_memory_reserved(),
             "device_used_bytes": total - free,
         }
-    return record.build_part(Memory, **(engine_memory | seen))
+    return seen
 
 
 def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Record:
@@ -306,7 +335,7 @@ def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Re
             "metrics": metrics,
             "phases_s": phases,
             "traffic": derive.traffic(measured, warmup),
-            "memory": _memory(fields.get("memory", {}), resolved),
+            "memory": _memory(known),
             "counters": fields.get("counters", {}),
             "timed_counters": {k: v for k, v in measured.timed_counters.items() if k not in derive.TRAFFIC_KEYS},
             "plan": PlanFigures(**fields.get("plan", {})),

@@ -20,6 +20,8 @@ from systems.system import Engine, Settings
 class ManagedSystem:
     """A strategy run on the substrate; obeys systems.system.System."""
 
+    tells_phases = True
+
     def __init__(self, strategy: type[Strategy]) -> None:
         self.strategy = strategy
         self.name, self.summary, self.Options = strategy.name, strategy.summary, strategy.Options

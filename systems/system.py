@@ -158,6 +158,13 @@ class Engine(ABC):
         """Seconds spent before the first step, by phase."""
         return {}
 
+    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
+        """Seconds of each phase of one optimizer step, which `step` runs and drains. Nothing overlaps in it.
+
+        Only of systems whose `tells_phases` is true.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not tell its phases")
+
     @abstractmethod
     def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """All parameters by name as fp32 master values on the CPU; with write=True changes are taken over on exit."""
@@ -176,7 +183,10 @@ class Engine(ABC):
 
 
 class System(Protocol):
-    """One entry of the registry. `Options` is the pydantic model that `--option key=value` is checked against."""
+    """One entry of the registry. `Options` is the pydantic model that `--option key=value` is checked against.
+
+    `tells_phases = True` says that its engines know Engine.phases_s.
+    """
 
     name: str
     summary: str

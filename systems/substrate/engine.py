@@ -25,6 +25,7 @@ from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs
 from systems.substrate.parameters import ParameterWatch
+from systems.substrate.phases import phased
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
@@ -122,7 +123,7 @@ class ManagedEngine(Engine):
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
         recomputed = recomputed_units(found, settings.recompute)
-        self._cleanup.callback(inputs.attach(found, self.strategy.offloaded_inputs, recomputed, lambda: self.runtime.observing))
+        self._cleanup.callback(inputs.attach(found, self.strategy.offloaded_inputs, recomputed))
         device.guard(residency, self.poison, self._name_of)
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
@@ -156,7 +157,8 @@ class ManagedEngine(Engine):
                 if not runtime.in_step:
                     self._watch.check()
                     runtime.begin_step()
-                with ambient(), self._parts.device.metered(), record_function("forward"):
+                device = self._parts.device
+                with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     return self.module(*args, **kwargs)
             with runtime.aside(), ambient(), self._parts.device.metered(), record_function("forward (no grad)"):
                 return self.module(*args, **kwargs)
@@ -174,7 +176,8 @@ class ManagedEngine(Engine):
         with self._recovering():
             runtime.in_backward = True
             scale = self._parts.control.scaler.scale
-            with ambient(), self._parts.device.metered(), record_function("backward"):
+            device = self._parts.device
+            with ambient(), device.phases.of("backward"), device.metered(), record_function("backward"):
                 (loss if scale == 1.0 else loss * scale).backward()
                 runtime.end_backward()
 
@@ -185,7 +188,7 @@ class ManagedEngine(Engine):
                 f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
                 "micro-batches had their backward: call backward first, or set accumulate"
             )
-        with self._recovering(), record_function("step"):
+        with self._recovering(), self._parts.device.phases.of("norm"), record_function("step"):
             self.runtime.finish_step()
 
     @contextmanager
@@ -226,6 +229,12 @@ class ManagedEngine(Engine):
         if plan is None:
             return PlanReport()
         return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
+
+    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
+        self.drain()
+        with phased(self._parts.device) as seconds:
+            step()
+        return {**seconds, "step": sum(seconds.values())}
 
     def statistics(self) -> BaseModel | None:
         return self.strategy.statistics()

@@ -65,7 +65,10 @@ class _Handle:
 
 
 class OffloadedInputs:
-    """units: whose inputs leave from now on; a part of what `attach` was given. All calls come from the step's thread."""
+    """units: whose inputs leave from now on; a part of what `attach` was given. active: whether a forward belongs to the step.
+
+    All calls come from the thread that runs the step.
+    """
 
     def __init__(self, device: Device, slots: HostSlots) -> None:
         self._device, self._slots = device, slots
@@ -74,17 +77,15 @@ class OffloadedInputs:
         self._leaving: list[_Input] = []
         self._numbers = itertools.count()
         self._prefetches = True
-        self._active: Callable[[], bool] = lambda: False
+        self.active: Callable[[], bool] = lambda: False
 
     # ---- hooks
 
-    def attach(
-        self, found: FoundModel, units: frozenset[int], recomputed: frozenset[int], active: Callable[[], bool]
-    ) -> Callable[[], None]:
+    def attach(self, found: FoundModel, units: frozenset[int], recomputed: frozenset[int]) -> Callable[[], None]:
         """Wrap the forwards of those `units` that are recomputed; returns what undoes it.
 
-        recomputed: units that the engine recomputes. A model may do so itself, as transformers' models do. active: whether a
-        forward now belongs to the step. Raises UnsupportedError if none is: inputs are then the least of what units keep.
+        recomputed: units that the engine recomputes. A model may do so itself, as transformers' models do.
+        Raises UnsupportedError if none of `units` is recomputed: inputs are then the least of what they keep.
         """
         modules = ((unit, found.modules[unit]) for unit in sorted(units))
         chosen = [(unit, module) for unit, module in modules if unit in recomputed or _recomputes_itself(module)]
@@ -94,7 +95,6 @@ class OffloadedInputs:
                 "(or block numbers), or leave activations on the device"
             )
         undo = [self._wrap(unit, module) for unit, module in chosen]
-        self._active = active
 
         def detach() -> None:
             for each in undo:
@@ -126,7 +126,7 @@ class OffloadedInputs:
 
     def _takes(self, unit: int) -> bool:
         """Inside another's hooks (a checkpoint around several units) nothing is touched: its own bookkeeping counts saves."""
-        if unit not in self.units or not torch.is_grad_enabled() or not self._active():
+        if unit not in self.units or not torch.is_grad_enabled() or not self.active():
             return False
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 

@@ -41,11 +41,12 @@ class Runtime:
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
         parts.residency.demote = self._relieve
+        parts.inputs.active = lambda: self._observing
 
     # ---- unit events, from the hooks
 
     @property
-    def observing(self) -> bool:
+    def _observing(self) -> bool:
         """Forward events now belong to the step: not to a pass without gradients, nor to recomputation."""
         return self.in_step and not self.in_backward and not self._aside
 
@@ -82,7 +83,7 @@ class Runtime:
         self._carry_out_plan()
 
     def forward_enter(self, unit: int) -> None:
-        if self.observing:
+        if self._observing:
             self.parts.inputs.settle()
             self._moment(Phase.FORWARD_ENTER, unit)
             self._carry_out_plan()
@@ -90,7 +91,7 @@ class Runtime:
 
     def forward_exit(self, unit: int) -> None:
         self.parts.residency.release(self._bundles(unit), ("forward", unit))
-        if self.observing:
+        if self._observing:
             self._pending[unit] = self._pending.get(unit, 0) + 1
             self._moment(Phase.FORWARD_EXIT, unit)
             self._carry_out_plan()

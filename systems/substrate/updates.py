@@ -164,9 +164,10 @@ class Updates:
                 ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
                 moments = state.exp_avg[where], state.exp_avg_sq[where]
                 tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
-        kernel.update_all(tasks, factor=factor)
-        if state.accumulator is not None:
-            state.accumulator.zero_()
+        with self.device.phases.of("adam_device"):
+            kernel.update_all(tasks, factor=factor)
+            if state.accumulator is not None:
+                state.accumulator.zero_()
         self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
 
 

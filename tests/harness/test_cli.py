@@ -25,7 +25,7 @@ FLAGS = (
     "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--ranks", "--batch-size",
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
     "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
-    "--wandb",
+    "--phases", "--wandb",
 )  # fmt: skip
 PAIR = ("compare", "--system", "dummy", "--system", "resident", "--model", "opt-tiny")
 GOOD = ("run", "--system", "dummy", "--model", "opt-tiny")
@@ -58,6 +58,8 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         ((*GOOD, "--option"), "--option needs a value"),
         ((*GOOD, "--steps", "3", "4"), "unexpected argument '4' after --steps"),
         ((*GOOD, "stray"), "unexpected argument 'stray' after --model"),
+        ((*GOOD, "--phases=yes"), "--phases takes no value: leave =yes out"),
+        ((*GOOD, "--phases", "yes"), "unexpected argument 'yes'"),
         (("run", "--system", "dumy", "--model", "x"), "unknown system 'dumy': did you mean dummy?"),
         ((*GOOD, "--steps", "many"), "--steps many: input should be a valid integer"),
         ((*GOOD, "--steps", "0"), "--steps 0: input should be greater than or equal to 1"),

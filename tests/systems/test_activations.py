@@ -298,13 +298,18 @@ def test_an_exception_leaves_no_slot_in_use(system: str, where: str) -> None:
         chosen, Setup().build(), settings(**{**vars(asked), "device_memory": 2_000_000, "log_events": True}), options
     )
     parts, losses, graphs = parts_of(engine), [], []
-    layer: Any = engine.module.model.decoder.layers[2]  # type: ignore[union-attr]
+    model: Any = engine.module
+    layer = model.model.decoder.layers[2]
     for batch in tokens(3, 2):
         engine.backward(one_loss(engine, batch[0]))
         handle = layer.fc1.register_forward_hook(fail) if where == "forward" else layer.fc1.weight.register_hook(fail)
-        with pytest.raises(OnPurposeError):
-            graphs.append(one_loss(engine, batch[1]))  # kept: its handles outlive the step
+
+        def attempt(ids: torch.Tensor = batch[1]) -> None:
+            graphs.append(one_loss(engine, ids))  # kept: its handles outlive the step
             engine.backward(graphs[-1])
+
+        with pytest.raises(OnPurposeError):
+            attempt()
         handle.remove()
         assert parts.inputs._stack == [] and parts.inputs._leaving == []
         losses.append(one_step(engine, batch))
