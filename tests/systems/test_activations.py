@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import time
+import weakref
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,12 +24,10 @@ from models.loss import count_labels, token_loss
 from models.registry import build as build_registered
 from models.registry import initial_weights, resolve
 from systems.errors import BudgetError, OutOfMemoryError, UnsupportedError
-from systems.managed import ManagedSystem
 from systems.planning.races import find_races
 from systems.strategies.elixir.options import ElixirOptions
-from systems.strategies.patrickstar import STRATEGY
 from systems.strategies.patrickstar.options import PatrickStarOptions
-from systems.substrate.events import issued_operations
+from systems.substrate.events import LoggedOperation, issued_operations
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import DIM, Block, Stack, squared_error
 from tests.systems.models_small import tokens
@@ -42,6 +42,7 @@ from tests.systems.running import (
     finished,
     one_step,
     parts_of,
+    patrickstar,
     settings,
     start,
     train,
@@ -49,7 +50,7 @@ from tests.systems.running import (
 from tests.systems.setups import Setup, budget_of, reference
 
 ON_HOST: dict[str, tuple[Any, BaseModel]] = {
-    "patrickstar": (ManagedSystem(STRATEGY), PatrickStarOptions(activations="host")),
+    "patrickstar": (patrickstar(), PatrickStarOptions(activations="host")),
     "elixir": (elixir(), ElixirOptions(activations="host")),
     "random": (RANDOM, RandomOptions(activations="host")),
 }
@@ -147,6 +148,41 @@ def test_late_copies_change_no_bit(seed: int) -> None:
     check_log(engine)
 
 
+@cache
+def logged() -> tuple[LoggedOperation, ...]:
+    setup = Setup("opt", "full")
+    run = setup.run(ON_HOST["random"][0], budget_of(setup, "tight"), ON_HOST["random"][1], log_events=True)
+    return tuple(run.engine.log.operations)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("lane", "begins", "ends"),
+    [
+        ("d2h", "offload input", ""),
+        ("compute", "input of unit", "leaves"),
+        ("h2d", "fetch input", ""),
+        ("compute", "input of", ""),
+    ],
+)
+def test_a_forgotten_wait_is_found(lane: str, begins: str, ends: str) -> None:
+    """Take the waits from one operation of each kind: a race is named."""
+    operations = logged()
+    issued = issued_operations(operations)
+    issued = [replace(o, lane=f"cpu {o.ticket}") if o.lane == "cpu" else o for o in issued]
+    assert find_races(issued) == []
+    chosen = [
+        number
+        for number, o in enumerate(operations)
+        if o.lane == lane and o.label.startswith(begins) and o.label.endswith(ends) and o.waits
+    ]
+    assert chosen, "void: nothing of this kind waits"
+    for index in reversed(chosen):
+        planted = [*issued[:index], replace(issued[index], waits=()), *issued[index + 1 :]]
+        if any(operations[index].ticket in (race.first, race.second) for race in find_races(planted)):
+            return
+    raise AssertionError(f"none of {len(chosen)} is missed")
+
+
 @how(max_examples=4, deadline=None)
 @given(st.lists(st.frozensets(st.integers(0, 3)), min_size=3, max_size=3))
 def test_any_set_of_blocks_in_any_step(switches: list[frozenset[int]]) -> None:
@@ -239,9 +275,10 @@ def test_an_input_that_finds_no_room_ahead_comes_when_it_is_asked_for() -> None:
 
 def test_other_lengths_replace_the_slots() -> None:
     """The host holds the longest, not all lengths together; shorter ones use the same slots."""
-    runs = []
+    runs: list[Run] = []
     for system, options in ((RESIDENT, None), ON_HOST["patrickstar"]):
-        engine = start(system, Setup().build(), settings(recompute="full"), options)
+        budget = AMPLE if options is None else int(0.6 * (runs[0].memory.device_peak_bytes or 0))
+        engine = start(system, Setup().build(), settings(recompute="full", device_memory=budget), options)
         losses = [one_step(engine, tokens(1, 1, length=length, seed=length)[0]) for length in (8, 16, 48, 8, 32)]
         runs.append(finished(engine, losses))
     assert_equal(*runs)
@@ -331,10 +368,12 @@ def test_close_in_the_middle_of_a_step_leaves_nothing(stop: str) -> None:
     if stop == "backward":
         engine.backward(loss)
     parts = parts_of(engine)
+    maps = [weakref.ref(slot.mapping._map) for slot in parts.inputs._slots._all]
+    assert len(maps) == 4
     engine.close()
-    del loss
     gc.collect()
     assert parts.store.host.live == parts.device.account.pool == 0
+    assert [m for m in maps if m() is not None] == [], "a graph that is still around keeps no host memory"
     assert not any("forward" in module.__dict__ for module in engine.module.modules())
 
 
