@@ -50,7 +50,7 @@ class Strategy(Protocol):
 
     warm_up_share: part of the device that model data may fill while there is no plan; None leaves it to the device.
     offloaded_inputs: units whose inputs wait on the host for backward, where the unit is recomputed. Read at each step's
-    begin, so that it may go with the plan; only units that were in it when `layout` returned can be.
+    begin; only units that were in it when `layout` returned can be. A trace's memory is that of the set then in force.
     """
 
     name: ClassVar[str]

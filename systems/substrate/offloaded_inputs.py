@@ -73,6 +73,7 @@ class OffloadedInputs:
     def __init__(self, device: Device, slots: HostSlots) -> None:
         self._device, self._slots = device, slots
         self.units: frozenset[int] = frozenset()
+        self._attached: frozenset[int] = frozenset()
         self._stack: list[_Input] = []  # in the order of forward
         self._leaving: list[_Input] = []
         self._numbers = itertools.count()
@@ -94,6 +95,7 @@ class OffloadedInputs:
                 "activations=host moves the inputs of recomputed blocks, and no block is recomputed: use --recompute full "
                 "(or block numbers), or leave activations on the device"
             )
+        self._attached = frozenset(unit for unit, _ in chosen)
         undo = [self._wrap(unit, module) for unit, module in chosen]
 
         def detach() -> None:
@@ -107,7 +109,7 @@ class OffloadedInputs:
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = _hidden_state(args) if self._takes(unit) else None
+            hidden = _hidden_state(args, self._device.torch_device) if self._takes(unit) else None
             if hidden is None:
                 return inner(*args, **kwargs)
             saving = _Saving(self, unit, hidden)
@@ -135,7 +137,7 @@ class OffloadedInputs:
     def make(self, unit: int, tensor: torch.Tensor) -> _Handle:
         """Raises BudgetError if the host has no room for it."""
         self.settle()
-        slot = self._slots.take(tensor.nbytes, expected=max(len(self.units) - len(self._stack), 1))
+        slot = self._slots.take(tensor.nbytes, expected=max(len(self.units & self._attached) - len(self._stack), 1))
         kept = _Input(unit, tensor, slot, self._fresh_memory())
         transfers = self._device.transfers
         transfers.compute(writes=[kept.memory], label=f"input of unit {unit} is made")
@@ -268,11 +270,15 @@ class _Saving:
         self._hidden = self._handle = None
 
 
-def _hidden_state(args: tuple[Any, ...]) -> torch.Tensor | None:
-    """The first positional tensor that wants a gradient, if all of its storage is its own."""
-    wanting = (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad)
-    first = next(wanting, None)
-    if first is None or isinstance(first, nn.Parameter) or first.is_leaf or not first.is_contiguous():
+def _hidden_state(args: tuple[Any, ...], device: torch.device) -> torch.Tensor | None:
+    """The first positional tensor that wants a gradient, if it is a plain one on the device that owns all of its storage.
+
+    Not a leaf: whoever made that holds it, so that nothing would leave the device.
+    """
+    first = next((a for a in args if isinstance(a, torch.Tensor) and a.requires_grad), None)
+    if first is None or type(first) is not torch.Tensor or first.is_leaf or first.device != device:
+        return None
+    if first.layout != torch.strided or not first.is_contiguous():
         return None
     return first if 0 < first.nbytes == first.untyped_storage().nbytes() else None
 

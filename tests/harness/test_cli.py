@@ -37,6 +37,13 @@ def test_the_flags_are_these() -> None:
     assert tuple(flag(field) for field in StoredSpec.model_fields) == ("--runs", "--results")
 
 
+def test_a_switch_takes_no_value_and_ends_where_it_stands() -> None:
+    given = ("--system", "x", "--phases", "--model", "y", "--option", "a=1", "b=2")
+    spec = cli.parse(RunSpec, given, prog="harness run")
+    assert (spec.phases, spec.model, spec.option) == (True, "y", ("a=1", "b=2"))
+    assert not cli.parse(RunSpec, ("--system", "x", "--model", "y"), prog="harness run").phases
+
+
 @pytest.mark.parametrize(("command", "spec"), [("run", RunSpec), ("compare", CompareSpec)])
 def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys: pytest.CaptureFixture[str]) -> None:
     assert all(field.description for field in spec.model_fields.values())

@@ -8,6 +8,7 @@ import time
 import weakref
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -153,6 +154,15 @@ def logged() -> tuple[LoggedOperation, ...]:
     setup = Setup("opt", "full")
     run = setup.run(ON_HOST["random"][0], budget_of(setup, "tight"), ON_HOST["random"][1], log_events=True)
     return tuple(run.engine.log.operations)  # type: ignore[attr-defined]
+
+
+def test_each_input_comes_while_the_block_after_it_goes_backward() -> None:
+    labels = [operation.label for operation in logged()]
+    blocks = [unit for unit in range(20) if f"fetch input of unit {unit}" in labels]
+    assert len(blocks) == 4
+    last = len(labels) - 1 - labels[::-1].index(f"hold for ('forward', {blocks[0]})")  # the last step
+    for unit, after in pairwise(blocks):
+        assert labels.index(f"fetch input of unit {unit}", last) < labels.index(f"hold for ('backward', {after})", last)
 
 
 @pytest.mark.parametrize(
