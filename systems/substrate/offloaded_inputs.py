@@ -181,6 +181,7 @@ class OffloadedInputs:
 
     def take(self, handle: _Handle) -> torch.Tensor:
         """Recomputation asks for an input."""
+        self.settle()
         kept = handle.input
         if kept.slot is None:
             raise RuntimeError(f"the input of unit {kept.unit} is gone with its step: run the forward pass again")

@@ -141,6 +141,7 @@ class Updates:
             priority=self._priority[index],
         )
         stored.slot_holds_gradient = False
+        self.residency.bundles[self.layout.bundle_of_segment[index]].updated = True
 
     def _on_device(self, stored: StoredSegment, wanted: frozenset[int], factor: float) -> None:
         state, kernel = stored.state, self.device.kernel
