@@ -1,4 +1,4 @@
-"""The command line: `harness run | compare | ls | doctor`. Bad input is one line on stderr and exit code 2, no traceback.
+"""The command line: `harness run | compare | tables | profile | ls | doctor`. Bad input is one line on stderr, exit code 2.
 
 The flags of `run` are the fields of `RunSpec`, those of `compare` the fields of `CompareSpec`. Nothing here imports torch:
 what only the model or the system can judge is judged in the run's own process.
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from harness import comparison, store
+from harness import comparison, store, trace
 from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, progress_console, say
@@ -35,6 +35,8 @@ OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
+    "tables": "write the README's results tables from the kept records",
+    "profile": "measure this machine's roofs into a hardware profile",
     "ls": "list systems, models or runs",
     "doctor": "say what this machine lacks",
 }
@@ -184,6 +186,8 @@ def _check_before_work(spec: RunSpec) -> None:
     if spec.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise BadInputError("--wandb needs the package wandb: pip install wandb, or use --wandb off")
     store.prepare(Path(spec.results))
+    if spec.trace is not None:
+        trace.prepare(Path(spec.trace))
 
 
 def run(spec: RunSpec) -> int:
@@ -296,6 +300,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             spec = parse(ListSpec, rest, prog="harness ls", positional="what")
             return list_what(spec.what, Path(spec.results))
+        if command == "profile":
+            from harness.profile import ProfileSpec, take_profile
+
+            return take_profile(parse(ProfileSpec, rest, prog="harness profile"))
+        if command == "tables":
+            from harness.tables import TablesSpec, write_tables
+
+            return write_tables(parse(TablesSpec, rest, prog="harness tables"))
         if command == "doctor":
             parse(DoctorSpec, rest, prog="harness doctor")
             from harness.doctor import examine

@@ -37,6 +37,13 @@ class CompareSpec(RunSpec):
     option: tuple[str, ...] = Field((), description="key=value: an option that every system of this comparison takes")
     repeat: int = Field(3, ge=1, description="processes of each system, interleaved, each with its own record")
 
+    @field_validator("trace")
+    @classmethod
+    def _no_trace(cls, path: str | None) -> str | None:
+        if path is not None:
+            raise ValueError("a trace is of one system: use harness run --trace")
+        return path
+
     @field_validator("system")
     @classmethod
     def _several(cls, texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from systems.limits import Limits, read_limits
 from systems.sizes import format_size
 
 _TIMEOUT_S = 20
+_AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -66,6 +68,19 @@ def ninja() -> Finding:
     if version is None:
         return Finding("ninja", "not found", "pip install ninja: torch builds C++ extensions with it")
     return Finding("ninja", version)
+
+
+def libaio() -> Finding:
+    """DeepSpeed builds its disk operations against it."""
+    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if path is None:
+        return Finding("libaio", "not known without a C++ compiler", "install g++, then ask again")
+    command = [path, "-x", "c++", "-", "-laio", "-o", os.devnull]
+    try:
+        subprocess.run(command, input=_AIO_PROGRAM, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return Finding("libaio", "the library or its headers are missing", "apt install libaio-dev for deepspeed-infinity")
+    return Finding("libaio", "library and headers")
 
 
 def huge_pages(path: Path = HUGE_PAGES) -> Finding:
@@ -121,6 +136,7 @@ def packages() -> Iterator[Finding]:
     """Optional packages and what they are for."""
     for name, install, purpose in (
         ("deepspeed", "pip install 'offload-bench[baselines]'", "the DeepSpeed baselines"),
+        ("roundpipe", "pip install 'offload-bench[baselines]'", "the RoundPipe baseline"),
         ("wandb", "pip install 'offload-bench[wandb]'", "--wandb"),
         ("pynvml", "pip install nvidia-ml-py", "energy, clocks and PCIe link in records"),
     ):
@@ -140,7 +156,17 @@ def systems() -> Iterator[Finding]:
 
 def findings() -> Iterator[Finding]:
     limits = read_limits()
-    yield from (cuda(), compiler(), ninja(), huge_pages(), memory(limits), pinning(limits), cores(limits), swap(limits))
+    yield from (
+        cuda(),
+        compiler(),
+        ninja(),
+        libaio(),
+        huge_pages(),
+        memory(limits),
+        pinning(limits),
+        cores(limits),
+        swap(limits),
+    )
     yield from packages()
     yield from systems()
 

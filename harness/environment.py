@@ -18,7 +18,7 @@ from harness import nvml
 from harness.record import Code, Environment, Hardware, Threads
 from systems.limits import PROC, Limits
 
-PACKAGES = ("torch", "transformers", "deepspeed", "numpy", "pydantic", "triton")
+PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe", "numpy", "pydantic", "triton")
 VARIABLES = (
     "OMP_NUM_THREADS", "OMP_PROC_BIND", "MKL_NUM_THREADS", "KMP_AFFINITY", "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",

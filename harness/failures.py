@@ -19,6 +19,8 @@ LOG_LINES = 20
 OWN_PACKAGES = ("models", "systems", "harness", "paper_figures")  # a module missing there is a mistake, not an installation
 _HOST_ALLOCATION = re.compile(r"can't allocate memory|cannot allocate memory|failed to allocate memory|std::bad_alloc", re.I)
 _DEVICE_ALLOCATION = re.compile(r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation", re.I)
+# As Python prints an error, with the rank that torch puts before it, and as C++ does.
+_PRINTED_ERROR = re.compile(r"(?:\[rank\d+\]:)?\s*(?:(?:\w+\.)*(?P<name>\w*Error)|what\(\)):\s+(?P<message>\S.*)")
 
 
 def _first_size(pattern: str, text: str) -> int | None:
@@ -53,13 +55,30 @@ def _out_of_memory(error: BaseException, message: str, host_room: int | None) ->
     if isinstance(error, BudgetError | OutOfMemoryError):
         tier = error.tier if error.tier in ("device", "host", "disk") else None
         return {"tier": tier, "need": error.need, "have": error.have}
-    if type(error).__name__ == "OutOfMemoryError" or _DEVICE_ALLOCATION.search(message):  # torch's own class
-        return {"tier": "device", "need": _first_size("Tried to allocate", message), "have": _cuda_room(message)}
-    if isinstance(error, MemoryError) or _HOST_ALLOCATION.search(message):
-        need = _first_size("(?:tried|Unable) to allocate", message)
-        return {"tier": "host", "need": need, "have": host_room}
+    if room := _allocation_failed(type(error).__name__, message, host_room):
+        return room
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return {"tier": "disk", "have": _disk_room(error)}
+    return None
+
+
+def _allocation_failed(name: str, message: str, host_room: int | None) -> dict[str, Any] | None:
+    """The same of an error known by the name of its class and its message."""
+    if name == "OutOfMemoryError" or _DEVICE_ALLOCATION.search(message):  # torch's own class
+        return {"tier": "device", "need": _first_size("Tried to allocate", message), "have": _cuda_room(message)}
+    if name == "MemoryError" or _HOST_ALLOCATION.search(message):
+        need = _first_size("(?:tried|Unable) to allocate", message)
+        return {"tier": "host", "need": need, "have": host_room}
+    return None
+
+
+def _printed_out_of_memory(log: list[str]) -> tuple[str, dict[str, Any]] | None:
+    """The first error in the log that means no room, and what it says of it: what came after may only follow from it."""
+    for line in log:
+        match = _PRINTED_ERROR.fullmatch(line)
+        room = _allocation_failed(match["name"] or "", match["message"], None) if match else None
+        if match and room:
+            return one_line(match["message"]), room
     return None
 
 
@@ -116,7 +135,7 @@ def from_death(death: Death) -> tuple[Status, Reason]:
     """Status and reason of a run whose process told no result."""
     killed_by = signal.Signals(-death.exit_code).name if death.exit_code < 0 else None
     status: Status = "failed"
-    tier = None
+    room: dict[str, Any] = {}
     if death.stopped_by is not None:
         killed_by = signal.Signals(death.stopped_by).name
         message = f"the run was stopped by {killed_by} in phase {death.phase}"
@@ -124,9 +143,12 @@ def from_death(death: Death) -> tuple[Status, Reason]:
         status, killed_by = "timeout", None
         message = f"no end within {death.timed_out_s:g} s: stopped in phase {death.phase}; raise --timeout or do less"
     elif killed_by == "SIGKILL" and death.oom_kills:
-        status, tier = "oom", "host"
+        status, room = "oom", {"tier": "host", "have": death.host_budget}
         seen = f" at {format_size(death.host_bytes)} resident" if death.host_bytes is not None else ""
         message = f"the kernel killed the process for memory in phase {death.phase}{seen}"
+    elif death.exit_code != 0 and killed_by != "SIGKILL" and (printed := _printed_out_of_memory(death.log)):
+        status, room = "oom", printed[1]
+        message = f"the process ended in phase {death.phase} after an error in one of its threads: {printed[0]}"
     elif killed_by == "SIGKILL" and death.oom_kills is None:
         message = f"killed by SIGKILL in phase {death.phase}; nothing here counts the kernel's own kills for memory"
     elif killed_by:
@@ -138,8 +160,7 @@ def from_death(death: Death) -> tuple[Status, Reason]:
         {
             "message": message,
             "phase": death.phase,
-            "tier": tier,
-            "have": death.host_budget if tier else None,
+            **room,
             "rank": 0,
             "signal": killed_by,
             "exit_code": death.exit_code if death.exit_code >= 0 else None,

@@ -34,7 +34,7 @@ class Reason(Part):
     """Why a run did not end well. tier, need and have are of a memory budget, in bytes."""
 
     message: str
-    phase: str | None = Field(None, description="start, resolve, build, initialize, warm-up, step, eval or close")
+    phase: str | None = Field(None, description="start, resolve, build, initialize, warm-up, step, eval, trace or close")
     tier: Literal["device", "host", "disk"] | None = None
     need: int | None = None
     have: int | None = None
@@ -214,8 +214,8 @@ class Record(Part):
     metrics: Metrics = Metrics()
     phases_s: dict[str, float] = Field(
         {},
-        description="import, resolve, build, initialize, warm_up, timed, eval, close; the system's start-up as startup.*; with "
-        "--phases one more step's as phase.*",
+        description="import, resolve, build, initialize, warm_up, timed, eval, trace, phases, close; a system's start-up as "
+        "startup.*; with --phases those of one more step as phase.*",
     )
     traffic: Traffic = Traffic()
     memory: Memory = Memory()

@@ -77,6 +77,10 @@ def resolve(job: Job, device: Device) -> Request:
     spec = job.spec
     system = load(spec.system)
     options = registry.parse_options(system, spec.option)
+    if spec.trace is not None and not getattr(system, "can_trace", False):
+        raise ValueError(
+            f"--trace: {spec.system} does not label its phases: use resident or one of this project's own strategies"
+        )
     if spec.phases and not getattr(system, "tells_phases", False):
         raise ValueError(f"--phases: {spec.system} does not tell its phases: use one of this project's own strategies")
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness import derive, doubts, environment, record
+from harness import derive, doubts, environment, record, trace
 from harness.channel import Channel, Job
 from harness.failures import from_exception
 from harness.measure import Batch, Measured, Measurement, Work
@@ -149,8 +149,19 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     known.measured = measurement.measured
     measurement.run()
     known.watch.look()
+    if job.spec.trace is not None and job.replicate == 0:
+        _trace(measurement, Path(job.spec.trace), channel, known)
     if job.spec.phases:
         _phases(measurement, channel, known)
+
+
+def _trace(measurement: Measurement, path: Path, channel: Channel, known: Known) -> None:
+    """See harness/trace.py. Every figure of the record is taken before."""
+    known.take_figures()
+    channel.enter("trace")
+    with known.timing("trace"):
+        trace.take(measurement.extra_step, path, known.resolved.device or "cpu")
+    known.notes.append(f"a trace of one more step is in {path}")
 
 
 def _phases(measurement: Measurement, channel: Channel, known: Known) -> None:

@@ -20,6 +20,7 @@ from systems.system import Engine, Settings
 class ManagedSystem:
     """A strategy run on the substrate; obeys systems.system.System."""
 
+    can_trace = True
     tells_phases = True
 
     def __init__(self, strategy: type[Strategy]) -> None:

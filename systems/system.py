@@ -38,7 +38,7 @@ class Settings:
     clip: gradient norm to clip to, 0 for off.
     initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
     optimizer: a torch AdamW or Adam whose parameter groups, read at each step, replace `adam`; None uses `adam`.
-    log_events: keep every event of the run in memory (tests and --trace), not only counters.
+    log_events: keep every event of the run in memory (tests), not only counters.
     """
 
     device: Literal["cuda", "cpu"] = "cpu"
@@ -185,6 +185,7 @@ class Engine(ABC):
 class System(Protocol):
     """One entry of the registry. `Options` is the pydantic model that `--option key=value` is checked against.
 
+    `can_trace = True` says that its engines label their phases for a profile (systems/substrate/labels.py).
     `tells_phases = True` says that its engines know Engine.phases_s.
     """
 

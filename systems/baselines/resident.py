@@ -25,6 +25,7 @@ from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
+from systems.substrate.labels import labelled
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
 from systems.substrate.units import FoundModel, find_units
@@ -177,8 +178,9 @@ class ResidentEngine(Engine):
             elif number in self._fired and accumulator is not None:
                 gradients[number] = accumulator
         kernel = self.device.kernel
-        values = self.device.partials([kernel.sum_squares_all(list(gradients.values()))])()
-        outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
+        with labelled("norm"):
+            values = self.device.partials([kernel.sum_squares_all(list(gradients.values()))])()
+            outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
             self.log.count("skipped_steps")
         else:
@@ -190,7 +192,8 @@ class ResidentEngine(Engine):
                 out = self.parameters[number].data.reshape(-1)
                 ranges = [self._control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
-            kernel.update_all(tasks, factor=self._control.multiplier(outcome))
+            with labelled("update"):
+                kernel.update_all(tasks, factor=self._control.multiplier(outcome))
         self._discard()
         self._control.record(outcome)
 
@@ -250,6 +253,7 @@ class Resident:
     name = "resident"
     summary = "reference recipe, everything on the device"
     Options = ResidentOptions
+    can_trace = True
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         return ResidentEngine(model, settings)

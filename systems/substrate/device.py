@@ -37,6 +37,9 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13 a
 COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 
 
+STAGE_BYTES = 64 << 20
+
+
 class Device(ABC):
     """One rank's device with its lanes, pool and accounts.
 
@@ -46,6 +49,7 @@ class Device(ABC):
 
     torch_device: torch.device
     label: str
+    warm_up_share = 1.0  # of what is plannable: what bundles that move may fill while the activations are not known yet
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
 
     def __init__(self, budget: int, log: EventLog) -> None:
@@ -68,11 +72,6 @@ class Device(ABC):
     @property
     def plannable_bytes(self) -> int:
         """What a plan may fill, activations included."""
-        return self.account.budget
-
-    @property
-    def warm_up_pool_bytes(self) -> int:
-        """What the pool should stay under while the activations are not known yet."""
         return self.account.budget
 
     def prepare(self, pool_bytes: int) -> None:
@@ -107,6 +106,10 @@ class Device(ABC):
     @abstractmethod
     def hand_over(self, nbytes: int) -> None:
         """A gradient was copied out of autograd's buffer."""
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """target (host, contiguous) = source (device), of the same type; done on return. For start-up, not for a step."""
+        target.copy_(source)
 
     @abstractmethod
     def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
@@ -246,10 +249,6 @@ class CudaDevice(Device):
         reserve = max(int(self.account.budget * self.reserve_share), self.least_reserve)
         return max(self.account.budget - reserve, self.account.budget // 2)
 
-    @property
-    def warm_up_pool_bytes(self) -> int:
-        return int(self.account.budget * self.warm_up_share)
-
     def prepare(self, pool_bytes: int) -> None:
         """One slab: the allocator would round and scatter single blocks."""
         self.drain()
@@ -275,9 +274,9 @@ class CudaDevice(Device):
         self.waited_s += time.perf_counter() - began
 
     def _mark(self, id: int) -> Ticket:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return CudaTicket(id, event)
+        event, stream = torch.cuda.Event(), torch.cuda.current_stream(self.torch_device)
+        event.record(stream)
+        return CudaTicket(id, event, stream)
 
     def _new_granule(self, nbytes: int) -> torch.Tensor | None:
         size = max(self.granule_bytes, nbytes)
@@ -305,6 +304,15 @@ class CudaDevice(Device):
 
     def hand_over(self, nbytes: int) -> None:
         self._handed_over += nbytes
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Through a pinned piece at a time: a copy to plain memory runs at a tenth of the link's speed."""
+        flat, to = source.reshape(-1), target.view(-1)
+        stage = torch.empty(min(flat.numel(), STAGE_BYTES // flat.itemsize), dtype=flat.dtype, pin_memory=True)
+        for part, out in zip(flat.split(stage.numel()), to.split(stage.numel()), strict=True):
+            piece = stage[: part.numel()]
+            piece.copy_(part)
+            self.host_kernel.copy(out, piece)
 
     def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
         if not any(isinstance(part, torch.Tensor) for part in sums):

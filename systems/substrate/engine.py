@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.errors import UnsupportedError
+from systems.planning.overflow import keep_on_device
 from systems.planning.plan import UpdateRule
 from systems.planning.strategy import PlanningContext, Strategy
 from systems.substrate.activations import apply_recompute, recomputed_units
@@ -91,7 +92,7 @@ class ManagedEngine(Engine):
                 "updates that do not wait for the norm (nonfinite=stop) can neither clip nor run fp16's loss scaling: "
                 "leave --clip at 0 and take bf16, or use nonfinite=skip"
             )
-        layout = self.strategy.layout(found.index)
+        layout = keep_on_device(self.strategy.layout(found.index), context, self.strategy.update_rule)
         offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed_units(found, settings.recompute))
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")

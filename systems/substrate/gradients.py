@@ -6,6 +6,7 @@ Note [Life of a gradient]
     flushed   once every gradient expected of the bundle is there: a sum of squares a parameter is left for the norm, and the
               range is copied into the host slot of its own parameters (Note [The slot]) and freed. With several
               micro-batches the slot's content is then added to the fp32 accumulator and the parameters are restored.
+              Adopted gradients stay where they are, and so are summed all at once when the norm is wanted.
     parked    room was needed before the gradient was complete: the range lies in the slot, and nothing was added yet.
     in place  where the plan says so there is no range: see Note [Written in place].
     A gradient that arrives after its bundle was flushed or parked reopens the range with what is in the slot, so that a
@@ -14,7 +15,7 @@ Note [Life of a gradient]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -25,6 +26,7 @@ from systems.substrate.device import Device
 from systems.substrate.events import Extent
 from systems.substrate.gradient_ranges import BundleGradient, Ranges, places_of
 from systems.substrate.in_place import InPlace
+from systems.substrate.labels import labelled
 from systems.substrate.residency import Residency
 from systems.substrate.store import Store
 from systems.substrate.transfers import Memory
@@ -137,12 +139,16 @@ class Gradients:
         if not gradient.fired:  # reserved, but nothing came: the unit's output was not used
             self._ranges.free(bundle, gradient)
             return
+        if self.adopts(bundle) and gradient.range is None:
+            gradient.flushed = True
+            return
         if not self.adopts(bundle):
             self.in_place.assemble(bundle, gradient)
         on_device = self.store.segments[self.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
         if self.accumulate == 1:
             fired = sorted(gradient.fired)
-            sums = self.device.kernel.sum_squares_all([self.on_device(parameter) for parameter in fired])
+            with labelled(f"norm of bundle {bundle}"):
+                sums = self.device.kernel.sum_squares_all([self.on_device(parameter) for parameter in fired])
             self.partials[bundle] = tuple(fired), sums
         if gradient.range is not None:
             self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} ends")
@@ -174,6 +180,7 @@ class Gradients:
     def consumed(self, bundle: int) -> None:
         """The bundle's update was issued: what it left on the device can go."""
         gradient = self.bundles[bundle]
+        self.sum_adopted([bundle])
         gradient.adopted.clear()
         self._ranges.give_up(bundle, gradient)
 
@@ -202,11 +209,20 @@ class Gradients:
                 label=f"offload adopted gradients of segment {s}",
             ).wait()
             stored.slot_holds_gradient = True
-        if not gradient.flushed:
-            sums = self.device.kernel.sum_squares_all([tensor.reshape(-1) for tensor in adopted.values()])
-            self.partials[bundle] = tuple(adopted), sums
+        self.sum_adopted([bundle])
         gradient.adopted.clear()
         gradient.flushed = True
+
+    def sum_adopted(self, bundles: Iterable[int] | None = None) -> None:
+        """Leave the sums of squares of adopted gradients for the norm, in one pass. Of all bundles, if none are given."""
+        wanted = [b for b in (self.bundles if bundles is None else bundles) if self.bundles[b].adopted]
+        found = [(b, sorted(self.bundles[b].adopted)) for b in wanted]
+        with labelled("norm of adopted gradients"):
+            sums = self.device.kernel.sum_squares_all([self.on_device(p) for _, mine in found for p in mine])
+        end = 0
+        for bundle, mine in found:
+            start, end = end, end + len(mine)
+            self.partials[bundle] = tuple(mine), sums[start:end]
 
     def start_micro_step(self, *, last: bool) -> None:
         self.last_micro_step = last

@@ -1,6 +1,7 @@
 """Host memory: exact-size mappings for what lies off the device, pinned where a copy engine reads it.
 
-torch's pinned allocator rounds up to powers of two; these mappings have the bytes asked for. Huge pages are advised.
+torch's pinned allocator rounds up to powers of two; these mappings have the bytes asked for. Huge pages are advised, and all
+pages are touched at once by many threads: left to whoever comes first, they would be faulted in one after the other.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class HostMapping:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._bytes.view(-1, PAGE)[:, 0].zero_()
         self._used = 0
         self.pinned = pinned and torch.cuda.is_available()
         if self.pinned:

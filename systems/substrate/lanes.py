@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from systems.planning.plan import LaneKind
+from systems.substrate.labels import labelled
 
 POLL_SECONDS = 0.0002
 
@@ -72,11 +73,11 @@ class HostTicket:
 
 
 class CudaTicket:
-    """Work queued on a stream by a lane's thread, or (event given) already queued by the caller."""
+    """Work queued on a stream by a lane's thread, or (event and its stream given) already queued by the caller."""
 
-    def __init__(self, id: int, event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, id: int, event: torch.cuda.Event | None = None, stream: torch.cuda.Stream | None = None) -> None:
         self.id = id
-        self._event = event
+        self._event, self._stream = event, stream
         self._queued = threading.Event()
         self._error: BaseException | None = None
         if event is not None:
@@ -100,6 +101,8 @@ class CudaTicket:
         if stream is None:
             self.wait()
             return
+        if stream == self._stream:
+            return  # a stream is in order by itself
         self._queued.wait()
         if self._error is not None:
             raise self._error
@@ -108,10 +111,10 @@ class CudaTicket:
 
 
 class _Job:
-    __slots__ = ("after", "priority", "ticket", "work")
+    __slots__ = ("after", "label", "priority", "ticket", "work")
 
-    def __init__(self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int) -> None:
-        self.work, self.after, self.ticket, self.priority = work, after, ticket, priority
+    def __init__(self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int, label: str) -> None:
+        self.work, self.after, self.ticket, self.priority, self.label = work, after, ticket, priority, label
 
 
 class Lane:
@@ -137,11 +140,16 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"lane-{kind.value}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None], after: Sequence[Ticket], *, id: int, priority: int = 0) -> Ticket:
-        """Queue `work` to run after the tickets in `after`. priority is for lanes that choose; this one keeps order."""
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Ticket], *, id: int, priority: int = 0, label: str = "work"
+    ) -> Ticket:
+        """Queue `work` to run after the tickets in `after`. priority is for lanes that choose; this one keeps order.
+
+        label: what a profile calls it.
+        """
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
         with self._changed:
-            self._jobs.append(_Job(work, after, ticket, priority))
+            self._jobs.append(_Job(work, after, ticket, priority, label))
             self._changed.notify_all()
         return ticket
 
@@ -154,6 +162,7 @@ class Lane:
         return self._jobs.popleft()
 
     def _run(self) -> None:
+        torch.multiprocessing._set_thread_name(self._thread.name)  # what a profile calls the thread
         while True:
             with self._changed:
                 while self._running and not self._waiting:
@@ -174,11 +183,13 @@ class Lane:
             for earlier in job.after:
                 earlier.order(self.stream)
             if self.stream is None:
-                job.work()
+                with labelled(job.label):
+                    job.work()
                 ticket.finish()
                 return
             with torch.cuda.stream(self.stream):
-                job.work()
+                with labelled(job.label):
+                    job.work()
                 event = torch.cuda.Event()
                 event.record(self.stream)
             ticket.queued(event)

@@ -47,17 +47,19 @@ class Planner:
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
         self._replan = False
         self._eviction = strategy.eviction(parts.layout, None)
-        parts.residency.limit = self._unplanned_bytes
         parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
         for bundle in parts.layout.bundles:
             if not bundle.movable:
                 self._promote(bundle.index)
+        self._settled = parts.device.account.pool
+        parts.residency.limit = self._unplanned_bytes
 
     @property
     def _unplanned_bytes(self) -> int:
-        """What model data may fill while activations are not known."""
-        share, device = self.strategy.warm_up_share, self.parts.device
-        return device.warm_up_pool_bytes if share is None else int(share * device.plannable_bytes)
+        """What model data may fill while activations are not known: what never moves, and a share of the rest."""
+        device = self.parts.device
+        share = device.warm_up_share if self.strategy.warm_up_share is None else self.strategy.warm_up_share
+        return self._settled + int(share * max(device.plannable_bytes - self._settled, 0))
 
     def learn(self, moments: tuple[Moment, ...], trace: Trace | None) -> None:
         """Have a plan for steps like the one that just ended, and use it for the next.

@@ -15,6 +15,7 @@ import torch
 from systems.planning.layout import Bundle, Layout, Placement
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.device import Device
+from systems.substrate.labels import labelled
 from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 from systems.substrate.transfers import Memory
@@ -63,7 +64,7 @@ class Residency:
             ManagedBundle(b, RebindableStorage(layout.bundle_bytes(b.index), device.torch_device, poison))
             for b in layout.bundles
         ]
-        self.limit = device.warm_up_pool_bytes  # pool bytes beyond which fetching evicts; lifted by a plan
+        self.limit = device.plannable_bytes  # pool bytes beyond which fetching evicts; lifted by a plan
 
     def pinned(self, managed: ManagedBundle) -> bool:
         """True for a bundle that stays: never moved by layout, or updated on the device."""
@@ -151,7 +152,8 @@ class Residency:
                 self._unhold(managed, key)
             raise
         blocks = [managed.block for managed in held if managed.block is not None]
-        self.device.transfers.order_compute(reads=[b.memory for b in blocks], label=f"hold for {key}")
+        with labelled("wait for bundles"):
+            self.device.transfers.order_compute(reads=[b.memory for b in blocks], label=f"hold for {key}")
         for managed in held:
             if managed.state is BundleState.FETCHING and managed.block is not None:
                 managed.storage.point_at(managed.block.data.data_ptr())
@@ -183,9 +185,10 @@ class Residency:
         if managed.block is None:
             return
         assert not managed.holds, f"bundle {index} dropped while held"
-        managed.storage.release()
-        self.device.pool.free(managed.block, f"bundle {index}")
-        managed.block, managed.state = None, BundleState.ABSENT
+        with labelled(f"drop bundle {index}"):
+            managed.storage.release()
+            self.device.pool.free(managed.block, f"bundle {index}")
+            managed.block, managed.state = None, BundleState.ABSENT
 
     def write_back(self, index: int) -> None:
         """Copy the device's parameters to the host slots, then drop them."""

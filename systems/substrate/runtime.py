@@ -21,6 +21,7 @@ from systems.errors import DivergedError
 from systems.planning.plan import OpKind, UpdateRule
 from systems.planning.strategy import Strategy
 from systems.planning.trace import NO_UNIT, Moment, Phase
+from systems.substrate.labels import UnitSpans
 from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Cursor, Recorder
 from systems.substrate.step_ending import StepEnding
@@ -33,6 +34,7 @@ class Runtime:
         self.parts, self.strategy, self.accumulate = parts, strategy, accumulate
         self.cursor = Cursor()
         self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
+        self._spans = UnitSpans()
         self.in_step = self.in_backward = False
         self._aside = self._half_updated = False
         self.micro_step = 0
@@ -83,6 +85,7 @@ class Runtime:
         self._carry_out_plan()
 
     def forward_enter(self, unit: int) -> None:
+        self._spans.begin("forward", unit)
         if self._observing:
             self.parts.inputs.settle()
             self._moment(Phase.FORWARD_ENTER, unit)
@@ -95,11 +98,13 @@ class Runtime:
             self._pending[unit] = self._pending.get(unit, 0) + 1
             self._moment(Phase.FORWARD_EXIT, unit)
             self._carry_out_plan()
+        self._spans.end("forward", unit)
 
     def backward_enter(self, unit: int) -> None:
         """Idempotent while the unit's backward is in progress."""
         if self.holds_backward(unit):
             return
+        self._spans.begin("backward", unit)
         self._moment(Phase.BACKWARD_ENTER, unit)
         self.parts.inputs.begin_backward(unit)
         self._carry_out_plan()
@@ -127,6 +132,7 @@ class Runtime:
             elif bundle in self.parts.gradients.bundles:
                 self.recorder.waits(bundle, self.parts.gradients.bundles[bundle].fired)
         self._carry_out_plan()
+        self._spans.end("backward", unit)
 
     def backward_continues(self, unit: int) -> None:
         """A later call's backward ends where an earlier call's begins: nothing is released between."""
@@ -164,6 +170,7 @@ class Runtime:
             self.recorder.flushed(bundle)
         self._sent_early.clear()
         self._carry_out_plan()
+        self._spans.end_all()
         self.in_backward = False
         self.micro_step += 1
         if self.micro_step < self.accumulate:
@@ -193,6 +200,7 @@ class Runtime:
         Unless updates had begun during its backward: those cannot be taken back, and no further step may be run.
         """
         self._half_updated |= bool(self.ending.updated)
+        self._spans.end_all()
         self.in_step = self.in_backward = False
         self.parts.residency.release_all()
         self.parts.inputs.forget()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from systems.errors import DivergedError
+from systems.substrate.labels import labelled
 from systems.substrate.planner import Parts
 from systems.system import StepOutcome
 
@@ -26,9 +27,9 @@ class StepEnding:
         """The bundle's gradient is complete: update its segments now."""
         fired = frozenset(self.parts.gradients.bundles[bundle].fired)
         self.parts.control.begin_updates(sorted(fired))
-        for s in self.parts.layout.bundles[bundle].segments:
-            self.parts.updates.run_segment(s, fired, 1.0)
-            self.updated.add(s)
+        segments = self.parts.layout.bundles[bundle].segments
+        self.parts.updates.run_segments(segments, fired, 1.0)
+        self.updated.update(segments)
         self.parts.gradients.consumed(bundle)
 
     def update(self) -> StepOutcome | None:
@@ -46,7 +47,8 @@ class StepEnding:
             control.begin_updates(left)
             updates.run(left, 1.0)
             return None
-        outcome = control.decide(self._norm()())
+        with labelled("norm"):
+            outcome = control.decide(self._norm()())
         if outcome.skipped:
             self.parts.device.log.count("skipped_steps")
             updates.discard()
@@ -57,6 +59,7 @@ class StepEnding:
 
     def _norm(self) -> Callable[[], dict[int, float]]:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
+        self.parts.gradients.sum_adopted()
         partials = list(self.parts.gradients.partials.values())
         names = [parameter for parameters, _ in partials for parameter in parameters]
         intact = self.parts.poison.intact().double().reshape(1)
@@ -75,7 +78,8 @@ class StepEnding:
         if self._unread is None:
             return
         read, self._unread = self._unread, None
-        outcome = self.parts.control.decide(read())
+        with labelled("norm"):
+            outcome = self.parts.control.decide(read())
         if outcome.skipped:
             raise DivergedError(
                 f"step {outcome.step}: a gradient is not finite and was applied already: use --option nonfinite=skip to "

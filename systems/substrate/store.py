@@ -60,10 +60,10 @@ class StoredSegment:
 
 
 class Store:
-    """All segments of one rank. Construction allocates and fills the host; nothing is on the device yet.
+    """All segments of one rank. Construction allocates and fills the host, and the device for what never moves.
 
     initial: (parameter number, fp32 tensor of its shape) fills the tensor with the parameter's first value.
-    Raises BudgetError when the host tier is too small.
+    Raises BudgetError when a tier is too small.
     """
 
     def __init__(
@@ -78,15 +78,16 @@ class Store:
         initial: Callable[[int, torch.Tensor], None],
     ) -> None:
         self.layout, self.device, self.host, self.dtype = layout, device, host, dtype
-        trainable = [s for s in layout.segments if s.space.trainable]
+        settled = {s for b in layout.bundles if not b.movable for s in b.segments}
+        at_home = [s for s in layout.segments if s.space.trainable and s.index not in settled]
         slot_bytes = sum(s.shard_numel for s in layout.segments) * dtype.itemsize
-        state_bytes = sum(s.shard_numel for s in trainable) * 4
+        state_bytes = sum(s.shard_numel for s in at_home) * 4
         self._check_host(slot_bytes, state_bytes * (4 if accumulate > 1 else 3))
         self._mappings = {"slots": HostMapping("host-slots", slot_bytes, host, pinned=True)}
         parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
-        for part in parts if trainable else []:
+        for part in parts if at_home else []:
             self._mappings[part] = HostMapping(f"host-{part}", state_bytes, host, pinned=False)
-        self.segments = [self._place(s, parts) for s in layout.segments]
+        self.segments = [self._place(s, parts, settled=s.index in settled) for s in layout.segments]
         for stored in self.segments:
             self._fill(stored, shapes, initial)
 
@@ -102,8 +103,23 @@ class Store:
                 have=have,
             )
 
-    def _place(self, segment: Segment, parts: Sequence[str]) -> StoredSegment:
+    def _place(self, segment: Segment, parts: Sequence[str], *, settled: bool) -> StoredSegment:
+        """settled: on the device from the beginning, with no place on the host to go back to."""
         slot, slot_memory = self._mappings["slots"].take(self.dtype, segment.shard_numel)
+        if settled and segment.space.trainable:
+            state = self._on_device(segment, len(parts))
+            if state is None:
+                need = segment.shard_numel * 4 * len(parts)
+                raise BudgetError(
+                    f"the optimizer state of segment {segment.index}, which stays on the device, needs {format_size(need)} "
+                    f"there, {format_size(max(self.device.account.room, 0))} are free: raise --device-memory",
+                    tier="device",
+                    need=need,
+                    have=max(self.device.account.room, 0),
+                )
+            for tensor in state.tensors()[1:]:
+                tensor.zero_()
+            return StoredSegment(segment, slot, slot_memory, state, None)
         state = None
         if segment.space.trainable:
             taken = {part: self._mappings[part].take(torch.float32, segment.shard_numel) for part in parts}
@@ -124,21 +140,29 @@ class Store:
         shapes: Sequence[tuple[int, ...]],
         initial: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """First values, made on the compute device where they fit (same bits, and a GPU draws them faster)."""
+        """First values, made on the compute device where they fit (same bits, and a GPU draws them faster).
+
+        What stays on the device is drawn in its place there.
+        """
         for place in stored.segment.placements:
             where = slice(place.offset, place.offset + place.numel)
             fits = place.numel * 4 <= self.device.account.budget // FILL_SHARE
-            made_on = self.device.torch_device if fits else torch.device("cpu")
             home = None if stored.state is None else stored.state.master[where].view(shapes[place.parameter])
+            settled = stored.state is not None and stored.state.tier is Tier.DEVICE
+            made_on = self.device.torch_device if fits or settled else torch.device("cpu")
             in_place = home is not None and made_on == home.device
             value = home if home is not None and in_place else torch.empty(shapes[place.parameter], device=made_on)
             initial(place.parameter, value)
             if home is not None and not in_place:
-                home.copy_(value)
+                self.device.copy_to_host(value, home)
             if value.device.type == "cpu":
                 self.device.host_kernel.cast(value.reshape(-1), stored.slot[where])
             else:
                 stored.slot[where].copy_(value.reshape(-1).to(self.dtype))
+        if stored.tier is Tier.DEVICE:
+            assert stored.state is not None
+            memory, label = stored.state.memory, f"first values of segment {stored.segment.index}"
+            self.device.transfers.compute(writes=[memory], label=label)
 
     def pieces(self, bundle: int, block: Allocation) -> list[torch.Tensor]:
         """A bundle's block cut into its segments, as flat tensors of the compute dtype."""
@@ -169,27 +193,33 @@ class Store:
         stored = self.segments[index]
         old = stored.state
         assert old is not None and old.tier is Tier.HOST and not stored.slot_holds_gradient
-        numel, parts = stored.segment.shard_numel, old.tensors()
-        allocation = self.device.pool.allocate(numel * 4 * len(parts), f"optimizer state of segment {index}")
-        if allocation is None:
+        new = self._on_device(stored.segment, len(old.tensors()))
+        if new is None:
             return False
-        new = [allocation.view(torch.float32, i * numel, numel) for i in range(len(parts))]
 
-        def copy() -> None:
-            for target, source in zip(new, old.tensors(), strict=True):
+        def copy(targets: Sequence[torch.Tensor] = new.tensors()) -> None:
+            for target, source in zip(targets, old.tensors(), strict=True):
                 target.copy_(source, non_blocking=True)
 
-        self.device.log.count("h2d_bytes", numel * 4 * len(parts))
+        self.device.log.count("h2d_bytes", sum(tensor.nbytes for tensor in new.tensors()))
         moved = self.device.transfers.issue(
-            LaneKind.H2D, copy, reads=[old.memory], writes=[allocation.memory], label=f"state of segment {index}"
+            LaneKind.H2D, copy, reads=[old.memory], writes=[new.memory], label=f"state of segment {index}"
         )
         moved.wait()
-        stored.state = OptimizerState(
-            Tier.DEVICE, new[0], new[1], new[2], new[3] if len(new) == 4 else None, allocation.memory, allocation
-        )
+        stored.state = new
         for name, tensor in zip(STATE_PARTS, old.tensors(), strict=False):
             self._mappings[name].discard(tensor)
         return True
+
+    def _on_device(self, segment: Segment, parts: int) -> OptimizerState | None:
+        """Room on the device for a segment's state, of any content; None if there is not enough now."""
+        numel = segment.shard_numel
+        allocation = self.device.pool.allocate(numel * 4 * parts, f"optimizer state of segment {segment.index}")
+        if allocation is None:
+            return None
+        new = [allocation.view(torch.float32, i * numel, numel) for i in range(parts)]
+        accumulator = new[3] if parts == 4 else None
+        return OptimizerState(Tier.DEVICE, new[0], new[1], new[2], accumulator, allocation.memory, allocation)
 
     def state_to_host(self, index: int) -> None:
         """The way back, when the device's room is needed for something else; the slot gets the parameters again."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from systems.planning.plan import LaneKind
 from systems.substrate.events import EventLog, Extent
+from systems.substrate.labels import issuing
 from systems.substrate.lanes import Lane, Ticket
 
 MAX_READERS = 32  # finished readers are forgotten beyond this many
@@ -58,7 +59,8 @@ class Transfers:
     ) -> Ticket:
         """Queue `work` on `lane` after everything it depends on. See Note [Derived waits]."""
         waits = _waits(reads, writes)
-        ticket = self._lanes[lane].submit(work, waits, id=self._log.next_ticket(), priority=priority)
+        with issuing(label):
+            ticket = self._lanes[lane].submit(work, waits, id=self._log.next_ticket(), priority=priority, label=label)
         self._leave(ticket, lane, label, reads, writes, waits)
         return ticket
 

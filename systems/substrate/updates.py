@@ -11,9 +11,11 @@ from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange, AdamTask
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
+from systems.substrate.labels import labelled
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
-from systems.substrate.store import Store, StoredSegment
+from systems.substrate.store import OptimizerState, Store, StoredSegment
+from systems.substrate.tiers import Allocation
 
 
 class Updates:
@@ -54,7 +56,8 @@ class Updates:
                 continue
             if state.tier is Tier.DEVICE:
                 self.device.transfers.compute(reads=[state.memory], label=f"norm of segment {s}")
-                work()
+                with labelled(f"norm of segment {s}"):
+                    work()
             else:
                 self.device.transfers.issue(LaneKind.CPU, work, reads=[state.memory], label=f"norm of segment {s}", priority=-1)
         if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
@@ -63,16 +66,20 @@ class Updates:
     def run(self, fired: Sequence[int], factor: float) -> None:
         """Update every segment that has gradients. factor multiplies them (loss scale and clipping)."""
         wanted = frozenset(fired)
-        for s in self._order:
-            if any(p.parameter in wanted for p in self.store.segments[s].segment.placements):
-                self.run_segment(s, wanted, factor)
+        placements = {s: self.store.segments[s].segment.placements for s in self._order}
+        self.run_segments([s for s in self._order if any(p.parameter in wanted for p in placements[s])], wanted, factor)
 
-    def run_segment(self, s: int, wanted: frozenset[int], factor: float) -> None:
-        stored = self.store.segments[s]
-        if stored.tier is Tier.DEVICE:
-            self._on_device(stored, wanted, factor)
-        else:
-            self._on_host(stored, wanted, factor)
+    def run_segments(self, segments: Sequence[int], wanted: frozenset[int], factor: float) -> None:
+        """Those on the host one by one, so that each is done early; those on the device as one piece of work."""
+        on_device = []
+        for s in segments:
+            stored = self.store.segments[s]
+            if stored.tier is Tier.DEVICE:
+                on_device.append(stored)
+            else:
+                self._on_host(stored, wanted, factor)
+        if on_device:
+            self._on_device(on_device, wanted, factor)
 
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
@@ -143,33 +150,37 @@ class Updates:
         stored.slot_holds_gradient = False
         self.residency.bundles[self.layout.bundle_of_segment[index]].updated = True
 
-    def _on_device(self, stored: StoredSegment, wanted: frozenset[int], factor: float) -> None:
-        state, kernel = stored.state, self.device.kernel
-        assert state is not None
-        index = stored.segment.index
-        bundle = self.residency.bundles[self.layout.bundle_of_segment[index]]
-        assert bundle.block is not None, "a segment updated on the device is always resident"
-        start = 0
-        for s in bundle.bundle.segments:
-            if s == index:
-                break
-            start += self.layout.segments[s].numel
-        out = bundle.block.view(self.store.dtype, start, stored.segment.numel)
-        self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
-        tasks = []
-        for p in stored.segment.placements:
-            if p.parameter in wanted:
-                where = slice(p.offset, p.offset + p.numel)
-                on_device = self.gradients.on_device
-                gradient = on_device(p.parameter) if state.accumulator is None else state.accumulator[where]
-                ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
-                moments = state.exp_avg[where], state.exp_avg_sq[where]
-                tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
-        with self.device.phases.of("adam_device"):
-            kernel.update_all(tasks, factor=factor)
+    def _on_device(self, segments: Sequence[StoredSegment], wanted: frozenset[int], factor: float) -> None:
+        memories, tasks, accumulators = [], [], []
+        for stored in segments:
+            state, block, out = self._device_copy(stored)
+            memories += [state.memory, block.memory]
             if state.accumulator is not None:
-                state.accumulator.zero_()
-        self.device.transfers.compute(writes=[state.memory, bundle.block.memory], label=f"update segment {index}")
+                accumulators.append(state.accumulator)
+            for p in stored.segment.placements:
+                if p.parameter in wanted:
+                    where = slice(p.offset, p.offset + p.numel)
+                    on_device = self.gradients.on_device
+                    gradient = on_device(p.parameter) if state.accumulator is None else state.accumulator[where]
+                    ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
+                    moments = state.exp_avg[where], state.exp_avg_sq[where]
+                    tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
+        label = f"update {len(segments)} segments from {segments[0].segment.index} on"
+        self.device.transfers.compute(writes=memories, label=label)
+        with self.device.phases.of("adam_device"), labelled(label):
+            self.device.kernel.update_all(tasks, factor=factor)
+            for accumulator in accumulators:
+                accumulator.zero_()
+        self.device.transfers.compute(writes=memories, label=label)
+
+    def _device_copy(self, stored: StoredSegment) -> tuple[OptimizerState, Allocation, torch.Tensor]:
+        """State, block and the parameters in it of a segment that is updated on the device."""
+        index, state = stored.segment.index, stored.state
+        bundle = self.residency.bundles[self.layout.bundle_of_segment[index]]
+        assert state is not None and bundle.block is not None, "a segment updated on the device is always resident"
+        before = bundle.bundle.segments[: bundle.bundle.segments.index(index)]
+        start = sum(self.layout.segments[s].numel for s in before)
+        return state, bundle.block, bundle.block.view(self.store.dtype, start, stored.segment.numel)
 
 
 def _zero(tensor: torch.Tensor) -> None:

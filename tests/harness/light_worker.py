@@ -33,6 +33,10 @@ def misbehave(at: int, script: dict[str, str]) -> None:
         os._exit(0)
     if now("crash_at"):
         raise RuntimeError(f"the script says that step {at} crashes")
+    if now("thread_oom_at"):  # as a package that ends the process for an error in a thread of its own
+        sys.stderr.write("Exception in thread Thread-2:\ntorch.OutOfMemoryError: CUDA out of memory. ")
+        sys.stderr.write("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 GiB is free.\n")
+        os._exit(1)
     if now("exit_at"):
         os._exit(int(script.get("exit_code", 3)))
     if now("signal_at"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, listing, store
+from harness import cli, doctor, listing, store
 from harness.compare import CompareSpec, StoredSpec
 from harness.record import Record
 from harness.spec import RunSpec, flag
@@ -24,7 +24,7 @@ from tests.harness.conftest import make_record
 FLAGS = (
     "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--ranks", "--batch-size",
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
-    "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
+    "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag", "--trace",
     "--phases", "--wandb",
 )  # fmt: skip
 PAIR = ("compare", "--system", "dummy", "--system", "resident", "--model", "opt-tiny")
@@ -85,6 +85,7 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         ((*PAIR, "--system", "elixir:prefetch"), "--system elixir:prefetch: prefetch: write it as key=value"),
         ((*PAIR, "--system", "dummy:crash=1"), "unknown option of dummy 'crash': did you mean crash_at?"),
         ((*PAIR, "--option", "crash_at=1"), "unknown option of resident 'crash_at'"),
+        ((*PAIR, "--trace", "x.json"), "--trace x.json: a trace is of one system: use harness run --trace"),
         ((*PAIR, "--refrence", "dummy"), "unknown flag '--refrence'"),
         (("compare", "--runs", "a", "--dtype", "fp32"), "unknown flag '--dtype'"),
         (("compare", "--runs"), "--runs needs a value"),
@@ -263,4 +264,13 @@ def test_doctor_tells_and_changes_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(("ok   ", "lacks")) for line in lines)
-    assert {"cuda", "compiler", "ninja", "huge pages", "host memory", "deepspeed"} <= {line[7:21].strip() for line in lines}
+    told = {line[7:21].strip() for line in lines}
+    assert {"cuda", "compiler", "ninja", "libaio", "huge pages", "host memory", "deepspeed", "roundpipe"} <= told
+
+
+@pytest.mark.parametrize(("compiler", "lacks"), [("true", False), ("false", True)])
+def test_doctor_asks_the_compiler_for_libaio(compiler: str, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    found = doctor.libaio()
+    assert bool(found.advice) == lacks
+    assert ("libaio-dev" in found.advice) == lacks

@@ -105,6 +105,29 @@ def test_deaths(death: dict[str, Any], status: str, said: str) -> None:
     assert reason.log == [str(line) for line in range(50 - LOG_LINES, 50)]
 
 
+@pytest.mark.parametrize(
+    ("line", "exit_code", "expected"),
+    [
+        (f"torch.OutOfMemoryError: {CUDA_MESSAGE}", 1, ("oom", "device", 2 * GIB, GIB + GIB // 2)),
+        (f"torch.cuda.OutOfMemoryError: {CUDA_BUDGET_MESSAGE}", 1, ("oom", "device", 2 * GIB, GIB // 4)),
+        (f"[rank0]: torch.OutOfMemoryError: {CUDA_MESSAGE}", 1, ("oom", "device", 2 * GIB, GIB + GIB // 2)),
+        (f"  what():  {CUDA_MESSAGE}", -signal.SIGABRT, ("oom", "device", 2 * GIB, GIB + GIB // 2)),
+        (f"RuntimeError: {CPU_MESSAGE}", 1, ("oom", "host", 4096, None)),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, ("failed", None, None, None)),
+        (f"a warning about torch.OutOfMemoryError: {CUDA_MESSAGE}", 1, ("failed", None, None, None)),
+        (f"torch.OutOfMemoryError: {CUDA_MESSAGE}", 0, ("failed", None, None, None)),
+        (f"torch.OutOfMemoryError: {CUDA_MESSAGE}", -signal.SIGKILL, ("failed", None, None, None)),
+    ],
+)
+def test_an_error_of_a_package_s_own_thread_is_found_in_the_log(line: str, exit_code: int, expected: tuple[Any, ...]) -> None:
+    log = ["Exception in thread Thread-3:", "Traceback (most recent call last):", line, "RuntimeError: the pipeline stopped"]
+    status, reason = from_death(Death(exit_code=exit_code, phase="step", log=log))
+    assert (status, reason.tier, reason.need, reason.have) == expected
+    assert reason.log == log
+    if status == "oom":
+        assert (CPU_MESSAGE if expected[1] == "host" else "Tried to allocate 2.00 GiB") in reason.message
+
+
 def test_a_kernel_kill_names_tier_and_budget() -> None:
     _, reason = from_death(Death(exit_code=-9, phase="warm-up", oom_kills=1, host_budget=GIB, host_bytes=GIB - 5))
     assert (reason.tier, reason.have, reason.need, reason.signal) == ("host", GIB, None, "SIGKILL")

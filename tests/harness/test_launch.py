@@ -108,6 +108,15 @@ def test_a_kill_by_the_kernel_for_memory(tmp_path: Path) -> None:
     assert record.notes == ["1 steps were done when it was last heard of"]
 
 
+def test_an_out_of_memory_error_in_a_package_s_own_thread() -> None:
+    record = run_apart("thread_oom_at=2")
+    assert record.status == "oom"
+    assert record.reason is not None
+    assert (record.reason.tier, record.reason.need, record.reason.have) == ("device", 2 << 30, 1 << 30)
+    assert (record.reason.phase, record.reason.exit_code, record.reason.signal) == ("step", 1, None)
+    assert "Tried to allocate 2.00 GiB" in record.reason.log[-1]
+
+
 def test_a_time_out_says_where_the_run_was() -> None:
     record = run_apart("hang_at=2", "child_at=1", timeout=2)
     assert record.status == "timeout"

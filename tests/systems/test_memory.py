@@ -223,7 +223,7 @@ def refusal(system: str, model: nn.Module) -> tuple[str, int, int]:
     """Tier, need and have of the refusal of a host budget too small; its traceback, which holds frames, is let go."""
     chosen, options = SYSTEMS[system]
     try:
-        start(chosen, model, settings(host_memory=1 << 20, recompute="full"), options)
+        start(chosen, model, settings(host_memory=1 << 16, recompute="full"), options)
     except BudgetError as error:
         return error.tier, error.need, error.have
     raise AssertionError("not refused")
@@ -243,3 +243,14 @@ def test_a_refusal_leaves_nothing_and_the_model_as_it_was(system: str, traced_ma
     assert all(torch.equal(p, values[n]) for n, p in model.named_parameters())
     assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     assert not any("forward" in m.__dict__ for m in model.modules()), "recomputation is still wrapped around the blocks"
+
+
+@pytest.mark.parametrize("options", [{"offload": False}, {"cache": 1 << 10}], ids=str)
+def test_what_was_asked_for_and_does_not_fit_ends_the_run(options: dict[str, Any]) -> None:
+    """Other plans that do not fit are done without; these were the user's own wish."""
+    setup, system = Setup("opt", "full"), elixir()
+    given = settings(device_memory=budget_of(setup, "half"), recompute="full")
+    engine = start(system, setup.build(), given, system.Options(**options))
+    with pytest.raises(BudgetError):
+        one_step(engine, tokens(1, 1)[0])
+    engine.close()

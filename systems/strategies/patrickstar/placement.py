@@ -79,7 +79,8 @@ class Placer:
         are the ones that the next step would wait for.
         """
         parameters, gradients = parameters_profile(self.demand, base), gradient_profile(self.demand, base)
-        rest = [sum(pair) for pair in zip(parameters, gradients, strict=True)]
+        states = sum(map(base.state_bytes, base.on_device))
+        rest = [states + sum(pair) for pair in zip(parameters, gradients, strict=True)]
         bounds = non_model_bounds(self.trace, self.demand, base)
         ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()

@@ -34,11 +34,11 @@ def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, opti
 
 
 def parameters_profile(demand: Demand, residence: Residence) -> list[int]:
-    """Bytes per moment of all parameters, had each a place until its gradient leaves for the host."""
+    """Bytes per moment of all parameters, had each a place until its gradient leaves for the host, if it does."""
     last, layout = len(demand) - 1, residence.layout
     leaves = {b: moment for moment, bundles in enumerate(demand.stale) for b in bundles}
     profile = Profile(len(demand))
-    for bundle in layout.bundles:
+    for bundle in (b for b in layout.bundles if b.index not in residence.on_device):
         for span in away(leaves.get(bundle.index, last), last):
             profile.add(span, -layout.bundle_bytes(bundle.index))
     return [layout.param_bytes + change for change in profile.values()]

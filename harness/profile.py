@@ -1,0 +1,206 @@
+"""`harness profile`: this machine's roofs, measured into a hardware profile (systems/planning/hardware.py).
+
+Each number says when and by what it was measured. Without a CUDA device only the host's part is measured and the file has no
+device: give it a line such as "like": "h100-80g-x1" to have the rest from another profile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from harness.output import progress_console, say
+from harness.roofs import device as on_device
+from harness.roofs import host
+from harness.roofs.device import Devices, DeviceSizes
+from harness.roofs.host import HostSizes
+from harness.spec import BadInputError, Device
+from systems.limits import Limits, read_limits
+from systems.planning.hardware import HardwareProfile
+from systems.sizes import format_size
+from systems.substrate.adam import cpu_kernel
+
+CORES_LEFT = 2  # by CPU Adam while copies run: one launches kernels, one queues copies
+LATENCY_AT = 4 << 20  # bytes of the copy whose time beyond its bytes is called the latency
+
+
+class ProfileSpec(BaseModel):
+    """Measure this machine's roofs into a hardware profile. The last line on stdout is the profile."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    out: str | None = Field(None, description="file to write the profile to; one that is there is never overwritten")
+    device: Device | None = Field(None, description="cuda, or cpu for the host's part alone; default: cuda if there is one")
+    disk: str | None = Field(None, description="folder on the disk to measure; default: no disk")
+
+
+@dataclass
+class Figures:
+    """Fields of a profile as they come in, each with its source."""
+
+    label: str
+    made_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    fields: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, Any] = field(default_factory=dict)
+
+    def figure(self, value: float, detail: str) -> dict[str, Any]:
+        return {"value": value, "source": self.source(detail)}
+
+    def source(self, detail: str) -> str:
+        return f"measured {self.made_at:%Y-%m-%d} by harness profile, torch {torch.__version__}, {self.label}: {detail}"
+
+    def put(self, name: str, value: float, detail: str) -> None:
+        assert name in HardwareProfile.model_fields
+        self.fields[name] = self.figure(value, detail)
+
+    def add(self, name: str, value: float, detail: str) -> None:
+        """Beside the profile's own fields."""
+        self.other[name] = self.figure(value, detail)
+
+    def content(self) -> dict[str, Any]:
+        ordered = {name: self.fields[name] for name in HardwareProfile.model_fields if name in self.fields}
+        return {"description": self.label, **ordered, "other": self.other}
+
+
+def measure_host(
+    figures: Figures, limits: Limits, sizes: HostSizes, disk: Path | None, tell: Callable[[str], None], flags: int = os.O_DIRECT
+) -> None:
+    """The host's part. flags: how the disk's file is opened."""
+    if disk is not None:
+        tell("disk")
+        found = host.disk(disk, sizes, flags)
+        how = f"O_DIRECT, blocks of {format_size(sizes.disk_block)}, one at a time"
+        figures.put("disk_bytes", found.free, "free space")
+        figures.put("disk_read_bytes_per_s", found.read, how)
+        figures.put("disk_write_bytes_per_s", found.write, how)
+    tell("host memory")
+    figures.put("host_memory_bytes", limits.host_budget_bytes or sizes.need, "smallest limit of machine and cgroups")
+    for name, rate in host.dram(sizes).items():
+        figures.add(f"host_{name}_bytes_per_s", rate, f"{torch.get_num_threads()} threads, bytes read and written")
+    tell("CPU Adam")
+    kernel = cpu_kernel().name
+    by_threads = host.adam_by_threads(sizes, host.thread_counts(limits.cores))
+    for threads, rate in by_threads.items():
+        figures.add(f"cpu_adam_{threads}_threads_bytes_per_s", rate, f"{kernel}, 28 bytes a parameter")
+    best = max(by_threads, key=lambda threads: by_threads[threads])
+    figures.put("cpu_adam_bytes_per_s", by_threads[best], f"{kernel}, {best} threads, 28 bytes a parameter")
+
+
+def measure_devices(
+    figures: Figures, kind: Devices, limits: Limits, host_sizes: HostSizes, sizes: DeviceSizes, tell: Callable[[str], None]
+) -> None:
+    """The devices' part, and what they and the host do together."""
+    figures.put("nodes", 1, "this machine")
+    figures.put("devices_per_node", len(kind.devices), "devices that are visible")
+    tell("matrix products and device memory")
+    _measure_compute(figures, kind, sizes)
+    tell("copies")
+    _put_copies(figures, on_device.copies(kind, sizes), len(kind.devices))
+    tell("CPU Adam beside copies")
+    one, threads = host.AdamPass(host_sizes.adam_parameters), max(limits.cores - CORES_LEFT, 1)
+    adam, copied = on_device.beside_copies(kind, one.by(cpu_kernel(threads=threads)), one.nbytes, sizes)
+    how = f"CPU Adam with {threads} threads, and copies both ways on {len(kind.devices)} devices"
+    figures.put("host_dram_bytes_per_s", adam + copied, f"{how}: sum of both")
+    figures.put("cpu_adam_dram_share", adam / (adam + copied), how)
+    figures.add("cpu_adam_beside_copies_bytes_per_s", adam, how)
+    figures.add("copies_beside_cpu_adam_bytes_per_s", copied, how)
+    tell("pinning, storages and unit events")
+    for name, rate in on_device.pinning(kind, sizes).items():
+        figures.add(f"{name}_bytes_per_s", rate, f"{format_size(sizes.pinned)} at once")
+    figures.add("storage_rebind_s", host.rebind_s(kind.first, host_sizes), "from Python")
+    figures.put(
+        "unit_event_s",
+        on_device.unit_event_s(kind, sizes),
+        f"elixir, everything fits, {sizes.units} units that do next to nothing",
+    )
+
+
+def _measure_compute(figures: Figures, kind: Devices, sizes: DeviceSizes) -> None:
+    rates = {name: on_device.matmul_rate(kind, dtype, sizes) for name, dtype in on_device.DTYPES.items()}
+    figures.fields["matmul_flops_per_s"] = {
+        name: figures.figure(rate, f"{sizes.matmul}^3{', no TF32' if name == 'fp32' else ''}") for name, rate in rates.items()
+    }
+    block = on_device.block_rate(kind, sizes)
+    what = f"forward and backward of a block {sizes.width} wide, {sizes.tokens} tokens, over the large product, both bf16"
+    figures.put("matmul_efficiency", min(block / rates["bf16"], 1.0), what)
+    figures.put("device_dram_bytes_per_s", on_device.memory_rate(kind, sizes), "copy, bytes read and written")
+    link = on_device.peer_rate(kind, sizes)
+    if link is not None:
+        figures.put("device_link_bytes_per_s", link, "copy from the first device to the second")
+
+
+def _put_copies(figures: Figures, found: on_device.Copies, devices: int) -> None:
+    by_size, pinned = found.by_size, "pinned, back to back"
+    for direction in on_device.BOTH:
+        size, rate = by_size[direction][-1]
+        figures.put(f"{direction}_bytes_per_s", rate, f"{pinned}, {format_size(size)}")
+        figures.add(f"pageable_{direction}_bytes_per_s", found.pageable[direction], format_size(size))
+    figures.fields["copies_by_size"] = {"points": list(by_size["h2d"]), "source": figures.source(f"host to device, {pinned}")}
+    for size, rate in by_size["d2h"]:
+        figures.add(f"d2h_{format_size(size).lower()}_bytes_per_s", rate, pinned)
+    size, rate = min(by_size["h2d"], key=lambda point: abs(point[0] - LATENCY_AT))
+    latency = size / rate - size / max(rate for _, rate in by_size["h2d"])
+    told = f"what {format_size(size)} take beyond the highest rate, host to device"
+    figures.put("copy_latency_s", max(latency, 1e-9), told)
+    figures.put("both_ways_bytes_per_s", found.both_ways, f"sum of both at once, {pinned}")
+    figures.put("node_copy_bytes_per_s", found.one_way_all, f"{devices} devices at once, host to device, {pinned}")
+    figures.put("node_both_ways_bytes_per_s", found.both_ways_all, f"{devices} devices at once, sum of both ways, {pinned}")
+
+
+def _prepare(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
+    """What can be found wrong before any measurement. Raises BadInputError."""
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise BadInputError("--device cuda: torch finds no CUDA device here: see harness doctor, or use --device cpu")
+    room = limits.available_memory_bytes
+    if room is not None and room < sizes.need:
+        raise BadInputError(f"harness profile needs {format_size(sizes.need)} of host memory, {format_size(room)} are free")
+    if spec.disk is not None and not Path(spec.disk).is_dir():
+        raise BadInputError(f"--disk {spec.disk} is no folder: name one on the disk to measure")
+    if spec.out is not None:
+        out = Path(spec.out)
+        if out.suffix != ".json":
+            raise BadInputError(f"--out {out}: a hardware profile is a file that ends in .json")
+        if out.exists():
+            raise BadInputError(f"--out {out} is there already, and measured numbers are never overwritten: name another file")
+        if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+            raise BadInputError(f"--out {out}: {out.parent} is no folder that this user may write to: name another file")
+
+
+def take_profile(spec: ProfileSpec, host_sizes: HostSizes | None = None, device_sizes: DeviceSizes | None = None) -> int:
+    """Measure, write and print. The exit code. Raises BadInputError."""
+    host_sizes, device_sizes = host_sizes or HostSizes(), device_sizes or DeviceSizes()
+    limits = read_limits()
+    _prepare(spec, limits, host_sizes)
+    torch.set_num_threads(limits.cores)
+    console = progress_console()
+    kind = on_device.cuda_devices() if torch.cuda.is_available() and spec.device != "cpu" else None
+    memory = format_size(limits.host_budget_bytes) if limits.host_budget_bytes else "memory without a limit"
+    around = f"{limits.cores} cores and {memory}"
+    if kind is None:
+        figures = Figures(f"a host of {around}")
+    else:
+        properties = torch.cuda.get_device_properties(kind.first)
+        figures = Figures(f"{len(kind.devices)} x {properties.name} with {around}")
+        figures.fields["device_name"] = properties.name
+        figures.put("device_memory_bytes", torch.cuda.mem_get_info(kind.first)[0], "free before anything was taken")
+    measure_host(figures, limits, host_sizes, None if spec.disk is None else Path(spec.disk), console.print)
+    if kind is None:
+        figures.add("storage_rebind_s", host.rebind_s(torch.device("cpu"), host_sizes), "from Python")
+        console.print('there is no device in this profile: add a line such as "like": "h100-80g-x1" to have one from another')
+    else:
+        measure_devices(figures, kind, limits, host_sizes, device_sizes, console.print)
+    content = figures.content()
+    if kind is not None:
+        HardwareProfile.model_validate(content)
+    if spec.out is not None:
+        Path(spec.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    say(json.dumps(content))
+    return 0

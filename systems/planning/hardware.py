@@ -1,0 +1,177 @@
+"""Hardware profiles: what a machine holds and how fast it moves bytes and multiplies, each number with its source.
+
+The folder `hardware/` is the registry: one JSON file a profile, its name is the profile's. `harness profile` measures a
+machine into this type; the simulator gives its lanes these speeds. Bytes, seconds and operations, never GB or TFLOPS.
+
+Note [Bandwidths]
+    per device   h2d, d2h (one direction alone), both_ways (sum of both at once), device_link (one direction, out or in)
+    per node     node_copy (all devices at once in one direction), node_both_ways (all devices, sum of both), network
+                 (one direction), and the host's own: cpu_adam alone, and host_dram, what CPU Adam and copies reach
+                 together. Both count a CPU Adam pass as the bytes it reads and writes, and a copy as its payload.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from systems.messages import invalid_value, one_line, unknown_name
+
+FOLDER = Path(__file__).with_name("hardware")
+MAX_CHAIN = 4  # profiles that one is like, one through the other
+DTypeName = Literal["bf16", "fp16", "fp32"]
+
+
+class _Sourced(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    source: str = Field(min_length=1)
+
+
+class Figure(_Sourced):
+    """A positive number and where it comes from: "measured 2026-11-27, torch 2.11", "H3T section C.2", "data sheet"."""
+
+    value: float = Field(gt=0)
+
+
+class Share(_Sourced):
+    value: float = Field(gt=0, le=1)
+
+
+class Count(_Sourced):
+    value: int = Field(gt=0)
+
+
+class BySize(_Sourced):
+    """Rate of a copy by its size: points (bytes, bytes a second), sizes ascending."""
+
+    points: tuple[tuple[int, float], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> BySize:
+        if any(size <= 0 or rate <= 0 for size, rate in self.points):
+            raise ValueError("points are (bytes, bytes a second), both above 0")
+        if any(b[0] <= a[0] for a, b in pairwise(self.points)):
+            raise ValueError("points must have ascending sizes")
+        return self
+
+    def overhead_s(self, size: float) -> float:
+        """Seconds that a copy takes beyond its size at the highest rate: interpolated between points, constant outside."""
+        best = max(rate for _, rate in self.points)
+        known = [(s, s / rate - s / best) for s, rate in self.points]
+        if size <= known[0][0]:
+            return known[0][1]
+        for (low, a), (high, b) in pairwise(known):
+            if size <= high:
+                return a + (b - a) * (size - low) / (high - low)
+        return 0.0
+
+
+class HardwareProfile(BaseModel):
+    """One kind of machine, or several nodes of it. See Note [Bandwidths].
+
+    device_memory_bytes, host_memory_bytes (per node), disk_bytes (per node, None: no disk to offload to).
+    matmul_flops_per_s: per dtype the device multiplies in, a large square product; matmul_efficiency: the share of that
+    rate which a transformer's products reach in training.
+    copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
+    device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
+    cpu_adam_dram_share: what CPU Adam gets of host_dram while copies contend for it; None: in proportion to what each
+    would take alone. unit_event_s: time of the host for each unit event (hooks, issue of operations and kernels).
+    other: figures that nothing computes with, such as pageable copies, pinning, or Adam by number of threads.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    description: str = Field(min_length=1)
+    device_name: str = Field(min_length=1)
+    nodes: Count
+    devices_per_node: Count
+    device_memory_bytes: Count
+    host_memory_bytes: Count
+    disk_bytes: Count | None = None
+    disk_read_bytes_per_s: Figure | None = None
+    disk_write_bytes_per_s: Figure | None = None
+    matmul_flops_per_s: Mapping[DTypeName, Figure] = Field(min_length=1)
+    matmul_efficiency: Share
+    device_dram_bytes_per_s: Figure
+    h2d_bytes_per_s: Figure
+    d2h_bytes_per_s: Figure
+    both_ways_bytes_per_s: Figure
+    node_copy_bytes_per_s: Figure
+    node_both_ways_bytes_per_s: Figure
+    copy_latency_s: Figure
+    copies_by_size: BySize | None = None
+    device_link_bytes_per_s: Figure | None = None
+    network_bytes_per_s: Figure | None = None
+    host_dram_bytes_per_s: Figure
+    cpu_adam_bytes_per_s: Figure
+    cpu_adam_dram_share: Share | None = None
+    unit_event_s: Figure
+    other: Mapping[str, Figure] = {}
+
+    @model_validator(mode="after")
+    def _whole(self) -> HardwareProfile:
+        if self.nodes.value > 1 and self.network_bytes_per_s is None:
+            raise ValueError("network_bytes_per_s is missing: several nodes need it")
+        if self.disk_bytes is not None and None in (self.disk_read_bytes_per_s, self.disk_write_bytes_per_s):
+            raise ValueError("disk_read_bytes_per_s and disk_write_bytes_per_s are needed where there is disk_bytes")
+        return self
+
+    @property
+    def devices(self) -> int:
+        return self.nodes.value * self.devices_per_node.value
+
+    def matmul_rate(self, dtype: str) -> float:
+        """Operations a second that training reaches. ValueError if the device does not multiply in this type."""
+        for name, rate in self.matmul_flops_per_s.items():
+            if name == dtype:
+                return rate.value * self.matmul_efficiency.value
+        allowed = " or ".join(sorted(self.matmul_flops_per_s))
+        raise ValueError(f"{self.device_name} has no matmul rate for {dtype}: use --dtype {allowed}")
+
+    def copy_overhead_s(self, size: float) -> float:
+        """Seconds of a host copy of this size beside its bytes at full bandwidth."""
+        return self.copy_latency_s.value if self.copies_by_size is None else self.copies_by_size.overhead_s(size)
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(given: str) -> HardwareProfile:
+    """A profile by name, or by the path of a file ending in .json. ValueError, one line, naming what is wrong."""
+    return _parse(given, _read(given))
+
+
+def _parse(given: str, content: Mapping[str, Any]) -> HardwareProfile:
+    try:
+        return HardwareProfile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the profile"
+        told = invalid_value(error, lambda *_: field) if first["loc"] else f"{field}: {invalid_value(error, lambda *_: field)}"
+        raise ValueError(f"hardware profile {given}: {told}") from None
+
+
+def _read(given: str, depth: int = 0) -> dict[str, Any]:
+    """The file's content; one that says what it is `like` has that one's fields wherever it gives none itself."""
+    path = Path(given) if given.endswith(".json") else FOLDER / f"{given}.json"
+    if not given.endswith(".json") and given not in names():
+        raise ValueError(unknown_name("hardware profile", given, names()))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"hardware profile {given} cannot be read: {one_line(str(error))}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"hardware profile {given}: the file must hold one JSON object")
+    like = content.pop("like", None)
+    if like is None:
+        return content
+    if not isinstance(like, str) or depth == MAX_CHAIN:
+        raise ValueError(f"hardware profile {given}: like must name another profile, {MAX_CHAIN} deep at most")
+    return {**_read(like, depth + 1), **content}

@@ -1,0 +1,155 @@
+"""The measurements at sizes of a moment, the host in the place of the devices: what is counted, and that all of it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.roofs import clock, device, host
+from harness.roofs.clock import median_s
+from harness.roofs.device import BOTH, Devices, DeviceSizes, Link, copy_rate
+from harness.roofs.host import AdamPass, HostSizes, thread_counts
+from harness.spec import BadInputError
+from systems.substrate.adam import cpu_kernel
+
+HOST_SIZES = HostSizes(memory=1 << 16, adam_parameters=1 << 12, disk=1 << 16, disk_block=1 << 13, rebinds=4, over_s=0.0)
+SIZES = DeviceSizes(
+    copies=(1 << 10, 1 << 14), issued=1 << 14, memory=1 << 16, pinned=1 << 16, matmul=16, width=32, tokens=16, sequence=8,
+    units=3, over_s=0.0,
+)  # fmt: skip
+
+
+def host_as_devices(count: int) -> Devices:
+    """Queues do nothing: what is queued is done."""
+    return Devices(
+        devices=(torch.device("cpu"),) * count,
+        pin=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+        stream=lambda device: object(),
+        on=lambda queue: contextlib.nullcontext(),
+        wait=lambda: None,
+        peers=count > 1,
+    )
+
+
+def test_the_median_leaves_the_first_call_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = 0.0, iter([100.0, 3.0, 1.0, 2.0, 50.0])
+
+    def work() -> None:
+        nonlocal now
+        now += next(durations)
+
+    waits: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert median_s(work, wait=lambda: waits.append(now), over_s=4.0) == 2.0
+    assert len(waits) == 1 + clock.LEAST_CALLS
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16])])
+def test_threads_to_measure(cores: int, counts: list[int]) -> None:
+    assert thread_counts(cores) == counts
+
+
+def test_host_memory_and_adam_count_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "median_s", lambda work, **_: (work(), 2.0)[1])
+    assert host.dram(HOST_SIZES) == {"copy": 1 << 16, "add_in_place": 1 << 16}
+    assert host.adam_by_threads(HOST_SIZES, [1, 2]) == {1: 14 << 12, 2: 14 << 12}
+    assert host.rebind_s(torch.device("cpu"), HOST_SIZES) == 2.0 / 8
+
+
+def test_a_pass_is_the_project_s_adam() -> None:
+    one = AdamPass(64)
+    one.by(cpu_kernel())()
+    (task,) = one._tasks
+    assert task.out is task.gradient
+    assert bool((task.master < 0).all()) and bool((task.exp_avg > 0).all())
+
+
+def test_disk(tmp_path: Path) -> None:
+    found = host.disk(tmp_path, HOST_SIZES, flags=0)
+    assert min(found.free, found.read, found.write) > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "failure", "said"),
+    [
+        (HostSizes(disk=1 << 62), None, "are needed: make room"),
+        (HOST_SIZES, OSError(errno.EINVAL, "Invalid argument"), "takes no file opened past the page cache (Invalid argument)"),
+    ],
+)
+def test_a_disk_that_cannot_be_measured(
+    sizes: HostSizes, failure: OSError | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if failure is not None:
+        given = os.open
+
+        def opened(name: Any, flags: int, *mode: Any, **more: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise failure
+            return given(name, flags, *mode, **more)
+
+        monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(BadInputError) as raised:
+        host.disk(tmp_path, sizes)
+    assert said in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_copies_count_payload_of_all_links_and_directions(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = host_as_devices(devices)
+    monkeypatch.setattr(device, "median_s", lambda work, **_: (work(), 2.0)[1])
+    found = device.copies(kind, SIZES)
+    size, half = 1 << 14, (1 << 14) / 2
+    assert found.by_size == dict.fromkeys(BOTH, ((1 << 10, half), (size, half)))
+    assert found.pageable == {"h2d": half, "d2h": half}
+    assert (found.both_ways, found.one_way_all, found.both_ways_all) == (2 * half, devices * half, 2 * devices * half)
+
+
+def test_a_link_copies_from_one_end_to_the_other() -> None:
+    kind = host_as_devices(1)
+    link = Link(kind, kind.first, 64, kind.pin)
+    for direction in BOTH:
+        target, source = link._ends[direction]
+        source.fill_(7)
+        link.issue(direction, 32, 1)
+        assert target.tolist() == [7] * 32 + [1] * 32
+
+
+def test_adam_runs_beside_the_copies() -> None:
+    kind, threads = host_as_devices(1), set()
+
+    def adam() -> None:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.001)
+
+    updated, copied = device.beside_copies(kind, adam, 1000, SIZES)
+    assert 0 < updated <= 1e6
+    assert copied > 0
+    assert threads == {"adam-beside-copies"}
+
+
+def test_rates_of_compute_are_operations_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = host_as_devices(2)
+    monkeypatch.setattr(device, "median_s", lambda work, **_: (work(), 2.0)[1])
+    assert [device.matmul_rate(kind, dtype, SIZES) for dtype in device.DTYPES.values()] == [16**3] * 3
+    linear, attention = 24 * 32**2, 2 * 8 * 32  # a token, forward
+    assert device.block_rate(kind, SIZES) == 3 * 16 * (linear + attention) / 2
+    assert device.memory_rate(kind, SIZES) == 1 << 16
+    assert device.peer_rate(kind, SIZES) == 1 << 15
+    assert device.peer_rate(host_as_devices(1), SIZES) is None
+
+
+def test_the_rest_is_measured() -> None:
+    kind = host_as_devices(1)
+    assert set(device.pinning(kind, SIZES)) == {"pinned_tensor", "map_and_register"}
+    assert copy_rate(kind, [Link(kind, kind.first, 1 << 14, kind.pin)], BOTH, 1 << 10, SIZES) > 0
+    assert 0 < device.unit_event_s(kind, SIZES) < 1

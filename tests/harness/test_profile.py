@@ -1,0 +1,86 @@
+"""`harness profile`: what it writes loads as a hardware profile, and wrong input is found before any measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import cli, profile
+from harness.profile import Figures, ProfileSpec, measure_devices, measure_host, take_profile
+from systems.limits import read_limits
+from systems.planning import hardware
+from tests.harness.roofs.test_roofs import HOST_SIZES, SIZES, host_as_devices
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_everything_measured_is_a_whole_profile(devices: int, tmp_path: Path) -> None:
+    figures, limits, told = Figures("a machine"), read_limits(), []  # type: ignore[var-annotated]
+    figures.fields["device_name"] = "a device"
+    figures.put("device_memory_bytes", 1 << 30, "so we say")
+    measure_host(figures, limits, HOST_SIZES, tmp_path, told.append, flags=0)
+    measure_devices(figures, host_as_devices(devices), limits, HOST_SIZES, SIZES, told.append)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(figures.content()))
+    loaded = hardware.load(str(path))
+    assert loaded.devices == devices
+    assert loaded.copies_by_size is not None and len(loaded.copies_by_size.points) == len(SIZES.copies)
+    assert (loaded.device_link_bytes_per_s is None) == (devices == 1)
+    assert loaded.cpu_adam_dram_share is not None
+    missing = {name for name in type(loaded).model_fields if getattr(loaded, name) is None}
+    assert missing == ({"network_bytes_per_s", "device_link_bytes_per_s"} if devices == 1 else {"network_bytes_per_s"})
+    expected = f"measured {figures.made_at:%Y-%m-%d} by harness profile, torch {torch.__version__}, a machine: "
+    assert loaded.unit_event_s.source.startswith(expected)
+    assert all(figure.source.startswith(expected) for figure in loaded.other.values())
+    assert {"storage_rebind_s", "pinned_tensor_bytes_per_s", "pageable_h2d_bytes_per_s", "d2h_16kib_bytes_per_s"} <= set(
+        loaded.other
+    )
+    assert told == [
+        "disk", "host memory", "CPU Adam", "matrix products and device memory", "copies", "CPU Adam beside copies",
+        "pinning, storages and unit events",
+    ]  # fmt: skip
+
+
+def test_a_host_alone_is_a_profile_like_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "host.json"
+    assert take_profile(ProfileSpec(out=str(path), device="cpu"), HOST_SIZES, SIZES) == 0
+    out, err = capsys.readouterr()
+    content = json.loads(path.read_text())
+    assert json.loads(out) == content
+    assert not {"device_name", "matmul_flops_per_s", "h2d_bytes_per_s", "unit_event_s"} & set(content)
+    assert "there is no device in this profile" in err
+    with pytest.raises(ValueError, match="device_name: field required"):
+        hardware.load(str(path))
+    path.write_text(json.dumps({"like": "h100-80g-x1"} | content))
+    loaded = hardware.load(str(path))
+    assert loaded.device_name == hardware.load("h100-80g-x1").device_name
+    assert loaded.cpu_adam_bytes_per_s.value == content["cpu_adam_bytes_per_s"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--disk", "/no/such/folder"), "--disk /no/such/folder is no folder: name one on the disk to measure"),
+        (("--out", "profile.txt"), "a hardware profile is a file that ends in .json"),
+        (("--out", "/no/such/folder/p.json"), "is no folder that this user may write to"),
+        (("--out", "{here}/there.json"), "is there already, and measured numbers are never overwritten"),
+        (("--device", "tpu"), "--device tpu: input should be 'cuda' or 'cpu'"),
+    ],
+)
+def test_bad_input_is_found_before_any_measurement(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "measure_host", lambda *_: pytest.fail("something was measured"))
+    (tmp_path / "there.json").touch()
+    assert cli.main(["profile", "--device", "cpu", *(argument.format(here=tmp_path) for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_a_device_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["profile", "--device", "cuda"]) == 2
+    assert "--device cuda: torch finds no CUDA device here" in capsys.readouterr().err

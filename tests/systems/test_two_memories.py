@@ -1,0 +1,73 @@
+"""A model that fits neither the host nor the device, but both together, trains as the reference does."""
+
+from __future__ import annotations
+
+import pytest
+
+from systems.errors import BudgetError
+from systems.managed import ManagedSystem
+from systems.planning.plan import Tier
+from systems.strategies.patrickstar import STRATEGY as PATRICKSTAR
+from tests.systems.models_small import tokens
+from tests.systems.running import AMPLE, assert_equal, one_step, parts_of, replace, settings, start
+from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
+
+ALL = {
+    "elixir": SYSTEMS["elixir"],
+    "random": SYSTEMS["random"],
+    "patrickstar": (ManagedSystem(PATRICKSTAR), PATRICKSTAR.Options()),
+}
+SETUPS = [
+    Setup("opt", "full"),
+    Setup("gpt2", "none", accumulate=2, clip=0.5),
+    Setup("opt", sharing="half-frozen", dtype="bf16"),
+]
+
+
+def host_bytes(setup: Setup, system: str) -> int:
+    """What the host holds when it may hold everything."""
+    chosen, options = ALL[system]
+    run = setup.run(chosen, budget_of(setup, "half"), options)
+    assert run.memory.host_peak_bytes is not None
+    return run.memory.host_peak_bytes
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"{s.model}-{s.accumulate}-{s.sharing}")
+@pytest.mark.parametrize("system", ALL)
+def test_losses_and_states_are_the_references(system: str, setup: Setup) -> None:
+    chosen, options = ALL[system]
+    host = int(host_bytes(setup, system) * 0.7)
+    run = setup.run(chosen, budget_of(setup, "above"), options, host_memory=host)
+    assert_equal(run, reference(setup))
+    assert run.memory.host_peak_bytes is not None and run.memory.host_peak_bytes <= host
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_what_stays_on_the_device_never_moves(system: str) -> None:
+    setup = Setup("opt", "full")
+    chosen, options = ALL[system]
+    host = int(host_bytes(setup, system) * 0.7)
+    given = settings(host_memory=host, device_memory=budget_of(setup, "above"), recompute="full")
+    engine = start(chosen, setup.build(), given, options)
+    settled = [b for b in parts_of(engine).layout.bundles if not b.movable and b.trainable]
+    assert settled, "void: the host held everything"
+    for batch in tokens(3, 1):
+        for bundle in settled:
+            states = [parts_of(engine).store.segments[s].state for s in bundle.segments]
+            assert all(state.tier is Tier.DEVICE for state in states)
+            assert parts_of(engine).residency.bundles[bundle.index].block is not None
+        one_step(engine, batch)
+    engine.close()
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_neither_memory_has_room(system: str) -> None:
+    setup = Setup("opt", "full")
+    chosen, options = ALL[system]
+    host = int(host_bytes(setup, system) * 0.5)
+    tight = settings(host_memory=host, device_memory=budget_of(setup, "tight"), recompute="full")
+    with pytest.raises(BudgetError, match="raise --host-memory or --device-memory") as refused:
+        start(chosen, setup.build(), tight, options)
+    assert refused.value.tier == "host"
+    assert refused.value.need > refused.value.have == host
+    start(chosen, setup.build(), replace(tight, device_memory=AMPLE), options).close()
