@@ -11,7 +11,7 @@ range up. Imports without Triton; `HAS_TRITON` says. Work is queued on the curre
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -169,6 +169,34 @@ if HAS_TRITON:
         tl.store(sums + tl.load(table + row * 4 + 3) + tl.arange(0, 1), _tree_sum(total, piece, levels))
 
 
+class _Launch:
+    """One launch of the update kernel for tensors of one pair of formats; its table is on its way to the device."""
+
+    def __init__(self, device: torch.device, formats: Formats, rows: list[tuple[int | float, ...]], programs: int) -> None:
+        self._device, self._formats, self._rows, self._programs = device, formats, len(rows), programs
+        self._aligned = not any(int(address) % 16 for row in rows for address in row[:5])
+        self._table = _table(device, [ROW.pack(*row) for row in rows])
+
+    def run(self, factor: float) -> None:
+        gradient, out = self._formats
+        with torch.cuda.device(self._device):
+            _update_kernel[(self._programs,)](
+                self._table,
+                self._table.view(torch.float32),
+                self._rows,
+                self._rows.bit_length(),
+                float(factor),
+                TRITON_TYPE[gradient],
+                TRITON_TYPE[out],
+                NO_OUT if out is None else NAN_OF[out],
+                self._aligned,
+                PIECE,
+                UPDATE_PIECES,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+
+
 class TritonKernel(TorchKernel):
     """The AdamKernel for CUDA tensors; accumulate, cast and copy are single torch operations already.
 
@@ -178,6 +206,9 @@ class TritonKernel(TorchKernel):
     name = "triton"
 
     def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
+        self.prepare_all(tasks)(factor)
+
+    def prepare_all(self, tasks: Sequence[AdamTask]) -> Callable[[float], None]:
         launches: dict[Formats, list[tuple[int | float, ...]]] = {}
         programs: dict[Formats, int] = {}
         for task in tasks:
@@ -193,31 +224,15 @@ class TritonKernel(TorchKernel):
                     rows.append((*addresses, each.numel, program, *coefficients(each)))
                     program += _programs(each.numel, UPDATE_PIECES)
             programs[formats] = program
-        for formats, rows in launches.items():
-            if rows:
-                self._launch(tasks[0].master.device, formats, rows, programs[formats], factor)
+        ready = [
+            _Launch(tasks[0].master.device, formats, rows, programs[formats]) for formats, rows in launches.items() if rows
+        ]
 
-    def _launch(
-        self, device: torch.device, formats: Formats, rows: list[tuple[int | float, ...]], programs: int, factor: float
-    ) -> None:
-        gradient, out = formats
-        table = _table(device, [ROW.pack(*row) for row in rows])
-        with torch.cuda.device(device):
-            _update_kernel[(programs,)](
-                table,
-                table.view(torch.float32),
-                len(rows),
-                len(rows).bit_length(),
-                float(factor),
-                TRITON_TYPE[gradient],
-                TRITON_TYPE[out],
-                NO_OUT if out is None else NAN_OF[out],
-                not any(int(address) % 16 for row in rows for address in row[:5]),
-                PIECE,
-                UPDATE_PIECES,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+        def launch(factor: float) -> None:
+            for each in ready:
+                each.run(factor)
+
+        return launch
 
     def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float] | torch.Tensor:
         if not tensors:
