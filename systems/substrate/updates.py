@@ -151,6 +151,7 @@ class Updates:
             priority=self._priority[index],
         )
         stored.slot_holds_gradient = False
+        self.residency.bundles[self.layout.bundle_of_segment[index]].updated = True
 
     def _on_device(self, segments: Sequence[StoredSegment], wanted: frozenset[int]) -> Callable[[float], None]:
         if not segments:
@@ -174,7 +175,7 @@ class Updates:
 
         def run(factor: float) -> None:
             self.device.transfers.compute(writes=memories, label=label)
-            with labelled(label):
+            with self.device.phases.of("adam_device"), labelled(label):
                 update(factor)
                 for accumulator in accumulators:
                     accumulator.zero_()
