@@ -34,12 +34,13 @@ class Interval:
 @dataclass(frozen=True)
 class StepWork:
     """One micro-step. events: its (phase, unit), BACKWARD_END last. intervals: one more, what comes before the first event
-    begins them. gradient_bytes: per parameter, of those that get a gradient.
+    begins them. gradient_bytes: per parameter, of those that get a gradient. buffer_bytes: part of every interval's peak.
     """
 
     events: tuple[tuple[Phase, int], ...]
     intervals: tuple[Interval, ...]
     gradient_bytes: dict[int, int]
+    buffer_bytes: int = 0
 
     @property
     def matmul_flops(self) -> int:

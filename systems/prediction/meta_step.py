@@ -138,7 +138,7 @@ class _Observer:
 
     def work(self) -> StepWork:
         intervals = (*self._intervals, self.meter.interval())
-        return StepWork(tuple(self._events), intervals, dict(self.meter.gradient_bytes))
+        return StepWork(tuple(self._events), intervals, dict(self.meter.gradient_bytes), self.meter.buffer_bytes)
 
 
 class _Meter(TorchDispatchMode):
@@ -151,7 +151,8 @@ class _Meter(TorchDispatchMode):
         self._known = {p.untyped_storage()._cdata for p in module.parameters()}
         buffers = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in module.buffers()}
         self._known |= buffers.keys()
-        self._live = self._peak = self._kept = sum(buffers.values())
+        self.buffer_bytes = sum(buffers.values())
+        self._live = self._peak = self._kept = self.buffer_bytes
         self._handed_over = self._flops = self._matmul = self._other = 0
         self._fired: list[int] = []
 
