@@ -163,9 +163,7 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
         return False
     schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
     copies = isinstance(system, ManagedSystem)
-    return host_need(
-        schedule, ranks_on_node=question.ranks_on_node, have_bytes=question.host_memory, copies=copies
-    ).fits
+    return host_need(schedule, ranks_on_node=question.ranks_on_node, have_bytes=question.host_memory, copies=copies).fits
 
 
 def _planned(

@@ -187,12 +187,12 @@ class _Meter(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # as in models.flops: a model asks whether all is as usual
         out = self._run(func, args, kwargs or {})
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        made = _tensors(out)
         for tensor in made:
             self._see(tensor)
         if func.is_view or func._schema.name.removeprefix("aten::") in _NO_WORK:
             return out
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = _tensors((args, tuple(kwargs.values())) if kwargs else args)
         if func in PRODUCTS:
             self.multiply(PRODUCTS[func](*args), (*given, *made))
         elif func in _ROWS:
@@ -237,7 +237,7 @@ class _Shapes:
             if _fresh(out, (args, kwargs)):
                 self._known[key] = tree_map(lambda leaf: None if leaf is None else _described(leaf), out)
             return out
-        return tree_map(_made, known, is_leaf=lambda leaf: isinstance(leaf, _Description))
+        return _made(known)
 
 
 class _Description(NamedTuple):
@@ -259,7 +259,14 @@ def _described(value: Any) -> Any:
 def _made(value: Any) -> Any:
     if isinstance(value, _Description):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-    return value
+    return type(value)(map(_made, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors in nested lists and tuples, which is all that an operation takes and makes."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _fresh(out: Any, given: Any) -> bool:
