@@ -125,12 +125,12 @@ class _Planned:
 
 
 def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
-    """What makes the plans of a system. UnsupportedError for one that makes none (an outside package)."""
+    """What makes the plans of a system. ValueError for one that makes none (an outside package)."""
     if isinstance(system, ManagedSystem):
         return system.strategy
     if system.name == "resident":
         return ResidentPolicy
-    raise UnsupportedError(f"{system.name} makes no plan that could be simulated: harness run measures it")
+    raise ValueError(f"{system.name} makes no plan that could be simulated: harness run measures it")
 
 
 def forecast(system: System, options: BaseModel, question: Question, observations: Observations) -> Forecast:

@@ -43,18 +43,19 @@ def _judge(system: System, options: BaseModel, observations: Observations) -> Ca
 
 
 def _work(question: Question, helps: Callable[[Question], bool]) -> Iterator[Remedy]:
-    """Less at once on a device: recomputation, or the largest batch that fits, with recomputation if not without."""
+    """Less at once on a device: recomputation, and the largest batch that fits, with recomputation if not without."""
     recomputed = replace(question, recompute="full")
-    if question.recompute != "full" and helps(recomputed):
+    recomputation_helps = question.recompute != "full" and helps(recomputed)
+    if recomputation_helps:
         yield Remedy("--recompute", "full", "recompute all activations")
-        return
-    for asked, also in ((question, ""), (recomputed, " and --recompute full")):
-        if also and question.recompute == "full":
-            return
-        batch = _largest_batch(asked, helps)
+    batch = _largest_batch(question, helps)
+    if batch:
+        yield Remedy("--batch-size", batch, f"lower the batch from {question.batch_size} to {batch}")
+    elif question.recompute != "full" and not recomputation_helps:
+        batch = _largest_batch(recomputed, helps)
         if batch:
-            yield Remedy("--batch-size", batch, f"lower the batch from {question.batch_size} to {batch}{also}")
-            return
+            what = f"recompute all activations and lower the batch from {question.batch_size} to {batch}"
+            yield Remedy("--recompute full --batch-size", batch, what)
 
 
 def _largest_batch(question: Question, helps: Callable[[Question], bool]) -> int:
