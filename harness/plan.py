@@ -21,6 +21,7 @@ from systems.errors import UnavailableError, UnsupportedError
 from systems.planning import hardware
 from systems.planning.perfetto import to_json
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
+from systems.prediction.meta_step import Unfilled
 from systems.prediction.remedies import Remedy, remedies
 from systems.system import System
 
@@ -57,7 +58,9 @@ def _question(spec: PlanSpec) -> tuple[Question, Observations]:
         clip=spec.clip,
         seed=spec.seed,
     )
-    return question, Observations(models_registry.build(shape), shape.objective)
+    with Unfilled():
+        model = models_registry.build(shape)
+    return question, Observations(model, shape.objective)
 
 
 def _plan_one(spec: PlanSpec, question: Question, observations: Observations) -> int:

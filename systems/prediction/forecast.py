@@ -20,7 +20,7 @@ from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
-from systems.planning.schedule import expand
+from systems.planning.schedule import Schedule, expand
 from systems.planning.simulator import Simulation, simulate
 from systems.planning.strategy import PlanningContext, check_update_rule
 from systems.planning.trace import Trace
@@ -135,17 +135,16 @@ def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
 
 def forecast(system: System, options: BaseModel, question: Question, observations: Observations) -> Forecast:
     """Raises UnsupportedError, one line, if the system cannot do what is asked on any machine."""
-    policy = policy_of(system)
-    least, refusal = _least_budget(policy, options, question, observations)
-    budget = question.device_memory if least <= question.device_memory else least
-    planned = _planned(policy, options, question, observations, budget)
+    planner = _Planner(system, options, question, observations)
+    least, refusal = _least_budget(planner)
+    planned = planner.at(max(least, question.device_memory))
+    assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
     schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
     simulation = simulate(planned.layout, planned.trace, planned.plan, planned.context, question.profile)
     buffers = observations.of(question)[1].buffer_bytes
     device = device_need(schedule, simulation.memory, buffer_bytes=buffers, have_bytes=question.device_memory)
-    copies = isinstance(system, ManagedSystem)
-    host = host_need(schedule, ranks_on_node=question.ranks_on_node, have_bytes=question.host_memory, copies=copies)
-    why_not = refusal if least > question.device_memory else None
+    host = planner.host_need(schedule)
+    why_not = refusal
     if why_not is None and not host.fits:
         why_not = (
             f"{system.name} needs {format_size(host.need_bytes)} of host memory on a node of {question.ranks_on_node} ranks, "
@@ -156,66 +155,73 @@ def forecast(system: System, options: BaseModel, question: Question, observation
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
     """The same without the simulation."""
-    policy = policy_of(system)
-    try:
-        planned = _planned(policy, options, question, observations, question.device_memory)
-    except BudgetError:
+    planner = _Planner(system, options, question, observations)
+    planned = planner.at(question.device_memory)
+    if not isinstance(planned, _Planned):
         return False
-    schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
-    copies = isinstance(system, ManagedSystem)
-    return host_need(schedule, ranks_on_node=question.ranks_on_node, have_bytes=question.host_memory, copies=copies).fits
+    return planner.host_need(expand(planned.layout, planned.trace, planned.plan, planned.context)).fits
 
 
-def _planned(
-    policy: Callable[[Any, PlanningContext], Any],
-    options: BaseModel,
-    question: Question,
-    observations: Observations,
-    device_budget: int,
-) -> _Planned:
-    """Raises BudgetError if there is no plan in that budget; host memory is looked at apart."""
-    context = PlanningContext(
-        device_budget=device_budget,
-        host_budget=UNLIMITED,
-        itemsize=TORCH_DTYPE[question.dtype].itemsize,
-        ranks=question.ranks,
-        accumulate=question.accumulate,
-        seed=question.seed,
-    )
-    strategy = policy(options, context)
-    check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
-    index, work = observations.of(question)
-    layout = strategy.layout(index)
-    seconds = interval_seconds(question.profile, question.dtype)
-    trace = trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
-    return _Planned(layout, trace, strategy.plan(layout, trace), context)
+class _Planner:
+    """A system's plans by device budget, each made once; host memory is looked at apart."""
+
+    def __init__(self, system: System, options: BaseModel, question: Question, observations: Observations) -> None:
+        self.question = question
+        self._policy, self._options, self._observations = policy_of(system), options, observations
+        self._keeps_host_copies = isinstance(system, ManagedSystem)
+        self._known: dict[int, _Planned | BudgetError] = {}
+
+    def at(self, device_budget: int) -> _Planned | BudgetError:
+        """The plan for that budget, or why there is none."""
+        if device_budget not in self._known:
+            try:
+                self._known[device_budget] = self._plan(device_budget)
+            except BudgetError as error:
+                if error.tier != "device":
+                    raise
+                self._known[device_budget] = error
+        return self._known[device_budget]
+
+    def _plan(self, device_budget: int) -> _Planned:
+        question = self.question
+        context = PlanningContext(
+            device_budget=device_budget,
+            host_budget=UNLIMITED,
+            itemsize=TORCH_DTYPE[question.dtype].itemsize,
+            ranks=question.ranks,
+            accumulate=question.accumulate,
+            seed=question.seed,
+        )
+        strategy = self._policy(self._options, context)
+        check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
+        index, work = self._observations.of(question)
+        layout = strategy.layout(index)
+        seconds = interval_seconds(question.profile, question.dtype)
+        trace = trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
+        return _Planned(layout, trace, strategy.plan(layout, trace), context)
+
+    def host_need(self, schedule: Schedule) -> TierNeed:
+        question = self.question
+        return host_need(
+            schedule,
+            ranks_on_node=question.ranks_on_node,
+            have_bytes=question.host_memory,
+            copies=self._keeps_host_copies,
+        )
 
 
-def _least_budget(
-    policy: Callable[[Any, PlanningContext], Any], options: BaseModel, question: Question, observations: Observations
-) -> tuple[int, str | None]:
+def _least_budget(planner: _Planner) -> tuple[int, str | None]:
     """(smallest device budget with a plan, why the one asked for is not enough or None if it is).
 
     A policy refuses a budget with what it needs. It may find more to need once it has that, so it is asked again.
     """
-
-    def refusal(budget: int) -> BudgetError | None:
-        try:
-            _planned(policy, options, question, observations, budget)
-        except BudgetError as error:
-            if error.tier != "device":
-                raise
-            return error
-        return None
-
-    have = question.device_memory
-    enough = refusal(have) is None
+    have = planner.question.device_memory
+    enough = isinstance(planner.at(have), _Planned)
     budget, why = 1 if enough else have, None
     for _ in range(MAX_ROUNDS):
-        error = refusal(budget)
-        if error is None:
+        found = planner.at(budget)
+        if isinstance(found, _Planned):
             return budget, why
-        if not enough:
-            why = str(error).replace(f"{format_size(budget)} is given", f"{format_size(have)} is given")
-        budget = max(error.need, budget + 1)
-    raise UnsupportedError(f"no device memory is enough: {why or error}")
+        why = None if enough else str(found).replace(f"{format_size(budget)} is given", f"{format_size(have)} is given")
+        budget = max(found.need, budget + 1)
+    raise UnsupportedError(f"no device memory is enough: {why}")

@@ -76,6 +76,17 @@ def observe(
     return found.index, observer.work()
 
 
+class Unfilled(TorchDispatchMode):
+    """While a model is built: what would write to a meta tensor is skipped, for it takes time and leaves nothing."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta and func._schema.name.endswith("_"):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _run_backward(loss: torch.Tensor) -> None:
     """loss.backward() without its Python layer, inside of which a function mode is off, so that recomputation misses it."""
     gradient = torch.ones_like(loss)
