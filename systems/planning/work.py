@@ -33,11 +33,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One micro-step. events: its (phase, unit), BACKWARD_END last. intervals: one more, what comes before the first event
-    begins them. gradient_bytes: per parameter, of those that get a gradient. buffer_bytes: part of every interval's peak.
+    """One micro-step. events: its (phase, unit), BACKWARD_END last. pending: after each of them, calls of its unit whose
+    backward has not ended. intervals: one more than events, the first is what comes before them. gradient_bytes: per
+    parameter, of those that get a gradient. buffer_bytes: part of every interval's peak.
     """
 
     events: tuple[tuple[Phase, int], ...]
+    pending: tuple[int, ...]
     intervals: tuple[Interval, ...]
     gradient_bytes: dict[int, int]
     buffer_bytes: int = 0
@@ -116,14 +118,12 @@ def _flushes(work: StepWork, layout: Layout) -> list[tuple[int, ...]]:
         missing.setdefault(owner[parameter], set()).add(parameter)
     pending: dict[int, int] = {}
     flushes: list[tuple[int, ...]] = []
-    for (phase, unit), before in zip(work.events, work.intervals[:-1], strict=True):
+    for (phase, unit), left, before in zip(work.events, work.pending, work.intervals[:-1], strict=True):
+        pending[unit] = left
         for parameter in before.fired:
             missing[owner[parameter]].discard(parameter)
         bundles: list[int] = []
-        if phase is Phase.FORWARD_EXIT:
-            pending[unit] = pending.get(unit, 0) + 1
-        elif phase is Phase.BACKWARD_EXIT:
-            pending[unit] = max(0, pending.get(unit, 0) - 1)
+        if phase is Phase.BACKWARD_EXIT:
             candidates = layout.bundles_of_unit.get(unit, ())
             bundles = [b for b in candidates if b in missing and not missing[b]]
             bundles = [b for b in bundles if not any(pending.get(u) for u in layout.bundles[b].units)]

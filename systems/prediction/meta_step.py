@@ -57,10 +57,10 @@ def observe(
         parameter.data = torch.empty_like(parameter, dtype=dtype)
     found = find_units(module)
     apply_recompute(found, recompute)
-    observer = _Observer(_Meter(module, found.index))
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
+    observer = _Observer(_Meter(module, batch_bytes=2 * ids.nbytes))  # ids and labels
     hooks = UnitHooks(found, cast(Runtime, observer), cast(Layout, SimpleNamespace(bundle_of_parameter=range(1 << 62))))
     hooks.watch(found.parameters)
-    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
     try:
         with observer.meter, _Attention(observer.meter):
             loss = token_loss(module, {"input_ids": ids, "labels": ids}, batch_size * seq_len, objective=objective)
@@ -102,6 +102,7 @@ class _Observer:
         self.meter = meter
         self.in_backward = False
         self._events: list[tuple[Phase, int]] = []
+        self._left: list[int] = []  # pending calls of the event's unit
         self._intervals: list[Interval] = []
         self._open: set[int] = set()
         self._pending: dict[int, int] = {}
@@ -146,16 +147,18 @@ class _Observer:
     def _event(self, phase: Phase, unit: int) -> None:
         self._intervals.append(self.meter.interval())
         self._events.append((phase, unit))
+        self._left.append(self._pending.get(unit, 0))
 
     def work(self) -> StepWork:
         intervals = (*self._intervals, self.meter.interval())
-        return StepWork(tuple(self._events), intervals, dict(self.meter.gradient_bytes), self.meter.buffer_bytes)
+        gradients, buffers = dict(self.meter.gradient_bytes), self.meter.buffer_bytes
+        return StepWork(tuple(self._events), tuple(self._left), intervals, gradients, buffers)
 
 
 class _Meter(TorchDispatchMode):
     """Sees every operation: counts its work and the bytes of storages that live. Parameters are not counted, buffers are."""
 
-    def __init__(self, module: nn.Module, index: ModelIndex) -> None:
+    def __init__(self, module: nn.Module, *, batch_bytes: int) -> None:
         super().__init__()
         self.gradient_bytes: dict[int, int] = {}
         self._run = _Shapes()
@@ -163,7 +166,7 @@ class _Meter(TorchDispatchMode):
         buffers = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in module.buffers()}
         self._known |= buffers.keys()
         self.buffer_bytes = sum(buffers.values())
-        self._live = self._peak = self._kept = self.buffer_bytes
+        self._live = self._peak = self._kept = self.buffer_bytes + batch_bytes
         self._handed_over = self._flops = self._matmul = self._other = 0
         self._fired: list[int] = []
 
@@ -333,7 +336,8 @@ class _Fused(torch.autograd.Function):
         mask: torch.Tensor | None,
         causal: bool,
     ) -> torch.Tensor:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        *batch, heads, rows, _ = query.shape
+        out = query.new_empty((*batch, rows, heads, value.shape[-1])).transpose(-3, -2)  # as fused kernels lay it out
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         flops = 2 * normalizers.numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         ctx.flops, ctx.multiply, ctx.has_mask = flops // 2 if causal else flops, multiply, mask is not None
@@ -345,7 +349,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, *rest = ctx.saved_tensors
-        grads = [t.new_empty(t.shape) for t in (query, key, value)]
+        grads = [torch.empty_like(t) for t in (query, key, value)]
         more, less = _FLASH_BACKWARD
         ctx.multiply(ctx.flops * more // less, (query, key, value, *rest, grad, *grads))
         mask = rest[-1].new_empty(rest[-1].shape) if ctx.has_mask and ctx.needs_input_grad[4] else None
