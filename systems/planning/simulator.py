@@ -117,6 +117,8 @@ class _Steps:
         self.jobs: list[Job] = []
         self._shown: list[tuple[int, ScheduledOperation]] = []  # (job, operation) of the last step
         self._firsts: list[int] = []
+        self._writer: dict[str, int] = {}
+        self._readers: dict[str, list[int]] = {}
         before: dict[int, int] = {}
         for _ in range(steps):
             before = self._add_step(before)
@@ -135,6 +137,8 @@ class _Steps:
             waits = [now[t] for t in (*operation.waits, *operation.room_waits) if t in now]
             waits += [before[t] for t in operation.previous_waits if t in before]
             number = len(self.jobs)
+            if operation.lane is LaneKind.CPU:
+                waits += self._on_cpu(operation, number)
             self.jobs.append(self._costs.job(operation, (*waits, host)))
             if operation.kind is Work.NORM:
                 host = number
@@ -144,6 +148,17 @@ class _Steps:
             moment += 1
             self.jobs.append(Job(HOST_QUEUE, fixed_s=self._event_s))
         return now
+
+    def _on_cpu(self, operation: ScheduledOperation, number: int) -> list[int]:
+        """What it waits for on its own lane: a schedule leaves that to the lane's order, which priorities change."""
+        names = (*operation.reads, *operation.writes)
+        waits = [self._writer[name] for name in names if name in self._writer]
+        for name in operation.writes:
+            waits += self._readers.pop(name, [])
+            self._writer[name] = number
+        for name in operation.reads:
+            self._readers.setdefault(name, []).append(number)
+        return [other for other in waits if other != number]
 
     def ends(self, spans: list[Span]) -> list[dict[str, float]]:
         """Per step and queue when its last job is done."""
@@ -204,7 +219,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: 
     claimed: dict[str, float] = {}
     copied: dict[LaneKind, float] = {}
     collected: dict[LaneKind, float] = {}
-    updated = 0.0
+    updated = after_norm = 0.0
     for operation, job in work:
         lane = operation.lane
         if lane is LaneKind.COMPUTE:
@@ -218,6 +233,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: 
             copied[lane] = copied.get(lane, 0.0) + alone_s
         elif lane is LaneKind.CPU:
             updated += alone_s
+            after_norm += alone_s if operation.kind is Work.UPDATE else 0.0
     resources = costs.rates.resources()
     shared = {name: size / resources[name].capacity for name, size in claimed.items()}
     bounds = {
@@ -227,8 +243,8 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: 
         "pcie": max([shared.get(HOST_LINK, 0.0), *copied.values()]),
         "link": max(collected.values(), default=0.0),
     }
-    if plan.update_rule is UpdateRule.AFTER_NORM and updated:
+    if plan.update_rule is UpdateRule.AFTER_NORM and after_norm:
         turn = next((m for m, entering in enumerate(trace.moments) if entering.phase is Phase.BACKWARD_ENTER), 0)
         step_end = len(trace) - 1
-        bounds["norm"] = updated + sum(compute[turn:step_end])
+        bounds["norm"] = after_norm + sum(compute[turn:step_end])
     return {name: seconds for name, seconds in bounds.items() if seconds}
