@@ -43,11 +43,14 @@ class Rates:
 
     @property
     def h2d(self) -> float:
-        return min(self.profile.h2d_bytes_per_s.value, self.profile.node_copy_bytes_per_s.value / self.on_node)
+        return self._one_way(self.profile.h2d_bytes_per_s.value)
 
     @property
     def d2h(self) -> float:
-        return min(self.profile.d2h_bytes_per_s.value, self.profile.node_copy_bytes_per_s.value / self.on_node)
+        return self._one_way(self.profile.d2h_bytes_per_s.value)
+
+    def _one_way(self, alone: float) -> float:
+        return min(alone, self.profile.node_copy_bytes_per_s.value / self.on_node, self.both_ways)
 
     @property
     def both_ways(self) -> float:
@@ -55,7 +58,7 @@ class Rates:
 
     @property
     def cpu_adam(self) -> float:
-        return self.profile.cpu_adam_bytes_per_s.value / self.on_node
+        return min(self.profile.cpu_adam_bytes_per_s.value / self.on_node, self.host_dram)
 
     @property
     def host_dram(self) -> float:

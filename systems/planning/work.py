@@ -75,7 +75,7 @@ def trace_of_work(work: StepWork, layout: Layout, *, accumulate: int, seconds: C
             intervals.append(interval)
             flushes.append(bundles)
     moments.append(Moment(Phase.STEP_END, micro_step=accumulate))
-    intervals.append(Interval())
+    intervals.append(Interval(peak_bytes=rest[-1].peak_bytes, kept_peak_bytes=rest[-1].peak_bytes))  # what still lives
     flushes.append(())
     return Trace(
         moments=tuple(moments),
