@@ -50,11 +50,14 @@ class StepWork:
 
 
 def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval], float]:
-    """Time of compute: products at their rate or at the device's DRAM's, whichever is slower, the rest at the DRAM's."""
+    """Time of compute: products at their rate or at the device's DRAM's, whichever is slower, and the rest at what other
+    operations reach of the DRAM's.
+    """
     rate, dram = profile.matmul_rate(dtype), profile.device_dram_bytes_per_s.value
+    other = dram * (profile.device_dram_efficiency.value if profile.device_dram_efficiency is not None else 1.0)
 
     def seconds(interval: Interval) -> float:
-        return max(interval.matmul_flops / rate, interval.matmul_bytes / dram) + interval.other_bytes / dram
+        return max(interval.matmul_flops / rate, interval.matmul_bytes / dram) + interval.other_bytes / other
 
     return seconds
 
