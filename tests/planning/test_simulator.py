@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,15 +38,15 @@ def by_hand(rule: UpdateRule = UpdateRule.AFTER_NORM, *, tier: Tier = Tier.HOST,
     return Plan(trace.signature, () if on_device else (fetch,), (tier,), resident, rule)
 
 
-def simulated(plan: Plan, *, ranks: int = 1, devices: int = 1, nodes: int = 1, **figures: float | None) -> Simulation:
+def simulated(plan: Plan, *, ranks: int = 1, devices: int = 1, nodes: int = 1, **figures: Any) -> Simulation:
     layout, trace = one_bundle(ranks)
     profile = machine(devices=devices, nodes=nodes, **figures)
     return simulate(layout, trace, plan, context(ranks=ranks), profile)
 
 
-def rates(**more: float) -> dict[str, float]:
+def rates(**more: Any) -> dict[str, Any]:
     """Fetch 1 s, offload 2 s, each 0.5 s before; Adam 3 s; sum of squares 0.25 s."""
-    given = {
+    given: dict[str, Any] = {
         "h2d_bytes_per_s": BYTES,
         "d2h_bytes_per_s": BYTES / 2,
         "copy_latency_s": 0.5,
@@ -95,7 +96,7 @@ def test_copies_and_adam_share_the_hosts_dram() -> None:
         frozenset(),
         UpdateRule.WHEN_REDUCED,
     )
-    shared = {"d2h_bytes_per_s": BYTES / 3.0, "cpu_adam_bytes_per_s": 28 * NUMEL / 4.0}
+    shared: dict[str, Any] = {"d2h_bytes_per_s": BYTES / 3.0, "cpu_adam_bytes_per_s": 28 * NUMEL / 4.0}
 
     def spans(capacity: float) -> dict[str, tuple[float, float]]:
         found = simulate(layout, trace, plan, context(), machine(**shared, host_dram_bytes_per_s=capacity))
@@ -133,7 +134,7 @@ def test_collectives_go_by_the_link_or_the_network(link: float, nodes: int, netw
 
 def test_without_a_link_collectives_queue_with_copies_and_pass_the_host_twice() -> None:
     part = BYTES * 3 / 4
-    given = {"h2d_bytes_per_s": part, "host_dram_bytes_per_s": 4 * part}  # a rank's quarter of the host: part
+    given: dict[str, Any] = {"h2d_bytes_per_s": part, "host_dram_bytes_per_s": 4 * part}  # a quarter each
     found = simulated(by_hand(ranks=4), ranks=4, devices=4, device_link_bytes_per_s=None, **given)
     assert found.busy_s["gather"] == pytest.approx(2.0, rel=1e-6)
     at = {e.label: (e.start_s, e.start_s + e.duration_s) for e in found.events}
@@ -175,7 +176,7 @@ def check_floor(found: Simulation, trace: Trace) -> None:
 def test_no_step_beats_its_lanes_and_memory_is_the_timelines(case: Case, choices: dict[str, object], speed: int) -> None:
     plan = planned(case, **choices)  # type: ignore[arg-type]
     rate = 10.0 ** (speed + 4)
-    names = dict.fromkeys(BANDWIDTHS, rate)
+    names: dict[str, Any] = dict.fromkeys(BANDWIDTHS, rate)
     found = simulate(case.layout, case.trace, plan, case.context, machine(devices=2, **names))
     check_floor(found, case.trace)
     assert found.memory == timeline(case.layout, case.trace, plan, case.context)
