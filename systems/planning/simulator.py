@@ -77,7 +77,10 @@ def simulate(
     *,
     queues: Mapping[LaneKind, str] | None = None,
 ) -> Simulation:
-    """queues: the queue of each lane where it is not the lane's own, such as one for both directions of copies."""
+    """One steady step of a valid plan. queues: of lanes that do not have their own, such as one for both directions of copies.
+
+    A plan that can never end raises CircularWaitError; the validator says why.
+    """
     schedule = expand(layout, trace, plan, context)
     rates = Rates(profile, context.ranks)
     costs = Costs(layout, context, rates, {**default_queues(profile), **(queues or {})})
