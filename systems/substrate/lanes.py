@@ -6,6 +6,7 @@ stream. A ticket can be waited for by the host, and by another lane's job before
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,8 +16,6 @@ import torch
 
 from systems.planning.plan import LaneKind
 from systems.substrate.labels import labelled
-
-POLL_SECONDS = 0.0002
 
 
 class Ticket(Protocol):
@@ -210,7 +209,7 @@ class Lane:
             with torch.cuda.stream(self.stream):
                 with labelled(job.label):
                     job.work()
-                event = torch.cuda.Event()
+                event = torch.cuda.Event(blocking=True)  # a host that waits for it sleeps
                 event.record(self.stream)
             ticket.queued(event)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket, and to drain
@@ -243,7 +242,7 @@ class UpdateLane(Lane):
     """The CPU lane: among jobs whose inputs have arrived it runs the one with the lowest priority number first.
 
     Gradients arrive last unit first, but the next forward needs the first units first; see design "Transfers". Inputs arrive
-    about in the order the jobs were submitted, so only the oldest job that is still waiting is asked, again and again.
+    about in the order the jobs were submitted, so while none is there it sleeps until the oldest job's are.
     """
 
     def __init__(self, kind: LaneKind, *, jitter: Callable[[], None] | None = None) -> None:
@@ -258,7 +257,16 @@ class UpdateLane(Lane):
                 job = min(self._ready, key=lambda job: job.priority)
                 self._ready.remove(job)
                 return job
-            self._changed.wait(POLL_SECONDS)
+            self._sleep_until(next(earlier for earlier in self._jobs[0].after if not earlier.done()))
+
+    def _sleep_until(self, ticket: Ticket) -> None:
+        """With the lock open, so that jobs can be submitted meanwhile."""
+        self._changed.release()
+        try:
+            with contextlib.suppress(BaseException):  # its job meets the error again
+                ticket.wait()
+        finally:
+            self._changed.acquire()
 
     @property
     def _waiting(self) -> bool:

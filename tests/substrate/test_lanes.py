@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from systems.planning.plan import LaneKind
-from systems.substrate.lanes import CudaTicket, HostTicket, Lane
+from systems.substrate.lanes import CudaTicket, HostTicket, Lane, UpdateLane
 
 
 class FakeStream:
@@ -28,6 +28,9 @@ class FakeStream:
 
 
 class FakeEvent:
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.blocking = blocking
+
     def record(self, stream: FakeStream) -> None:
         self.recorded_on = stream
 
@@ -106,3 +109,39 @@ def test_a_stream_does_not_wait_for_its_own_work() -> None:
     assert stream.waited == []
     CudaTicket(1, event, stream).order(other := FakeStream())  # type: ignore[arg-type]
     assert other.waited == [event]
+
+
+def test_updates_run_lowest_first_among_those_whose_inputs_are_there() -> None:
+    lane, order = UpdateLane(LaneKind.CPU), []
+    busy, gates = threading.Event(), [HostTicket(n) for n in range(4)]
+
+    def occupy() -> None:
+        busy.wait()
+        order.append(-1)
+
+    lane.submit(occupy, [], id=9)
+    for n in (3, 2, 1, 0):
+        lane.submit(lambda n=n: order.append(n), [gates[n]], id=10 + n, priority=n)  # type: ignore[misc]
+    for n in (3, 2, 1):
+        gates[n].finish()
+    busy.set()
+    gates[0].finish()
+    lane.drain()
+    assert order[0] == -1
+    assert sorted(order[1:]) == [0, 1, 2, 3] and order[1:].index(1) < order[1:].index(2) < order[1:].index(3)
+    lane.close()
+
+
+def test_an_input_that_failed_ends_its_update_and_no_other() -> None:
+    lane, order = UpdateLane(LaneKind.CPU), []
+    failed = HostTicket(1)
+    one = lane.submit(lambda: order.append(1), [failed], id=2)
+    two = lane.submit(lambda: order.append(2), [], id=3)
+    failed.finish(RuntimeError("the copy failed"))
+    two.wait()
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        one.wait()
+    assert order == [2]
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        lane.drain()
+    lane.close()
