@@ -1,6 +1,6 @@
-"""The command line: `harness run | compare | tables | profile | ls | doctor`. Bad input is one line on stderr, exit code 2.
+"""The command line: `harness run | compare | plan | tables | profile | ls | doctor`. Bad input is one line, exit code 2.
 
-The flags of `run` are the fields of `RunSpec`, those of `compare` the fields of `CompareSpec`. Nothing here imports torch:
+The flags of `run` are the fields of `RunSpec`, those of `compare` and `plan` of theirs. Nothing here imports torch:
 what only the model or the system can judge is judged in the run's own process.
 """
 
@@ -25,6 +25,7 @@ from harness import comparison, store, trace
 from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, progress_console, say
+from harness.plan_spec import PlanSpec
 from harness.record import Record, to_json
 from harness.spec import BadInputError, RunSpec, flag
 from harness.table import show
@@ -35,6 +36,7 @@ OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
+    "plan": "say whether a model fits a machine that need not be here, and how fast it would train",
     "tables": "write the README's results tables from the kept records",
     "profile": "measure this machine's roofs into a hardware profile",
     "ls": "list systems, models or runs",
@@ -282,7 +284,7 @@ def _usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point. Returns the exit code: 0 ok, 1 a run failed, 2 bad input, 3 a comparison refuses."""
+    """The entry point. The exit code: 0 ok, 1 a run failed or a plan does not fit, 2 bad input, 3 a comparison refuses."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         say(_usage())
@@ -295,6 +297,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if any(token.partition("=")[0] == flag("runs") for token in rest):
                 return compare_kept(parse(StoredSpec, rest, prog="harness compare"))
             return compare(parse(CompareSpec, rest, prog="harness compare"))
+        if command == "plan":
+            wanted = parse(PlanSpec, rest, prog="harness plan")
+            from harness.plan import plan
+
+            return plan(wanted)
         if command == "ls":
             from harness.listing import list_what
 

@@ -98,7 +98,7 @@ def count(
     module's config.
     Raises ValueError, one line, if the forward pass cannot run on ids alone or depends on computed values.
     """
-    module = _on_meta(build(model) if isinstance(model, ModelShape) else model).eval()
+    module = on_meta(build(model) if isinstance(model, ModelShape) else model).eval()
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
     inputs = OBJECTIVES[objective or _objective_of(model)].inputs({"input_ids": ids, "labels": ids})
     counter = _Counter()
@@ -164,7 +164,7 @@ def _stand_for(module: nn.Module, value: Any, stack: list[Any]) -> None:
     module.register_forward_hook(pop)
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
+def on_meta(module: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers are meta tensors, shared where the original's are; no weight is copied."""
     memo: dict[int, Any] = {}
     for p in module.parameters():
@@ -199,9 +199,9 @@ class _Counter(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             # A model asks whether all is as usual (no padding, no packed sequences): in training here it is.
             return True
-        if func in _PRODUCTS:
-            spent, causal = _PRODUCTS[func](*args), self.causal[-1]
-            if causal is not None and func in _BATCHED:  # attention written out; its projections are no batched products
+        if func in PRODUCTS:
+            spent, causal = PRODUCTS[func](*args), self.causal[-1]
+            if causal is not None and func in BATCHED:  # attention written out; its projections are no batched products
                 self.add_scores(spent, causal=causal)
             else:
                 self.add(ForwardFlops(other=spent))
@@ -250,7 +250,7 @@ def _addmm(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any) -> int:
     return _mm(a, b)
 
 
-_PRODUCTS: Mapping[Any, Callable[..., int]] = {
+PRODUCTS: Mapping[Any, Callable[..., int]] = {
     _aten.mm.default: _mm,
     _aten.bmm.default: _mm,
     _aten.addmm.default: _addmm,
@@ -258,4 +258,4 @@ _PRODUCTS: Mapping[Any, Callable[..., int]] = {
     _aten.mv.default: lambda a, b: 2 * math.prod(a.shape),
     _aten.dot.default: lambda a, b: 2 * math.prod(a.shape),
 }
-_BATCHED = frozenset({_aten.bmm.default, _aten.baddbmm.default})
+BATCHED = frozenset({_aten.bmm.default, _aten.baddbmm.default})

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel
 
+from systems.errors import UnsupportedError
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.trace import Trace
@@ -67,3 +68,12 @@ class Strategy(Protocol):
     def plan(self, layout: Layout, trace: Trace) -> Plan: ...
 
     def statistics(self) -> BaseModel: ...
+
+
+def check_update_rule(rule: UpdateRule, *, clip: float, dtype: str) -> None:
+    """UnsupportedError where updates that begin during backward would need the norm first."""
+    if rule is UpdateRule.WHEN_REDUCED and (clip > 0 or dtype == "fp16"):
+        raise UnsupportedError(
+            "updates that do not wait for the norm (nonfinite=stop) can neither clip nor run fp16's loss scaling: "
+            "leave --clip at 0 and take bf16, or use nonfinite=skip"
+        )

@@ -15,8 +15,7 @@ from torch.profiler import record_function
 
 from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
-from systems.planning.plan import UpdateRule
-from systems.planning.strategy import PlanningContext, Strategy
+from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
 from systems.substrate.device import Device, ambient
@@ -85,11 +84,7 @@ class ManagedEngine(Engine):
             seed=settings.seed,
         )
         self.strategy = make_strategy(context)
-        if self.strategy.update_rule is UpdateRule.WHEN_REDUCED and (settings.clip > 0 or settings.dtype == "fp16"):
-            raise UnsupportedError(
-                "updates that do not wait for the norm (nonfinite=stop) can neither clip nor run fp16's loss scaling: "
-                "leave --clip at 0 and take bf16, or use nonfinite=skip"
-            )
+        check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
         layout = keep_on_device(self.strategy.layout(found.index), context, self.strategy.update_rule)
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from systems.planning.demand import (
     Demand,
@@ -67,8 +68,11 @@ class Placer:
         return Placement(residence.on_device, residence.in_place, tuple(room))
 
     def _residence(self, on_device: frozenset[int]) -> Residence:
-        in_place = reusable(self.layout, self.trace, self.context) - on_device
-        return Residence(self.layout, self.context, on_device, self.rule, in_place)
+        return Residence(self.layout, self.context, on_device, self.rule, self._reusable - on_device)
+
+    @cached_property
+    def _reusable(self) -> frozenset[int]:
+        return reusable(self.layout, self.trace, self.context)
 
     def _fixed(self, residence: Residence) -> list[int]:
         """Bytes per moment that no parameter chunk can have."""

@@ -1,0 +1,166 @@
+"""`harness plan`: will it fit, and how fast, on hardware that need not be here. Trains nothing and needs no GPU.
+
+The last line on stdout is one JSON object with the `spec` and `plan` of a run's record, and what was found beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.availability import load
+from harness.output import progress_console, say
+from harness.plan_spec import ALL, PlanSpec
+from harness.plan_table import show, show_ranking
+from harness.spec import BadInputError
+from models import registry as models_registry
+from systems import registry
+from systems.errors import UnavailableError, UnsupportedError
+from systems.planning import hardware
+from systems.planning.perfetto import to_json
+from systems.prediction.forecast import Forecast, Observations, Question, forecast
+from systems.prediction.meta_step import Unfilled
+from systems.prediction.remedies import Remedy, remedies
+from systems.system import System
+
+FITS, DOES_NOT_FIT = 0, 1
+
+
+def plan(spec: PlanSpec) -> int:
+    """The exit code: 0 if it fits (of several systems, if one does), 1 if not. Raises BadInputError."""
+    try:
+        question, observations = _question(spec)
+        return _plan_all(spec, question, observations) if spec.system == ALL else _plan_one(spec, question, observations)
+    except UnavailableError as error:
+        raise BadInputError(str(error)) from None
+    except ValueError as error:
+        raise error if isinstance(error, BadInputError) else BadInputError(str(error)) from None
+
+
+def _question(spec: PlanSpec) -> tuple[Question, Observations]:
+    """What is asked about, and the model it is asked of."""
+    profile = hardware.load(spec.hardware)
+    shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
+    batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
+    shape.check_run(batch_size=batch_size, seq_len=seq_len)
+    question = Question(
+        profile=profile,
+        device_memory=profile.device_memory_bytes.value if spec.device_memory is None else spec.device_memory,
+        host_memory=profile.host_memory_bytes.value if spec.host_memory is None else spec.host_memory,
+        ranks=spec.ranks or profile.devices,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        dtype=spec.dtype,
+        accumulate=spec.accumulate,
+        recompute=spec.recompute,
+        clip=spec.clip,
+        seed=spec.seed,
+    )
+    with Unfilled():
+        model = models_registry.build(shape)
+    return question, Observations(model, shape.objective)
+
+
+def _plan_one(spec: PlanSpec, question: Question, observations: Observations) -> int:
+    system = load(spec.system)
+    options = registry.parse_options(system, spec.option)
+    console = progress_console()
+    try:
+        found = forecast(system, options, question, observations)
+    except UnsupportedError as error:
+        console.print(str(error), markup=False)
+        say(json.dumps({**_asked(spec, question), **_refused(system.name, str(error))}))
+        return DOES_NOT_FIT
+    helpful = remedies(system, options, found, observations)
+    show(found, helpful, console, title=_title(spec, question, system.name))
+    if spec.trace is not None:
+        _write_trace(Path(spec.trace), found)
+    say(json.dumps({**_asked(spec, question), **_told(found, helpful)}))
+    return FITS if found.fits else DOES_NOT_FIT
+
+
+def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:
+    """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
+    console = progress_console()
+    found: list[Forecast] = []
+    refused: dict[str, str] = {}
+    for system in _planners():
+        try:
+            found.append(forecast(system, system.Options(), question, observations))
+        except UnsupportedError as error:
+            refused[system.name] = str(error)
+    found.sort(key=lambda f: (not f.fits, f.simulation.step_time_s if f.fits else f.least_device_bytes))
+    show_ranking(found, refused, console, title=_title(spec, question, "every system"))
+    ranking = [_told(one, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
+    best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
+    say(json.dumps({**_asked(spec, question), **best, "ranking": ranking}))
+    return FITS if any(one.fits for one in found) else DOES_NOT_FIT
+
+
+def _planners() -> Iterator[System]:
+    """Every strategy, whatever the folder holds, and resident."""
+    for name, entry in registry.find().items():
+        if entry.exposes == "STRATEGY" or name == "resident":
+            yield registry.get(name)
+
+
+def _title(spec: PlanSpec, question: Question, system: str) -> str:
+    work = f"batch {question.batch_size} x {question.seq_len} tokens"
+    if question.accumulate > 1:
+        work += f" x {question.accumulate} micro-batches"
+    return f"{spec.model} under {system}, {question.ranks} ranks of {spec.hardware}: {work}, {question.dtype}"
+
+
+def _write_trace(path: Path, found: Forecast) -> None:
+    try:
+        path.write_text(to_json({f"simulated {found.system}": found.simulation.events}), encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(f"--trace {path}: cannot be written: {error.strerror or error}") from None
+
+
+def _asked(spec: PlanSpec, question: Question) -> dict[str, Any]:
+    resolved = {
+        "ranks": question.ranks,
+        "batch_size": question.batch_size,
+        "seq_len": question.seq_len,
+        "tokens_per_step": question.tokens,
+        "device_memory": question.device_memory,
+        "host_memory": question.host_memory,
+    }
+    return {"spec": spec.model_dump(mode="json"), "resolved": resolved}
+
+
+def _told(found: Forecast, helpful: list[Remedy]) -> dict[str, Any]:
+    simulation = found.simulation
+    return {
+        "plan": {
+            "predicted_step_time_s": simulation.step_time_s,
+            "predicted_device_peak_bytes": simulation.device_peak_bytes,
+        },
+        "system": found.system,
+        "fits": found.fits,
+        "why_not": found.why_not,
+        "least_device_bytes": found.least_device_bytes,
+        "tokens_per_s": found.tokens_per_s,
+        "bound": simulation.bound,
+        "bounds_s": dict(simulation.bounds_s),
+        "busy_s": dict(simulation.busy_s),
+        "bytes": dict(simulation.bytes),
+        "tiers": {
+            tier: {
+                "need_bytes": need.need_bytes,
+                "have_bytes": need.have_bytes,
+                "spare_bytes": need.spare_bytes,
+                "parts": dict(need.parts),
+            }
+            for tier, need in found.tiers.items()
+        },
+        "remedies": [vars(remedy) for remedy in helpful],
+    }
+
+
+def _refused(system: str, why: str) -> dict[str, Any]:
+    nothing = {"predicted_step_time_s": None, "predicted_device_peak_bytes": None}
+    return {"plan": nothing, "system": system, "fits": False, "why_not": why}

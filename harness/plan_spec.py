@@ -1,0 +1,35 @@
+"""What a user asks of `harness plan`: the flags of `run`, and the hardware. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator, model_validator
+
+from harness.spec import RunSpec
+
+ALL = "all"
+
+
+class PlanSpec(RunSpec):
+    """Say whether a model fits a machine that need not be here, under a system, and how fast it would train.
+
+    Budgets are the profile's unless given: --device-memory of one device, --host-memory of one node.
+    """
+
+    system: str = Field(description="name of a system, or all: every one that makes plans, the fastest that fits first")
+    ranks: int | None = Field(None, ge=1, description="data-parallel ranks; default: all devices of the profile")  # type: ignore[assignment]
+    hardware: str = Field(description="a hardware profile: a name of systems/planning/hardware, or a path ending in .json")
+    trace: str | None = Field(None, description="file for the simulated step, to open in ui.perfetto.dev")
+
+    @field_validator("ranks")
+    @classmethod
+    def _one_rank(cls, ranks: int | None) -> int | None:  # type: ignore[override]
+        """Plans are made for any number, unlike runs."""
+        return ranks
+
+    @model_validator(mode="after")
+    def _one_system(self) -> PlanSpec:
+        if self.system == ALL and self.option:
+            raise ValueError(f"--option {self.option[0]} is of one system: leave it out of --system all")
+        if self.system == ALL and self.trace is not None:
+            raise ValueError("--trace is of one system: leave it out of --system all")
+        return self

@@ -1,0 +1,87 @@
+"""A plan as tables for the eye: what every tier must hold, whether it fits, how fast, and what it is limited by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from systems.prediction.forecast import Forecast
+from systems.prediction.needs import TierNeed
+from systems.prediction.remedies import Remedy
+from systems.sizes import format_size
+
+LIMITS: Mapping[str, str] = MappingProxyType(
+    {
+        "compute": "what the device computes: matrix products, and the rest at its own DRAM's rate",
+        "host-dram": "the host's DRAM, which CPU Adam and copies share",
+        "cpu-adam": "CPU Adam",
+        "pcie": "copies between host and device",
+        "link": "collectives between the devices",
+        "norm": "updates on the host that wait for the norm: they lie between a backward and the next forward's end",
+    }
+)
+NEAR = 1.05  # a step this close to its bound is limited by it
+
+
+def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title: str) -> None:
+    table = Table("tier", "what", "bytes", title=escape(title))
+    for tier, need in found.tiers.items():
+        for what, size in need.parts.items():
+            table.add_row(tier, what, format_size(size))
+        table.add_row(tier, "need", format_size(need.need_bytes))
+        table.add_row(tier, "there is", format_size(need.have_bytes), end_section=True)
+    console.print(table)
+    for tier, need in found.tiers.items():
+        console.print(f"{tier}: {_verdict(need)}", markup=False)
+    if found.why_not is None:
+        console.print(f"fits: a device of {format_size(found.least_device_bytes)} would be enough", markup=False)
+    else:
+        console.print(f"does not fit: {found.why_not}", markup=False)
+    _show_speed(found, console)
+    for remedy in helpful:
+        console.print(f"would fit: {remedy.what} ({remedy.flag} {remedy.value})", markup=False)
+
+
+def _verdict(need: TierNeed) -> str:
+    if need.fits:
+        return f"{format_size(need.need_bytes)} of {format_size(need.have_bytes)}, {format_size(need.spare_bytes)} to spare"
+    return f"{format_size(need.need_bytes)} of {format_size(need.have_bytes)}, {format_size(-need.spare_bytes)} too much"
+
+
+def _show_speed(found: Forecast, console: Console) -> None:
+    simulation = found.simulation
+    step, highest = simulation.step_time_s, simulation.bounds_s[simulation.bound]
+    condition = "" if found.fits else " with memory enough"
+    console.print(f"predicted{condition}: {step:.4g} s a step, {found.tokens_per_s:.4g} tokens/s", markup=False)
+    bounds = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in simulation.bounds_s.items())
+    console.print(f"bounds: {bounds}", markup=False)
+    limit = f"{simulation.bound}, {LIMITS[simulation.bound]}"
+    if step <= NEAR * highest:
+        console.print(f"limited by {limit}", markup=False)
+    else:
+        console.print(f"highest bound: {limit}; the step takes {step / highest:.2f} times that, waiting in turn", markup=False)
+
+
+def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console: Console, *, title: str) -> None:
+    table = Table("system", "fits", "step s", "tokens/s", "limited by", "device", "least device", "host", title=escape(title))
+    for one in found:
+        table.add_row(
+            one.system,
+            "yes" if one.fits else "no",
+            f"{one.simulation.step_time_s:.4g}",
+            f"{one.tokens_per_s:.4g}",
+            one.simulation.bound,
+            format_size(one.tiers["device"].need_bytes),
+            format_size(one.least_device_bytes),
+            format_size(one.tiers["host"].need_bytes),
+        )
+    console.print(table)
+    for one in found:
+        if one.why_not is not None:
+            console.print(f"{one.system} does not fit: {one.why_not}", markup=False)
+    for name, why in refused.items():
+        console.print(f"{name} cannot: {why}", markup=False)

@@ -1,0 +1,135 @@
+"""What one micro-step of a model does between its unit events, whatever hardware or layout: the raw material of a trace.
+
+`systems.prediction.meta_step` observes it without any arithmetic. With a layout it becomes a trace, with a profile's speeds
+its compute times: so a step is known before any was run, on machines that nobody here owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from systems.planning.hardware import HardwareProfile
+from systems.planning.layout import Layout
+from systems.planning.trace import Moment, Phase, Trace
+
+
+@dataclass(frozen=True)
+class Interval:
+    """From one event of the micro-step to the next.
+
+    matmul_flops, matmul_bytes: of matrix products and fused attention; other_bytes: what all other operations read and write.
+    peak_bytes: highest of activations, temporaries and gradients in autograd's buffers; kept_peak_bytes: the same had the
+    gradients made in the interval stayed there. fired: parameters whose gradient came.
+    """
+
+    matmul_flops: int = 0
+    matmul_bytes: int = 0
+    other_bytes: int = 0
+    peak_bytes: int = 0
+    kept_peak_bytes: int = 0
+    fired: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One micro-step. events: its (phase, unit), BACKWARD_END last. pending: after each of them, calls of its unit whose
+    backward has not ended. intervals: one more than events, the first is what comes before them. gradient_bytes: per
+    parameter, of those that get a gradient. buffer_bytes: part of every interval's peak.
+    """
+
+    events: tuple[tuple[Phase, int], ...]
+    pending: tuple[int, ...]
+    intervals: tuple[Interval, ...]
+    gradient_bytes: dict[int, int]
+    buffer_bytes: int = 0
+
+    @property
+    def matmul_flops(self) -> int:
+        return sum(interval.matmul_flops for interval in self.intervals)
+
+
+def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval], float]:
+    """Time of compute: products at their rate or at the device's DRAM's, whichever is slower, the rest at the DRAM's."""
+    rate, dram = profile.matmul_rate(dtype), profile.device_dram_bytes_per_s.value
+
+    def seconds(interval: Interval) -> float:
+        return max(interval.matmul_flops / rate, interval.matmul_bytes / dram) + interval.other_bytes / dram
+
+    return seconds
+
+
+def trace_of_work(work: StepWork, layout: Layout, *, accumulate: int, seconds: Callable[[Interval], float]) -> Trace:
+    """The steady step's trace: a bundle is flushed at the first exit at which all its gradients are there and none of its
+    units is still to come.
+    """
+    first, *rest = work.intervals
+    moments, intervals = [Moment(Phase.STEP_BEGIN)], [first]
+    flushes: list[tuple[int, ...]] = [()]
+    flushed = _flushes(work, layout)
+    for micro_step in range(accumulate):
+        if micro_step:
+            intervals[-1] = _joined(intervals[-1], first)
+        for (phase, unit), interval, bundles in zip(work.events, rest, flushed, strict=True):
+            moments.append(Moment(phase, unit, micro_step))
+            intervals.append(interval)
+            flushes.append(bundles)
+    moments.append(Moment(Phase.STEP_END, micro_step=accumulate))
+    intervals.append(Interval())
+    flushes.append(())
+    return Trace(
+        moments=tuple(moments),
+        non_model_bytes=tuple(interval.peak_bytes for interval in intervals),
+        compute_time_s=tuple(map(seconds, intervals)),
+        flushes=tuple(flushes),
+        adopted_peak_bytes=tuple(interval.kept_peak_bytes for interval in intervals),
+        gradient_bytes=tuple(_produced(work, intervals)),
+    )
+
+
+def _joined(one: Interval, other: Interval) -> Interval:
+    """The end of one micro-step and the beginning of the next."""
+    return Interval(
+        matmul_flops=one.matmul_flops + other.matmul_flops,
+        matmul_bytes=one.matmul_bytes + other.matmul_bytes,
+        other_bytes=one.other_bytes + other.other_bytes,
+        peak_bytes=max(one.peak_bytes, other.peak_bytes),
+        kept_peak_bytes=max(one.kept_peak_bytes, other.kept_peak_bytes),
+        fired=one.fired + other.fired,
+    )
+
+
+def _produced(work: StepWork, intervals: Sequence[Interval]) -> list[int]:
+    """Bytes of each parameter's first gradient of the step."""
+    seen: set[int] = set()
+    produced = []
+    for interval in intervals:
+        new = set(interval.fired) - seen
+        seen |= new
+        produced.append(sum(work.gradient_bytes[p] for p in new))
+    return produced
+
+
+def _flushes(work: StepWork, layout: Layout) -> list[tuple[int, ...]]:
+    """Per event the bundles that are flushed there."""
+    owner = layout.bundle_of_parameter
+    missing: dict[int, set[int]] = {}
+    for parameter in work.gradient_bytes:
+        missing.setdefault(owner[parameter], set()).add(parameter)
+    pending: dict[int, int] = {}
+    flushes: list[tuple[int, ...]] = []
+    for (phase, unit), left, before in zip(work.events, work.pending, work.intervals[:-1], strict=True):
+        pending[unit] = left
+        for parameter in before.fired:
+            missing[owner[parameter]].discard(parameter)
+        bundles: list[int] = []
+        if phase is Phase.BACKWARD_EXIT:
+            candidates = layout.bundles_of_unit.get(unit, ())
+            bundles = [b for b in candidates if b in missing and not missing[b]]
+            bundles = [b for b in bundles if not any(pending.get(u) for u in layout.bundles[b].units)]
+        elif phase is Phase.BACKWARD_END:
+            bundles = sorted(missing)
+        for bundle in bundles:
+            del missing[bundle]
+        flushes.append(tuple(bundles))
+    return flushes

@@ -1,0 +1,1 @@
+"""What a system would do on hardware that need not be here: the step observed without arithmetic, planned and simulated."""

@@ -1,0 +1,227 @@
+"""Will it fit, and how fast: one system's plan for a model on a hardware profile, without the hardware.
+
+The step is observed on the meta device (`meta_step`), planned by the system's own policy, and run by the simulator. Any
+strategy of the registry can be asked, and `resident`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from torch import nn
+
+from models.shape import ObjectiveName
+from systems.errors import BudgetError, UnsupportedError
+from systems.managed import ManagedSystem
+from systems.planning.hardware import HardwareProfile
+from systems.planning.layout import Layout, ModelIndex
+from systems.planning.plan import Plan
+from systems.planning.rates import Rates
+from systems.planning.schedule import Schedule, expand
+from systems.planning.simulator import Simulation, simulate
+from systems.planning.strategy import PlanningContext, check_update_rule
+from systems.planning.trace import Trace
+from systems.planning.work import StepWork, interval_seconds, trace_of_work
+from systems.prediction.meta_step import observe
+from systems.prediction.needs import TierNeed, device_need, host_need
+from systems.prediction.resident_policy import ResidentPolicy
+from systems.sizes import format_size
+from systems.system import TORCH_DTYPE, DType, System
+
+UNLIMITED = 1 << 62
+MAX_ROUNDS = 16  # of raising a device budget to what the last refusal asked for
+Recompute = Literal["none", "full"] | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked about, but for the system. Budgets in bytes: of one device, and of one node's host.
+
+    ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch.
+    """
+
+    profile: HardwareProfile
+    device_memory: int
+    host_memory: int
+    ranks: int
+    batch_size: int
+    seq_len: int
+    dtype: DType = "bf16"
+    accumulate: int = 1
+    recompute: Recompute = "none"
+    clip: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranks > self.profile.devices:
+            raise ValueError(f"--ranks {self.ranks} is more than the {self.profile.devices} devices of the profile: lower it")
+        self.profile.matmul_rate(self.dtype)
+
+    @property
+    def ranks_on_node(self) -> int:
+        return Rates(self.profile, self.ranks).on_node
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks in one optimizer step."""
+        return self.batch_size * self.seq_len * self.accumulate * self.ranks
+
+
+@dataclass
+class Observations:
+    """Micro-steps of one model, each observed once. model: parameters may be on the meta device."""
+
+    model: nn.Module
+    objective: ObjectiveName
+    _known: dict[Any, tuple[ModelIndex, StepWork]] = field(default_factory=dict)
+
+    def of(self, question: Question) -> tuple[ModelIndex, StepWork]:
+        key = (question.batch_size, question.seq_len, question.dtype, question.recompute)
+        if key not in self._known:
+            self._known[key] = observe(
+                self.model,
+                batch_size=question.batch_size,
+                seq_len=question.seq_len,
+                dtype=TORCH_DTYPE[question.dtype],
+                objective=self.objective,
+                recompute=question.recompute,
+            )
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One system's answer. tiers: device and host.
+
+    least_device_bytes: the smallest device budget in which there is a plan. why_not: one line; None if it fits. Where the
+    device is too small, tiers and simulation are of that smallest budget.
+    """
+
+    system: str
+    question: Question
+    tiers: Mapping[str, TierNeed]
+    simulation: Simulation
+    least_device_bytes: int
+    why_not: str | None
+
+    @property
+    def fits(self) -> bool:
+        return self.why_not is None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.question.tokens / self.simulation.step_time_s
+
+
+@dataclass(frozen=True)
+class _Planned:
+    layout: Layout
+    trace: Trace
+    plan: Plan
+    context: PlanningContext
+
+
+def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
+    """What makes the plans of a system. ValueError for one that makes none (an outside package)."""
+    if isinstance(system, ManagedSystem):
+        return system.strategy
+    if system.name == "resident":
+        return ResidentPolicy
+    raise ValueError(f"{system.name} makes no plan that could be simulated: harness run measures it")
+
+
+def forecast(system: System, options: BaseModel, question: Question, observations: Observations) -> Forecast:
+    """Raises UnsupportedError, one line, if the system cannot do what is asked on any machine."""
+    planner = _Planner(system, options, question, observations)
+    least, refusal = _least_budget(planner)
+    planned = planner.at(max(least, question.device_memory))
+    assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
+    schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
+    simulation = simulate(planned.layout, planned.trace, planned.plan, planned.context, question.profile)
+    buffers = observations.of(question)[1].buffer_bytes
+    device = device_need(schedule, simulation.memory, buffer_bytes=buffers, have_bytes=question.device_memory)
+    host = planner.host_need(schedule)
+    why_not = refusal
+    if why_not is None and not host.fits:
+        why_not = (
+            f"{system.name} needs {format_size(host.need_bytes)} of host memory on a node of {question.ranks_on_node} ranks, "
+            f"{format_size(host.have_bytes)} is there: raise --host-memory, use more nodes, or take a smaller model"
+        )
+    return Forecast(system.name, question, {"device": device, "host": host}, simulation, least, why_not)
+
+
+def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
+    """The same without the simulation."""
+    planner = _Planner(system, options, question, observations)
+    planned = planner.at(question.device_memory)
+    if not isinstance(planned, _Planned):
+        return False
+    return planner.host_need(expand(planned.layout, planned.trace, planned.plan, planned.context)).fits
+
+
+class _Planner:
+    """A system's plans by device budget, each made once; host memory is looked at apart."""
+
+    def __init__(self, system: System, options: BaseModel, question: Question, observations: Observations) -> None:
+        self.question = question
+        self._policy, self._options, self._observations = policy_of(system), options, observations
+        self._keeps_host_copies = isinstance(system, ManagedSystem)
+        self._known: dict[int, _Planned | BudgetError] = {}
+
+    def at(self, device_budget: int) -> _Planned | BudgetError:
+        """The plan for that budget, or why there is none."""
+        if device_budget not in self._known:
+            try:
+                self._known[device_budget] = self._plan(device_budget)
+            except BudgetError as error:
+                if error.tier != "device":
+                    raise
+                self._known[device_budget] = error
+        return self._known[device_budget]
+
+    def _plan(self, device_budget: int) -> _Planned:
+        question = self.question
+        context = PlanningContext(
+            device_budget=device_budget,
+            host_budget=UNLIMITED,
+            itemsize=TORCH_DTYPE[question.dtype].itemsize,
+            ranks=question.ranks,
+            accumulate=question.accumulate,
+            seed=question.seed,
+        )
+        strategy = self._policy(self._options, context)
+        check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
+        index, work = self._observations.of(question)
+        layout = strategy.layout(index)
+        seconds = interval_seconds(question.profile, question.dtype)
+        trace = trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
+        return _Planned(layout, trace, strategy.plan(layout, trace), context)
+
+    def host_need(self, schedule: Schedule) -> TierNeed:
+        question = self.question
+        return host_need(
+            schedule,
+            ranks_on_node=question.ranks_on_node,
+            have_bytes=question.host_memory,
+            copies=self._keeps_host_copies,
+        )
+
+
+def _least_budget(planner: _Planner) -> tuple[int, str | None]:
+    """(smallest device budget with a plan, why the one asked for is not enough or None if it is).
+
+    A policy refuses a budget with what it needs. It may find more to need once it has that, so it is asked again.
+    """
+    have = planner.question.device_memory
+    enough = isinstance(planner.at(have), _Planned)
+    budget, why = 1 if enough else have, None
+    for _ in range(MAX_ROUNDS):
+        found = planner.at(budget)
+        if isinstance(found, _Planned):
+            return budget, why
+        why = None if enough else str(found).replace(f"{format_size(budget)} is given", f"{format_size(have)} is given")
+        budget = max(found.need, budget + 1)
+    raise UnsupportedError(f"no device memory is enough: {why}")

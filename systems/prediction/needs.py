@@ -1,0 +1,108 @@
+"""What each tier must hold for a plan, by kind of content, at the moment that needs most.
+
+Note [Kinds]
+    weights        16-bit (or fp32) parameters: on the device those that a unit holds or that stay for good, on the host the
+                   shards, whose place a gradient takes between backward and update
+    working space  parameters on the device beyond those: fetched ahead, or kept because there is room
+    gradients      on the device, in ranges of their own or in autograd's buffers until the update
+    master, moments, accumulators    of the optimizer, where the update is
+    activations    everything else that forward and backward make, temporaries included; buffers: the module's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from systems.planning.schedule import Schedule, Work
+from systems.planning.timeline import MemTimeline
+
+
+@dataclass(frozen=True)
+class TierNeed:
+    """Bytes of one device, or of one node's host with all its ranks. parts: see Note [Kinds]; they add up to need_bytes."""
+
+    need_bytes: int
+    have_bytes: int
+    parts: Mapping[str, int]
+
+    @property
+    def fits(self) -> bool:
+        return self.need_bytes <= self.have_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Below zero if it does not fit."""
+        return self.have_bytes - self.need_bytes
+
+
+def device_need(schedule: Schedule, memory: MemTimeline, *, buffer_bytes: int, have_bytes: int) -> TierNeed:
+    """At the moment of the highest total."""
+    need = memory.total_peak
+    moment = memory.device_total_bytes.index(need)
+    residence, demand = schedule.residence, schedule.demand
+    layout = residence.layout
+    parameters, ranges = _contents(schedule, memory, moment)
+    fixed = sum(map(layout.bundle_bytes, residence.on_device))
+    held = sum(layout.bundle_bytes(b) for b in demand.held[moment] if b not in residence.on_device)
+    weights = min(parameters, fixed + held)
+    other = need - parameters - ranges - sum(map(residence.state_bytes, residence.on_device))
+    adopted = sum(
+        layout.bundle_bytes(b)
+        for b in filter(residence.adopted, demand.gradient_spans)
+        if any(span.begin < moment < span.end for span in residence.gradient_spans(demand, b))
+    )
+    buffers = min(buffer_bytes, other)
+    gradients = min(adopted, other - buffers)
+    parts = {
+        "weights": weights,
+        "gradients": ranges + gradients,
+        **_states(sum(map(residence.state_bytes, residence.on_device)), residence.context.accumulator_itemsize),
+        "activations": other - buffers - gradients,
+        "buffers": buffers,
+        "working space": parameters - weights,
+    }
+    return TierNeed(need, have_bytes, _present(parts))
+
+
+def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int, int]:
+    """(bytes of parameters, of gradient ranges) in the pool at its fullest that still counts there, replayed."""
+    layout, residence = schedule.residence.layout, schedule.residence
+    states = sum(map(residence.state_bytes, residence.on_device))
+    after = memory.device_pool_bytes[moment]
+    behind = after + memory.device_non_model_bytes[moment] == memory.total_peak  # else while the moment is worked off
+    wanted = after if behind else memory.device_pool_peak_bytes[moment]
+    parameters, ranges = schedule.initial_device_bytes - states, 0
+    found = parameters, ranges
+    for operation in schedule.operations:
+        if operation.moment > moment:
+            break
+        if operation.kind in (Work.ALLOCATE, Work.FREE):
+            ranges += operation.device_delta
+        else:
+            parameters += operation.device_delta
+        if parameters + ranges + states == wanted:
+            found = parameters, ranges
+    assert layout.segments, "a layout has segments"
+    return found
+
+
+def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies: bool) -> TierNeed:
+    """copies: False for a system that keeps no parameters on the host at all."""
+    residence = schedule.residence
+    layout = residence.layout
+    slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize if copies else 0
+    states = sum(residence.optimizer_bytes(b.index) for b in layout.bundles if b.index not in residence.on_device)
+    parts = {"weights": slots, **_states(states, residence.context.accumulator_itemsize)}
+    parts = {name: size * ranks_on_node for name, size in parts.items()}
+    return TierNeed(sum(parts.values()), have_bytes, _present(parts))
+
+
+def _states(size: int, accumulator_itemsize: int) -> dict[str, int]:
+    """Optimizer state of 12 bytes a parameter, or 16 with an accumulator."""
+    numel = size // (12 + accumulator_itemsize)
+    return {"master": 4 * numel, "moments": 8 * numel, "accumulators": accumulator_itemsize * numel}
+
+
+def _present(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}

@@ -1,0 +1,63 @@
+"""`resident` as a policy, so that it is planned and simulated like any strategy: everything on the device, nothing moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import BaseModel
+
+from systems.errors import BudgetError, UnsupportedError
+from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Segment, pack
+from systems.planning.plan import Plan, Tier, UpdateRule
+from systems.planning.strategy import PlanningContext
+from systems.planning.timeline import timeline
+from systems.planning.trace import NO_UNIT, Trace
+from systems.sizes import format_size
+
+
+class ResidentPolicy:
+    """A bundle per set of units that share parameters."""
+
+    update_rule = UpdateRule.AFTER_NORM
+
+    def __init__(self, options: BaseModel, context: PlanningContext) -> None:
+        if context.ranks != 1:
+            raise UnsupportedError("resident runs on one rank: leave --ranks at 1")
+        self._context = context
+        self._unit_names: tuple[str, ...] = ()
+
+    def layout(self, index: ModelIndex) -> Layout:
+        self._unit_names = tuple(unit.name for unit in index.units)
+        number = {unit.name: unit.index for unit in index.units}
+        runs: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+        for parameter in index.parameters:
+            runs.setdefault((parameter.trainable, parameter.users), []).append(parameter.index)
+        segments: list[Segment] = []
+        bundles: list[Bundle] = []
+        for (trainable, users), found in runs.items():
+            space = FlatSpace("world", 1, trainable)
+            parameters = [index.parameters[p] for p in found]
+            segments.append(pack(parameters, index=len(segments), space=space, itemsize=self._context.itemsize))
+            units = tuple(sorted({number[user] for user in users}))
+            bundles.append(Bundle(len(bundles), (segments[-1].index,), units, segments[-1].numel, trainable))
+        return Layout(self._context.itemsize, tuple(segments), tuple(bundles))
+
+    def plan(self, layout: Layout, trace: Trace) -> Plan:
+        """BudgetError, naming the unit that sets the need, unless states and activations fit the device."""
+        everything = frozenset(bundle.index for bundle in layout.bundles)
+        plan = Plan(trace.signature, (), (Tier.DEVICE,) * len(layout.segments), everything, self.update_rule)
+        memory = timeline(layout, trace, plan, self._context)
+        budget = self._context.device_budget
+        if memory.total_peak > budget:
+            moment = memory.device_total_bytes.index(memory.total_peak)
+            unit = trace.moments[moment].unit
+            where = "the step" if unit == NO_UNIT else f"unit {self._unit_names[unit]!r}"
+            raise BudgetError(
+                f"resident needs {format_size(memory.total_peak)} of device memory for {where} "
+                f"({format_size(memory.pool_peak)} of it for model states), {format_size(budget)} is given: raise "
+                "--device-memory, lower --batch-size, recompute activations, or take a system that offloads",
+                tier="device",
+                need=memory.total_peak,
+                have=budget,
+            )
+        return replace(plan, predicted_device_peak_bytes=memory.total_peak, predicted_model_peak_bytes=memory.pool_peak)

@@ -1,0 +1,52 @@
+"""Hardware profiles for tests: a plain one whose numbers are easy to reckon with, and scaled copies of any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from systems.planning.hardware import Count, Figure, HardwareProfile, Share
+
+BANDWIDTHS = (
+    "device_dram_bytes_per_s",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "both_ways_bytes_per_s",
+    "node_copy_bytes_per_s",
+    "node_both_ways_bytes_per_s",
+    "device_link_bytes_per_s",
+    "network_bytes_per_s",
+    "host_dram_bytes_per_s",
+    "cpu_adam_bytes_per_s",
+)
+PLENTY = 1e18
+
+
+def figure(value: float) -> Figure:
+    return Figure(value=value, source="test")
+
+
+def machine(*, nodes: int = 1, devices: int = 1, **figures: float | None) -> HardwareProfile:
+    """Everything is plentiful but what is given; fixed times are a nanosecond."""
+    given: dict[str, Any] = {name: figure(PLENTY) for name in BANDWIDTHS}
+    given |= {"copy_latency_s": figure(1e-9), "unit_event_s": figure(1e-9)}
+    given |= {name: value if value is None else figure(value) for name, value in figures.items()}
+    counts = dict(nodes=nodes, devices_per_node=devices, device_memory_bytes=1 << 50, host_memory_bytes=1 << 50)
+    given |= {name: Count(value=value, source="test") for name, value in counts.items()}
+    return HardwareProfile(
+        description="test",
+        device_name="test",
+        matmul_flops_per_s={"bf16": figure(1e12), "fp32": figure(1e12)},
+        matmul_efficiency=Share(value=1.0, source="test"),
+        **given,
+    )
+
+
+def scaled(profile: HardwareProfile, names: Iterable[str], factor: float) -> HardwareProfile:
+    """The same with these bandwidths multiplied; absent ones stay absent."""
+    changes = {}
+    for name in names:
+        old: Figure | None = getattr(profile, name)
+        if old is not None:
+            changes[name] = figure(old.value * factor)
+    return profile.model_copy(update=changes)
