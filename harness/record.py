@@ -163,7 +163,7 @@ class Traffic(Part):
 
 
 class Memory(Part):
-    """Peaks over the whole run in bytes, maximum over ranks. The first seven are the system's own accounts."""
+    """Peaks over the whole run in bytes, maximum over ranks. The first eight are the system's own accounts."""
 
     device_peak_bytes: int | None = None
     device_budget_bytes: int | None = None
@@ -172,6 +172,7 @@ class Memory(Part):
     host_pinned_bytes: int | None = None
     host_budget_bytes: int | None = None
     disk_peak_bytes: int | None = None
+    host_activation_bytes: int | None = Field(None, description="of host_peak_bytes: block inputs that wait for backward")
     device_allocated_peak_bytes: int | None = Field(None, description="torch's CUDA allocator: live tensors")
     device_reserved_peak_bytes: int | None = Field(None, description="torch's CUDA allocator: reserved")
     device_used_bytes: int | None = Field(None, description="whole device at the end, contexts and other processes too")
@@ -213,7 +214,8 @@ class Record(Part):
     metrics: Metrics = Metrics()
     phases_s: dict[str, float] = Field(
         {},
-        description="import, resolve, build, initialize, warm_up, timed, eval, trace, close; a system's start-up as startup.*",
+        description="import, resolve, build, initialize, warm_up, timed, eval, trace, close; a system's start-up as startup.*; with "
+        "--phases one more step's as phase.*",
     )
     traffic: Traffic = Traffic()
     memory: Memory = Memory()

@@ -81,6 +81,8 @@ def resolve(job: Job, device: Device) -> Request:
         raise ValueError(
             f"--trace: {spec.system} does not label its phases: use resident or one of this project's own strategies"
         )
+    if spec.phases and not getattr(system, "tells_phases", False):
+        raise ValueError(f"--phases: {spec.system} does not tell its phases: use one of this project's own strategies")
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)

@@ -151,6 +151,8 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     known.watch.look()
     if job.spec.trace is not None and job.replicate == 0:
         _trace(measurement, Path(job.spec.trace), channel, known)
+    if job.spec.phases:
+        _phases(measurement, channel, known)
 
 
 def _trace(measurement: Measurement, path: Path, channel: Channel, known: Known) -> None:
@@ -160,6 +162,19 @@ def _trace(measurement: Measurement, path: Path, channel: Channel, known: Known)
     with known.timing("trace"):
         trace.take(measurement.extra_step, path, known.resolved.device or "cpu")
     known.notes.append(f"a trace of one more step is in {path}")
+
+
+def _phases(measurement: Measurement, channel: Channel, known: Known) -> None:
+    """Where the time of one more step goes, phase by phase. Every figure of the record is taken before."""
+    known.take_figures()
+    channel.enter("phases")
+    with known.timing("phases"):
+        found = measurement.engine.phases_s(measurement.extra_step)
+    known.phases_s |= {f"phase.{name}": seconds for name, seconds in found.items()}
+    known.notes.append(
+        "phases_s.phase.* are of one more step in which nothing overlaps; a conversion that is part of a pass of Adam has no "
+        "time of its own"
+    )
 
 
 def _tell(channel: Channel, known: Known) -> None:

@@ -75,6 +75,7 @@ class RunSpec(BaseModel):
     results: str = Field("results", description="folder the records are kept in, one JSON file a run")
     tag: str | None = Field(None, description="a word to find this run's records by")
     trace: str | None = Field(None, description="also profile one more step of the first process, into this .json or .json.gz")
+    phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
     wandb: Literal["off", "offline", "online"] = Field("off", description="also log the finished record to Weights & Biases")
 
     @field_validator("ranks")

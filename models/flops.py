@@ -72,14 +72,6 @@ class FlopCount:
     blocks: tuple[ForwardFlops, ...]
     formula_version: str = FORMULA_VERSION
 
-    @property
-    def forward_full(self) -> int:
-        return self.forward.full
-
-    @property
-    def forward_causal(self) -> int:
-        return self.forward.causal
-
     def recomputed(self, recompute: Recompute) -> ForwardFlops:
         """Forwards run a second time: of no block, of all, or of the blocks given by number.
 
@@ -89,9 +81,7 @@ class FlopCount:
         return sum((self.blocks[i] for i in numbers), ForwardFlops())
 
 
-def count(
-    model: ModelShape | nn.Module, *, batch_size: int, seq_len: int, objective: ObjectiveName | None = None
-) -> FlopCount:
+def count(model: ModelShape | nn.Module, *, batch_size: int, seq_len: int, objective: ObjectiveName | None = None) -> FlopCount:
     """Count a micro-batch of token ids (batch_size, seq_len); a decoder beside an encoder sees as many again.
 
     A module may have real weights; it is left as it is. objective: what it is called with; None asks the shape or the

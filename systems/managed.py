@@ -21,6 +21,7 @@ class ManagedSystem:
     """A strategy run on the substrate; obeys systems.system.System."""
 
     can_trace = True
+    tells_phases = True
 
     def __init__(self, strategy: type[Strategy]) -> None:
         self.strategy = strategy

@@ -70,7 +70,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default."""
+    """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default.
+
+    host_activation_bytes: the part of the host's that waits there for backward (activations=host).
+    """
 
     device_peak_bytes: int | None = None
     device_budget_bytes: int | None = None
@@ -79,6 +82,7 @@ class MemoryReport:
     host_pinned_bytes: int | None = None
     host_budget_bytes: int | None = None
     disk_peak_bytes: int | None = None
+    host_activation_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,13 @@ class Engine(ABC):
         """Seconds spent before the first step, by phase."""
         return {}
 
+    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
+        """Seconds of each phase of one optimizer step, which `step` runs and drains. Nothing overlaps in it.
+
+        Only of systems whose `tells_phases` is true.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not tell its phases")
+
     @abstractmethod
     def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """All parameters by name as fp32 master values on the CPU; with write=True changes are taken over on exit."""
@@ -175,6 +186,7 @@ class System(Protocol):
     """One entry of the registry. `Options` is the pydantic model that `--option key=value` is checked against.
 
     `can_trace = True` says that its engines label their phases for a profile (systems/substrate/labels.py).
+    `tells_phases = True` says that its engines know Engine.phases_s.
     """
 
     name: str

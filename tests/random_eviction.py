@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +21,7 @@ class RandomOptions(BaseModel):
     chunk_parameters: int = 3  # parameters a bundle, so that bundles straddle units
     write_back: bool = False
     in_place: bool = False  # gradients over their own parameters where they have one user
+    activations: Literal["device", "host"] = "device"
 
 
 class RandomVictim:
@@ -42,8 +43,10 @@ class RandomEviction:
         self._options, self._context = options, context
         self.write_back = options.write_back
         self._victim = RandomVictim(context.seed)
+        self.offloaded_inputs: frozenset[int] = frozenset()
 
     def layout(self, index: ModelIndex) -> Layout:
+        self.offloaded_inputs = index.blocks if self._options.activations == "host" else frozenset()
         unit_of = {u.name: u.index for u in index.units}
         groups: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = {}
         for p in index.parameters:

@@ -57,6 +57,11 @@ class ModelIndex:
     parameters: tuple[Parameter, ...]
     units: tuple[Unit, ...]
 
+    @property
+    def blocks(self) -> frozenset[int]:
+        """Indices of the units that are elements of a ModuleList."""
+        return frozenset(unit.index for unit in self.units if unit.block is not None)
+
     def numel(self, *, trainable_only: bool = False) -> int:
         return sum(p.numel for p in self.parameters if p.trainable or not trainable_only)
 

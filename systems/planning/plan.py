@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from systems.planning.layout import Layout
 from systems.planning.trace import Moment
 
 
@@ -77,3 +78,8 @@ class Plan:
     predicted_step_time_s: float | None = None
     notes: dict[str, float] = field(default_factory=dict)
     in_place: frozenset[int] = frozenset()
+
+
+def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:
+    """Plan.optimizer_tier of a layout whose bundles in `on_device` are updated there and all others on the host."""
+    return tuple(Tier.DEVICE if bundle in on_device else Tier.HOST for bundle in layout.bundle_of_segment)

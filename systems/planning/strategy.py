@@ -50,6 +50,8 @@ class Strategy(Protocol):
     """One instance a run. Methods are called in the order written; `plan` again for every newly traced step.
 
     warm_up_share: part of the device that model data may fill while there is no plan; None leaves it to the device.
+    offloaded_inputs: units whose inputs wait on the host for backward, where the unit is recomputed. Read at each step's
+    begin; only units that were in it when `layout` returned can be. A trace's memory is that of the set then in force.
     """
 
     name: ClassVar[str]
@@ -58,6 +60,7 @@ class Strategy(Protocol):
     update_rule: UpdateRule
     write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
     warm_up_share: float | None
+    offloaded_inputs: frozenset[int]
 
     def __init__(self, options: Any, context: PlanningContext) -> None: ...
 

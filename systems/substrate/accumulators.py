@@ -52,10 +52,11 @@ class Accumulators:
             state = stored.state
             assert state is not None and state.accumulator is not None
             self.device.transfers.compute(writes=[state.memory], label=f"accumulate segment {s} begins")
-            for place in stored.segment.placements:
-                if place.parameter in gradient.fired:
-                    where = slice(place.offset, place.offset + place.numel)
-                    self.device.kernel.accumulate(state.accumulator[where], piece[where])
+            with self.device.phases.of("accumulate"):
+                for place in stored.segment.placements:
+                    if place.parameter in gradient.fired:
+                        where = slice(place.offset, place.offset + place.numel)
+                        self.device.kernel.accumulate(state.accumulator[where], piece[where])
             self.device.transfers.compute(
                 reads=[gradient.range.memory], writes=[state.memory], label=f"accumulate segment {s} ends"
             )

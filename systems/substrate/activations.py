@@ -15,24 +15,25 @@ from torch.utils.checkpoint import checkpoint
 from systems.substrate.units import FoundModel
 
 
-def apply_recompute(found: FoundModel, choice: Literal["none", "full"] | tuple[int, ...]) -> Callable[[], None]:
-    """Wrap the chosen blocks; returns what undoes it. Raises ValueError for a block number the model does not have."""
-    blocks = {unit.block: found.modules[unit.index] for unit in found.index.units if unit.block is not None}
-    if choice == "none":
-        chosen: tuple[int, ...] = ()
-    elif choice == "full":
-        chosen = tuple(blocks)
-    else:
-        chosen = tuple(choice)
+def recomputed_units(found: FoundModel, choice: Literal["none", "full"] | tuple[int, ...]) -> frozenset[int]:
+    """The units of the chosen blocks. Raises ValueError for a block number the model does not have."""
+    blocks = {unit.block: unit.index for unit in found.index.units if unit.block is not None}
+    chosen = {"none": (), "full": tuple(blocks)}[choice] if isinstance(choice, str) else choice
     unknown = [number for number in chosen if number not in blocks]
     if unknown:
         raise ValueError(f"recompute: there is no block {unknown[0]}: the model has blocks 0 to {len(blocks) - 1}")
-    for number in chosen:
-        _wrap(blocks[number])
+    return frozenset(blocks[number] for number in chosen)
+
+
+def apply_recompute(found: FoundModel, choice: Literal["none", "full"] | tuple[int, ...]) -> Callable[[], None]:
+    """Wrap the chosen blocks; returns what undoes it. Raises ValueError for a block number the model does not have."""
+    modules = [found.modules[unit] for unit in sorted(recomputed_units(found, choice))]
+    for module in modules:
+        _wrap(module)
 
     def undo() -> None:
-        for number in chosen:
-            blocks[number].__dict__.pop("forward", None)
+        for module in modules:
+            module.__dict__.pop("forward", None)
 
     return undo
 

@@ -25,6 +25,7 @@ from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
 from systems.substrate.events import EventLog
 from systems.substrate.lanes import CudaTicket, DoneTicket, Lane, Ticket, UpdateLane
 from systems.substrate.meter import ActivationMeter
+from systems.substrate.phases import NoPhases, Phases
 from systems.substrate.tiers import Account, Pool
 from systems.substrate.transfers import ComputeLane, Transfers
 
@@ -54,6 +55,7 @@ class Device(ABC):
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log = log
         self.account = Account(Tier.DEVICE, budget, log)
+        self.phases: Phases = NoPhases()
         self.waited_s = 0.0  # that compute stood still on the host for other lanes, since construction
         self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())
         self.pool = Pool(self.account, self._new_granule, lambda: self._mark(log.next_ticket()))

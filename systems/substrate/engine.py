@@ -16,14 +16,16 @@ from torch.profiler import record_function
 from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
-from systems.substrate.activations import apply_recompute
+from systems.substrate.activations import apply_recompute, recomputed_units
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
 from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
-from systems.substrate.host import host_account
+from systems.substrate.host import HostSlots, host_account
+from systems.substrate.offloaded_inputs import OffloadedInputs
 from systems.substrate.parameters import ParameterWatch
+from systems.substrate.phases import phased
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
@@ -110,9 +112,14 @@ class ManagedEngine(Engine):
         gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate, user=user)
         self._cleanup.callback(gradients.finish_step)
         updates = Updates(layout, store, residency, gradients, device, control)
-        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control)
+        self._slots = HostSlots("host-input", host)
+        inputs = OffloadedInputs(device, self._slots)
+        self._cleanup.callback(inputs.close)
+        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs)
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
+        recomputed = recomputed_units(found, settings.recompute)
+        self._cleanup.callback(inputs.attach(found, self.strategy.offloaded_inputs, recomputed))
         device.guard(residency, self.poison, self._name_of)
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
@@ -146,7 +153,8 @@ class ManagedEngine(Engine):
                 if not runtime.in_step:
                     self._watch.check()
                     runtime.begin_step()
-                with ambient(), self._parts.device.metered(), record_function("forward"):
+                device = self._parts.device
+                with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     return self.module(*args, **kwargs)
             with runtime.aside(), ambient(), self._parts.device.metered(), record_function("forward (no grad)"):
                 return self.module(*args, **kwargs)
@@ -164,7 +172,8 @@ class ManagedEngine(Engine):
         with self._recovering():
             runtime.in_backward = True
             scale = self._parts.control.scaler.scale
-            with ambient(), self._parts.device.metered(), record_function("backward"):
+            device = self._parts.device
+            with ambient(), device.phases.of("backward"), device.metered(), record_function("backward"):
                 (loss if scale == 1.0 else loss * scale).backward()
                 runtime.end_backward()
 
@@ -175,7 +184,7 @@ class ManagedEngine(Engine):
                 f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
                 "micro-batches had their backward: call backward first, or set accumulate"
             )
-        with self._recovering(), record_function("step"):
+        with self._recovering(), self._parts.device.phases.of("norm"), record_function("step"):
             self.runtime.finish_step()
 
     @contextmanager
@@ -205,7 +214,8 @@ class ManagedEngine(Engine):
             device_budget_bytes=device.account.budget,
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,
-            host_pinned_bytes=self._parts.store.pinned_bytes,
+            host_pinned_bytes=self._parts.store.pinned_bytes + self._slots.pinned_bytes,
+            host_activation_bytes=self._slots.peak_bytes,
             host_budget_bytes=host.budget,
             disk_peak_bytes=0,
         )
@@ -215,6 +225,12 @@ class ManagedEngine(Engine):
         if plan is None:
             return PlanReport()
         return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
+
+    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
+        self.drain()
+        with phased(self._parts.device) as seconds:
+            step()
+        return {**seconds, "step": sum(seconds.values())}
 
     def statistics(self) -> BaseModel | None:
         return self.strategy.statistics()

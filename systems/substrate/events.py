@@ -26,6 +26,7 @@ COUNTERS = (
     "host_syncs",
     "on_demand_fetches",
     "evictions",
+    "activation_offload_bytes",  # part of h2d_bytes and d2h_bytes together
 )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import mmap
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.errors import BudgetError, OutOfMemoryError
 from systems.planning.layout import ALIGN_BYTES, round_up
 from systems.planning.plan import Tier
+from systems.sizes import format_size
 from systems.substrate.events import EventLog, Extent
 from systems.substrate.tiers import Account
 from systems.substrate.transfers import Memory
@@ -100,6 +102,87 @@ class HostMapping:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._account.add_pool(-self.nbytes, self.name)
         self._bytes = self._map = None
+
+
+class HostSlot:
+    """Pinned bytes that hold one tensor at a time; memory has their tickets."""
+
+    def __init__(self, mapping: HostMapping) -> None:
+        self.mapping = mapping
+        self._bytes: torch.Tensor | None
+        self._bytes, self.memory = mapping.take(torch.uint8, mapping.nbytes)
+
+    def view(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """A tensor over the first of its bytes. Call only on a lane: there nobody counts what looks like a new tensor."""
+        assert self._bytes is not None, "the slot is closed"
+        return self._bytes[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Call only when nobody has work in flight on it."""
+        self._bytes = None
+        self.mapping.close()
+
+
+class HostSlots:
+    """Slots for what comes and goes every step: made at first need, kept for the next, replaced when too small."""
+
+    def __init__(self, name: str, account: Account) -> None:
+        self._name, self._account = name, account
+        self._free: list[HostSlot] = []
+        self._all: list[HostSlot] = []
+        self._made = self.peak_bytes = 0
+
+    def take(self, nbytes: int, *, expected: int) -> HostSlot:
+        """A slot of at least `nbytes`. expected: how many of that size will be asked for, this one too, for the message.
+
+        Raises BudgetError if the host has no room for a new one.
+        """
+        fitting = [slot for slot in self._free if slot.mapping.nbytes >= nbytes]
+        if fitting:
+            slot = min(fitting, key=lambda slot: slot.mapping.nbytes)
+            self._free.remove(slot)
+            return slot
+        size = round_up(max(nbytes, 1), PAGE)
+        while self._free and (self._account.room < size or len(self._free) > expected - 1):
+            self._discard(self._free[0])
+        if size > self._account.room:
+            need = size * expected
+            raise BudgetError(
+                f"activations=host needs {format_size(need)} of host memory for the inputs of {expected} more blocks, "
+                f"{format_size(max(self._account.room, 0))} of {format_size(self._account.budget)} are left: raise "
+                "--host-memory, lower --batch-size or --seq-len, or leave activations on the device",
+                tier="host",
+                need=self._account.live + need,
+                have=self._account.budget,
+            )
+        self._made += 1
+        with _disable_current_modes():  # the emulated device would count it as an activation
+            slot = HostSlot(HostMapping(f"{self._name}-{self._made}", size, self._account, pinned=True))
+        self._all.append(slot)
+        self.peak_bytes = max(self.peak_bytes, sum(each.mapping.nbytes for each in self._all))
+        return slot
+
+    def give(self, slot: HostSlot) -> None:
+        """Whoever gets it next waits for the tickets left on it."""
+        self._free.append(slot)
+
+    def _discard(self, slot: HostSlot) -> None:
+        for ticket in slot.memory.tickets():
+            ticket.wait()
+        self._free.remove(slot)
+        self._all.remove(slot)
+        slot.close()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(slot.mapping.nbytes for slot in self._all if slot.mapping.pinned)
+
+    def close(self) -> None:
+        """Call only when drained."""
+        for slot in self._all:
+            slot.close()
+        self._all.clear()
+        self._free.clear()
 
 
 def host_account(budget: int, log: EventLog) -> Account:

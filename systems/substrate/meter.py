@@ -65,10 +65,10 @@ class ActivationMeter(TorchDispatchMode):
         if key in self._known or key in self._exempt:
             return
         nbytes = storage.nbytes()
-        self._known[key] = nbytes
-        weakref.finalize(storage, self._forget, key, nbytes)
         if self._account.room < nbytes:
             self._make_room(nbytes)
+        self._known[key] = nbytes
+        weakref.finalize(storage, self._forget, key, nbytes)
         self._account.add_other(nbytes, str(func))
         self.kept_peak = max(self.kept_peak, self._account.other + self._handed_over)
 

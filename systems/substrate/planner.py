@@ -15,6 +15,7 @@ from systems.planning.strategy import Strategy
 from systems.planning.trace import Moment, Trace
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
+from systems.substrate.offloaded_inputs import OffloadedInputs
 from systems.substrate.recipe import StepControl
 from systems.substrate.recorder import Cursor, merged
 from systems.substrate.residency import Residency
@@ -35,6 +36,7 @@ class Parts:
     gradients: Gradients
     updates: Updates
     control: StepControl
+    inputs: OffloadedInputs
 
 
 class Planner:

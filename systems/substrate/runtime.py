@@ -43,6 +43,7 @@ class Runtime:
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
         parts.residency.demote = self._relieve
+        parts.inputs.active = lambda: self._observing
 
     # ---- unit events, from the hooks
 
@@ -77,6 +78,7 @@ class Runtime:
         self.in_step, self.micro_step = True, 0
         self._pending.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
+        self.parts.inputs.units = self.strategy.offloaded_inputs
         self.cursor.start()
         self.recorder.start(measure=self.cursor.plan is None or self.parts.device.measures_always)
         self._moment(Phase.STEP_BEGIN)
@@ -85,6 +87,7 @@ class Runtime:
     def forward_enter(self, unit: int) -> None:
         self._spans.begin("forward", unit)
         if self._observing:
+            self.parts.inputs.settle()
             self._moment(Phase.FORWARD_ENTER, unit)
             self._carry_out_plan()
         self.parts.residency.hold(self._bundles(unit), ("forward", unit))
@@ -103,6 +106,7 @@ class Runtime:
             return
         self._spans.begin("backward", unit)
         self._moment(Phase.BACKWARD_ENTER, unit)
+        self.parts.inputs.begin_backward(unit)
         self._carry_out_plan()
         for bundle in self._bundles(unit):
             self.parts.gradients.enter(bundle, unit)
@@ -156,6 +160,7 @@ class Runtime:
         for unit in list(self._pending):
             self.backward_exit(unit)
         self._pending.clear()
+        self.parts.inputs.settle()
         self._moment(Phase.BACKWARD_END)
         for bundle in self.parts.gradients.open_bundles():
             self.recorder.gives_up(bundle, self.parts.gradients.bundles[bundle].fired)
@@ -175,6 +180,7 @@ class Runtime:
 
     def finish_step(self) -> None:
         """Norm, decision, updates, and the way to the next step. Called once after `accumulate` backward passes."""
+        self.parts.inputs.settle()
         self._moment(Phase.STEP_END)
         outcome = self.ending.update()
         self.ending.updated.clear()
@@ -197,6 +203,7 @@ class Runtime:
         self._spans.end_all()
         self.in_step = self.in_backward = False
         self.parts.residency.release_all()
+        self.parts.inputs.forget()
         self.parts.updates.discard()
         self.parts.gradients.finish_step()
         self._pending.clear()

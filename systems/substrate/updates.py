@@ -166,7 +166,7 @@ class Updates:
                     tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
         label = f"update {len(segments)} segments from {segments[0].segment.index} on"
         self.device.transfers.compute(writes=memories, label=label)
-        with labelled(label):
+        with self.device.phases.of("adam_device"), labelled(label):
             self.device.kernel.update_all(tasks, factor=factor)
             for accumulator in accumulators:
                 accumulator.zero_()

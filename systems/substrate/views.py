@@ -175,7 +175,7 @@ class Poison:
 
     It can be written: a read-only mapping would kill the process without a word when a released parameter is edited in
     place. Instead `check`, called once a step before its results count, finds any such write, restores the NaNs and
-    says so. On a CPU it costs a page of memory; on CUDA a buffer of its full size: `nbytes_reserved` says.
+    says so. On a CPU it costs a page of memory; on CUDA a buffer of its full size.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -189,11 +189,6 @@ class Poison:
     def contains(self, data_ptr: int) -> bool:
         """True for an address inside the range: its reader has got hold of a released parameter."""
         return 0 <= data_ptr - self.data_ptr < self.nbytes
-
-    @property
-    def nbytes_reserved(self) -> int:
-        """Bytes of physical memory in use: 0 until a storage needed it."""
-        return self._backing.page.nbytes if self._backing else 0
 
     def intact(self) -> torch.Tensor:
         """0-dim bool on the device: no released parameter was written. Does not wait for the device."""

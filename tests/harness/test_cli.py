@@ -25,7 +25,7 @@ FLAGS = (
     "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--ranks", "--batch-size",
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
     "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag", "--trace",
-    "--wandb",
+    "--phases", "--wandb",
 )  # fmt: skip
 PAIR = ("compare", "--system", "dummy", "--system", "resident", "--model", "opt-tiny")
 GOOD = ("run", "--system", "dummy", "--model", "opt-tiny")
@@ -35,6 +35,13 @@ def test_the_flags_are_these() -> None:
     assert tuple(flag(field) for field in RunSpec.model_fields) == FLAGS
     assert tuple(flag(field) for field in CompareSpec.model_fields) == FLAGS  # with several --system
     assert tuple(flag(field) for field in StoredSpec.model_fields) == ("--runs", "--results")
+
+
+def test_a_switch_takes_no_value_and_ends_where_it_stands() -> None:
+    given = ("--system", "x", "--phases", "--model", "y", "--option", "a=1", "b=2")
+    spec = cli.parse(RunSpec, given, prog="harness run")
+    assert (spec.phases, spec.model, spec.option) == (True, "y", ("a=1", "b=2"))
+    assert not cli.parse(RunSpec, ("--system", "x", "--model", "y"), prog="harness run").phases
 
 
 @pytest.mark.parametrize(("command", "spec"), [("run", RunSpec), ("compare", CompareSpec)])
@@ -58,6 +65,8 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         ((*GOOD, "--option"), "--option needs a value"),
         ((*GOOD, "--steps", "3", "4"), "unexpected argument '4' after --steps"),
         ((*GOOD, "stray"), "unexpected argument 'stray' after --model"),
+        ((*GOOD, "--phases=yes"), "--phases takes no value: leave =yes out"),
+        ((*GOOD, "--phases", "yes"), "unexpected argument 'yes'"),
         (("run", "--system", "dumy", "--model", "x"), "unknown system 'dumy': did you mean dummy?"),
         ((*GOOD, "--steps", "many"), "--steps many: input should be a valid integer"),
         ((*GOOD, "--steps", "0"), "--steps 0: input should be greater than or equal to 1"),

@@ -32,6 +32,7 @@ Run = Callable[..., Record]
         ((), {"data": "/no/such/file"}, "no such file"),
         ((), {"recompute": (99,)}, "--recompute names block 99"),
         ((), {"eval_every": 5}, "--eval-every 5 is never reached in 4 steps"),
+        ((), {"system": "resident", "phases": True}, "--phases: resident does not tell its phases"),
         (("oom_tir=host",), {}, "did you mean oom_tier"),
         (("oom_tier=hos",), {}, "did you mean host?"),
         (("oom_at=0",), {}, "--option oom_at=0"),
@@ -94,6 +95,23 @@ def test_a_good_run(run_here: Run) -> None:
     assert record.resolved.data is not None
     assert len(record.resolved.data.sha256 or "") == 64
     assert any("skipped" in note for note in record.notes)
+
+
+def test_phases_are_of_one_more_step_that_nothing_else_counts(run_here: Run) -> None:
+    options = ("activations=host", "variant=osc")
+    given = {"system": "patrickstar", "option": options, "dtype": "fp32", "device_memory": 6 << 20, "recompute": "full"}
+    plain, phased = (run_here(make_spec(**given, steps=4, phases=phases)) for phases in (False, True))
+    assert (phased.status, phased.reason) == ("ok", None)
+    assert phased.metrics.loss == plain.metrics.loss
+    assert phased.counters == plain.counters
+    assert phased.timed_counters["activation_offload_bytes"] == 3 * phased.counters["activation_offload_bytes"] / 4 > 0
+    assert phased.memory.host_activation_bytes == phased.counters["activation_offload_bytes"] / 8
+    found = {name.removeprefix("phase."): s for name, s in phased.phases_s.items() if name.startswith("phase.")}
+    assert not any(name.startswith("phase") for name in plain.phases_s)
+    moved = ("h2d_parameters", "h2d_activations", "d2h_activations", "d2h_gradients")
+    assert all(found[name] > 0 for name in ("forward", "backward", "adam_host", *moved))
+    assert found["step"] <= phased.phases_s["phases"]
+    assert any("nothing overlaps" in note and "conversion" in note for note in phased.notes)
 
 
 def test_an_emulated_device_never_passes_for_a_measured_one(run_here: Run) -> None:

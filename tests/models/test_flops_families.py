@@ -16,8 +16,8 @@ from models.flops import FlopCount
 
 def expect(counted: FlopCount, *, other: int, whole_scores: int, causal_scores: int) -> None:
     """causal_scores: products of which a mask leaves half; whole_scores: those of attention in both directions."""
-    assert counted.forward_full == pytest.approx(other + whole_scores + causal_scores, rel=1e-3)
-    assert counted.forward_causal == pytest.approx(other + whole_scores + causal_scores / 2, rel=1e-3)
+    assert counted.forward.full == pytest.approx(other + whole_scores + causal_scores, rel=1e-3)
+    assert counted.forward.causal == pytest.approx(other + whole_scores + causal_scores / 2, rel=1e-3)
     assert counted.forward.scores == whole_scores + causal_scores, "score products are told from projections"
 
 
@@ -38,7 +38,7 @@ def test_bert(name: str, batch: int, seq: int, overrides: dict[str, object]) -> 
     other = 2 * tokens * (s.num_layers * (4 * h * h + 2 * h * s.ffn_size) + h * h + h * s.vocab_size)
     counted = flops.count(s, batch_size=batch, seq_len=seq)
     expect(counted, other=other, whole_scores=2 * tokens * s.num_layers * 2 * seq * h, causal_scores=0)
-    assert counted.forward_causal == counted.forward_full, "an encoder has no half to leave out"
+    assert counted.forward.causal == counted.forward.full, "an encoder has no half to leave out"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_albert(name: str, overrides: dict[str, object]) -> None:
     counted = flops.count(s, batch_size=3, seq_len=seq)
     expect(counted, other=other, whole_scores=2 * tokens * layers * 2 * seq * h, causal_scores=0)
     assert len(counted.blocks) == s.num_groups
-    assert counted.recomputed("full").full == counted.forward_full - 2 * tokens * (2 * e * h + e * s.vocab_size)
+    assert counted.recomputed("full").full == counted.forward.full - 2 * tokens * (2 * e * h + e * s.vocab_size)
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "t5-tiny"])

@@ -56,6 +56,12 @@ def elixir() -> ManagedSystem:
     return ManagedSystem(STRATEGY)
 
 
+def patrickstar() -> ManagedSystem:
+    from systems.strategies.patrickstar import STRATEGY
+
+    return ManagedSystem(STRATEGY)
+
+
 def start(
     system: Any, model: nn.Module, asked: Settings, options: BaseModel | None = None, jitter: Callable[[], None] | None = None
 ) -> Engine:
@@ -193,4 +199,16 @@ def replace(asked: Settings, **changes: Any) -> Settings:
     return dataclasses.replace(asked, **changes)
 
 
-__all__ = ["AMPLE", "HOST", "RANDOM", "RESIDENT", "RandomOptions", "Run", "assert_equal", "elixir", "train", "train_as"]
+__all__ = [
+    "AMPLE",
+    "HOST",
+    "RANDOM",
+    "RESIDENT",
+    "RandomOptions",
+    "Run",
+    "assert_equal",
+    "elixir",
+    "patrickstar",
+    "train",
+    "train_as",
+]

@@ -163,7 +163,10 @@ def check(seed: int) -> None:
         run = loop.run(lambda engine: check_segments(engine.parts))  # type: ignore[attr-defined]
         assert_equal(expected, run)
         assert find_races(issued_operations(run.engine.log.operations)) == []  # type: ignore[attr-defined]
-    loop = Loop(seed, RANDOM, given, RandomOptions(chunk_parameters=luck.choice((1, 3, 7))))
+    if seed % 2:
+        given["recompute"] = "full"
+    moving = RandomOptions(chunk_parameters=luck.choice((1, 3, 7)), activations="host" if seed % 2 else "device")
+    loop = Loop(seed, RANDOM, given, moving)
     evict_at_once(loop.engine, seed=seed)
     assert_equal(expected, loop.run(lambda engine: check_segments(engine.parts)))  # type: ignore[attr-defined]
 

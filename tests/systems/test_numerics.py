@@ -26,7 +26,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16"),
     "clip": (0.0, 0.5),
 }
-COVER = pairwise({"system": ("elixir", "random"), **FACTORS})
+MANAGED = ("elixir", "patrickstar", "random")
+COVER = pairwise({"system": MANAGED, **FACTORS})
 
 
 def check(system: str, level: str, **given: Any) -> None:
@@ -54,7 +55,7 @@ def test_the_cover_covers() -> None:
     for one, other in product(FACTORS, repeat=2):
         for left, right in product(FACTORS[one], FACTORS[other]) if one < other else ():
             assert ((one, left), (other, right)) in met
-    assert all((("level", level), ("system", system)) in met for level in SHARE for system in ("elixir", "random"))
+    assert all((("level", level), ("system", system)) in met for level in SHARE for system in MANAGED)
     assert len(COVER) < 20
 
 
@@ -86,7 +87,7 @@ def test_no_policy_changes_a_bit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["elixir", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 @pytest.mark.parametrize("sharing", FACTORS["sharing"])
 @pytest.mark.parametrize("recompute", FACTORS["recompute"])
 @pytest.mark.parametrize("model", FACTORS["model"])

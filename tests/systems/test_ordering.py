@@ -68,6 +68,7 @@ def logged(setup: Setup, system: str, level: str, jitter: bool) -> tuple[Run, tu
     [
         ("elixir", "half", True),
         ("elixir", "tight", False),
+        ("patrickstar", "tight", True),
         ("random", "tight", False),
         ("random write-back", "tight", True),
     ],

@@ -69,7 +69,9 @@ def test_a_unit_event_is_short(system: Any, budget: int, record_property: Any) -
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("system", "level"), [("elixir", "above"), ("elixir", "tight"), ("random", "tight")])
+@pytest.mark.parametrize(
+    ("system", "level"), [("elixir", "above"), ("elixir", "tight"), ("patrickstar", "tight"), ("random", "tight")]
+)
 def test_the_host_reads_the_device_once_a_step(system: str, level: str, accumulate: int) -> None:
     setup = Setup("opt", accumulate=accumulate, clip=0.5)
     chosen, options = SYSTEMS[system]

@@ -22,11 +22,10 @@ from systems.planning.layout import (
     pack,
     round_up,
 )
-from systems.planning.packing import sums_of_neighbours
+from systems.planning.packing import candidate_sizes, group_parameters
 from systems.planning.strategy import PlanningContext
 from systems.strategies.elixir.options import ElixirOptions
 
-MAX_CANDIDATES = 256
 FUSED_SHARE = 16  # a fused group may take this part of the device budget for good
 Run = tuple[Parameter, ...]
 
@@ -70,7 +69,7 @@ class Chunker:
         self._index, self._options, self._context = index, options, context
         self._align = align_elements(context.itemsize)
         self._sizes = [round_up(p.numel, self._align) for p in index.parameters]
-        self._groups = group_parameters(index, context.ranks)
+        self._groups = chunk_groups(index, context.ranks)
         self._totals = {group.space: sum(map(self.size, group.parameters())) for group in self._groups}
         self.chunk = self._search()
         self.layout, self.statistics = self._build()
@@ -108,26 +107,9 @@ class Chunker:
         return wasted
 
     def candidates(self) -> list[int]:
-        """Chunk sizes to test, ascending. With a step given, exactly the user's range; else every size that matters in
-        it.
-
-        Packing changes only where a chunk is just full, so that the best of all possible sizes is the smallest allowed
-        one or a sum of neighbouring parameters.
-        """
-        low, high = self._range()
-        unit = self._align * self._context.ranks
-        step = self._options.chunk_step
-        if step is not None:
-            width = max(unit, round_up(step // self._context.itemsize, unit))
-            found = {round_up(low + i * width, unit) for i in range((high - low) // width + 1)}
-        else:
-            found = {round_up(size, unit) for size in self._sums(low, high)} | {round_up(low, unit)}
-        largest = max((self.size(p) for g in self._groups for run in g.runs for p in run), default=unit)
-        sizes = sorted(found)
-        sizes = [s for s in sizes if s >= min(largest, sizes[-1])]
-        if step is None and len(sizes) > MAX_CANDIDATES:
-            sizes = [sizes[i * (len(sizes) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
-        return sizes
+        """Chunk sizes to test, ascending."""
+        single = [[self.size(p) for run in group.runs for p in run] for group in self._groups]
+        return candidate_sizes(single, *self._range(), self._options, self._context)
 
     def _search(self) -> int:
         return min(self.candidates(), key=lambda chunk: (self.waste(chunk), -chunk))
@@ -139,21 +121,7 @@ class Chunker:
         main = [run for run in runs if run[0].users[0] in blocks] or runs
         whole = max((sum(map(self.size, run)) for run in main), default=self._align)
         low = max([-(-whole // 4), *(self.size(p) for run in main for p in run)])
-        given_low, given_high = (
-            None if given is None else max(self._align, given // self._context.itemsize)
-            for given in (self._options.chunk_min, self._options.chunk_max)
-        )
-        if given_high is not None:
-            return (min(low, given_high) if given_low is None else given_low), given_high
-        return (low, max(low, whole)) if given_low is None else (given_low, max(given_low, whole))
-
-    def _sums(self, low: int, high: int) -> set[int]:
-        """Sums of neighbouring parameters between low and high."""
-        found: set[int] = set()
-        for group in self._groups:
-            sizes = [self.size(p) for run in group.runs for p in run]
-            found |= sums_of_neighbours(sizes, low, high)
-        return found
+        return self._options.within(low, whole, self._context.itemsize)
 
     def _fused(self, group: Group, chunk: int) -> bool:
         total = self._totals[group.space]
@@ -211,18 +179,10 @@ class Chunker:
         return Layout(self._context.itemsize, tuple(segments), tuple(bundles))
 
 
-def group_parameters(index: ModelIndex, ranks: int) -> list[Group]:
-    """Chunk groups in model order of their first parameter."""
-    groups: dict[FlatSpace, list[Parameter]] = {}
-    for parameter in index.parameters:
-        groups.setdefault(FlatSpace(parameter.group, ranks, parameter.trainable), []).append(parameter)
+def chunk_groups(index: ModelIndex, ranks: int) -> list[Group]:
+    """In model order of their first parameter."""
     found = []
-    for space, parameters in groups.items():
-        single = [p for p in parameters if len(p.users) <= 1]
-        runs = tuple(tuple(run) for _, run in groupby(single, key=lambda p: p.users))
-        shared: dict[frozenset[str], list[Parameter]] = {}
-        for parameter in parameters:
-            if len(parameter.users) > 1:
-                shared.setdefault(frozenset(parameter.users), []).append(parameter)
-        found.append(Group(space, runs, tuple(tuple(run) for run in shared.values())))
+    for group in group_parameters(index, ranks):
+        runs = tuple(tuple(run) for _, run in groupby(group.single, key=lambda p: p.users))
+        found.append(Group(group.space, runs, group.shared))
     return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
-from systems.sizes import Size, SizeOrUnlimited
+from systems.planning.packing import ChunkRange
+from systems.sizes import SizeOrUnlimited
 
 _SIZE_OR_UNLIMITED: TypeAdapter[int | None] = TypeAdapter(SizeOrUnlimited)
 
@@ -15,7 +16,7 @@ def _cache(given: Any) -> int | Literal["auto"] | None:
     return "auto" if given == "auto" else _SIZE_OR_UNLIMITED.validate_python(given)
 
 
-class ElixirOptions(BaseModel):
+class ElixirOptions(ChunkRange):
     """chunk_min, chunk_max, chunk_step: bytes of the searched chunk sizes; unset is a range that suits the model.
 
     cache: bytes of the R cache (C_SIZE), all movable bundles on the device together; auto takes what is left, inf sets
@@ -23,29 +24,16 @@ class ElixirOptions(BaseModel):
     prefetch: bundles fetched ahead of their use, 0 for none. variant: write-back has no master shard on the host, so
     that an eviction writes 2 bytes a parameter. nonfinite: skip waits with all updates for the norm, so that a step
     with a non-finite gradient changes nothing; stop updates during backward and ends the run at one (no clipping
-    then).
+    then). activations: host has the inputs of recomputed blocks wait for backward in host memory.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    chunk_min: Size | None = None
-    chunk_max: Size | None = None
-    chunk_step: Size | None = None
     cache: Annotated[int | Literal["auto"] | None, BeforeValidator(_cache)] = "auto"
     scatter: bool = True
     offload: bool = True
     prefetch: int = Field(default=8, ge=0)
     variant: Literal["master-shard", "write-back"] = "master-shard"
     nonfinite: Literal["skip", "stop"] = "skip"
-
-    @model_validator(mode="after")
-    def _range(self) -> ElixirOptions:
-        if self.chunk_min is not None and self.chunk_max is not None and self.chunk_min > self.chunk_max:
-            raise ValueError(f"chunk_min {self.chunk_min} is above chunk_max {self.chunk_max}: swap or widen them")
-        for name in ("chunk_max", "chunk_step"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0: leave it out or give a size such as 64MiB")
-        return self
+    activations: Literal["device", "host"] = "device"
 
 
 class ElixirStatistics(BaseModel):

@@ -36,10 +36,6 @@ class Placement:
     room: tuple[int, ...]
     cache_bytes: int
 
-    def tiers(self, layout: Layout) -> tuple[Tier, ...]:
-        owner = layout.bundle_of_segment
-        return tuple(Tier.DEVICE if owner[s.index] in self.on_device else Tier.HOST for s in layout.segments)
-
 
 def resident_plan(layout: Layout, trace: Trace, rule: UpdateRule) -> Plan:
     """Everything on the device for good: no operation, no byte moves."""

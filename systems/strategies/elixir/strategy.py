@@ -12,7 +12,7 @@ from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
-from systems.planning.plan import OpKind, Plan, UpdateRule
+from systems.planning.plan import OpKind, Plan, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.trace import Trace
@@ -39,10 +39,12 @@ class Elixir:
         self._unit_names: tuple[str, ...] = ()
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.write_back = options.variant == "write-back"
+        self.offloaded_inputs: frozenset[int] = frozenset()
 
     def layout(self, index: ModelIndex) -> Layout:
         """Raises BudgetError if the largest unit does not fit the device, activations left aside."""
         self._unit_names = tuple(unit.name for unit in index.units)
+        self.offloaded_inputs = index.blocks if self._options.activations == "host" else frozenset()
         chunker = Chunker(index, self._options, self._context)
         layout = chunker.layout
         trace = nominal_trace(layout, accumulate=self._context.accumulate)
@@ -81,7 +83,7 @@ class Elixir:
             plan = Plan(
                 signature=trace.signature,
                 operations=cache.operations,
-                optimizer_tier=placement.tiers(layout),
+                optimizer_tier=optimizer_tiers(layout, placement.on_device),
                 resident_at_start=placement.on_device | cache.resident,
                 update_rule=self.update_rule,
             )

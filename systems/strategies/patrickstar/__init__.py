@@ -37,7 +37,8 @@ Where this departs from the paper, and why
 * static-partition still evicts by Belady's rule: the paper does not say by which one, and any other would be a second change.
 * The embedding is a unit like others: fetched, computed on the device. Computing it on the CPU is in the authors' code, but not
   in this paper.
-* Activations are not offloaded to the host; recomputation is there (--recompute).
+* Activations offloaded to the host (option activations=host) are the inputs of recomputed blocks (--recompute), each moved
+  while its neighbours compute. What a block that is not recomputed keeps for its backward stays on the device.
 * The optimizer chunks all start on the host, so that memory the host lacks cannot be made up for on the device (figure 8).
 """
 

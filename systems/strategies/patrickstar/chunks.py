@@ -21,22 +21,12 @@ from systems.planning.layout import (
     pack,
     round_up,
 )
-from systems.planning.packing import sums_of_neighbours
+from systems.planning.packing import candidate_sizes, group_parameters
 from systems.planning.strategy import PlanningContext
 from systems.strategies.patrickstar.options import PatrickStarOptions
 
-MAX_CANDIDATES = 256
 LISTS = ("param 16-bit", "param fp32", "momentum", "variance")
 Chunk = tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class ChunkList:
-    """irregular: parameters read by several units, in sets of the same users; they are not managed in chunks."""
-
-    space: FlatSpace
-    parameters: tuple[Parameter, ...]
-    irregular: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class Chunker:
         self._index, self._options, self._context = index, options, context
         self._align = align_elements(context.itemsize)
         self._sizes = [round_up(p.numel, self._align) for p in index.parameters]
-        self._lists = chunk_lists(index, context.ranks)
+        self._lists = group_parameters(index, context.ranks)
         tensors = options.variant == "spongebob"
         self.chunk = 0 if tensors else min(self.candidates(), key=lambda chunk: (self.waste(chunk), -chunk))
         self.layout, self.statistics = self._build()
@@ -92,50 +82,28 @@ class Chunker:
 
     def waste(self, chunk: int) -> int:
         """Elements of all chunks of this size that hold no parameter."""
-        filled = [c for each in self._lists for c in self.cut(each.parameters, chunk).chunks]
+        filled = [c for each in self._lists for c in self.cut(each.single, chunk).chunks]
         return len(filled) * chunk - sum(p.numel for c in filled for p in c)
 
     def candidates(self) -> list[int]:
-        """Chunk sizes to test, ascending: the user's range by step, else every size that matters in the range.
-
-        None that is too small for a parameter, unless all are: then that parameter is labelled out of chunks.
-        """
-        low, high = self._range()
-        unit = self._align * self._context.ranks
-        step = self._options.chunk_step
-        if step is not None:
-            width = max(unit, round_up(step // self._context.itemsize, unit))
-            found = {round_up(low + i * width, unit) for i in range((high - low) // width + 1)}
-        else:
-            sums = (sums_of_neighbours([self.size(p) for p in each.parameters], low, high) for each in self._lists)
-            found = {round_up(size, unit) for sizes in sums for size in sizes} | {round_up(low, unit)}
-        largest = max((self.size(p) for each in self._lists for p in each.parameters), default=unit)
-        sizes = sorted(found)
-        sizes = [s for s in sizes if s >= min(largest, sizes[-1])]
-        if step is None and len(sizes) > MAX_CANDIDATES:
-            sizes = [sizes[i * (len(sizes) - 1) // (MAX_CANDIDATES - 1)] for i in range(MAX_CANDIDATES)]
-        return sizes
+        """Chunk sizes to test, ascending. A parameter that no allowed size holds is labelled out of chunks."""
+        single = [[self.size(p) for p in each.single] for each in self._lists]
+        return candidate_sizes(single, *self._range(), self._options, self._context)
 
     def _range(self) -> tuple[int, int]:
         """Smallest and largest size to test: the user's, or from a quarter of the largest block to all of it."""
         blocks = [[self._index.parameters[p] for p in u.parameters] for u in self._index.units if u.block is not None]
         owned = [[p for p in block if len(p.users) <= 1] for block in blocks]
-        main = [block for block in owned if block] or [list(each.parameters) for each in self._lists if each.parameters]
+        main = [block for block in owned if block] or [list(each.single) for each in self._lists if each.single]
         whole = max((sum(map(self.size, block)) for block in main), default=self._align)
         low = max([-(-whole // 4), *(self.size(p) for block in main for p in block)])
-        given_low, given_high = (
-            None if given is None else max(self._align, given // self._context.itemsize)
-            for given in (self._options.chunk_min, self._options.chunk_max)
-        )
-        if given_high is not None:
-            return (min(low, given_high) if given_low is None else given_low), given_high
-        return (low, max(low, whole)) if given_low is None else (given_low, max(given_low, whole))
+        return self._options.within(low, whole, self._context.itemsize)
 
     def _build(self) -> tuple[Layout, ChunkStatistics]:
         """Bundles in model order of their first parameter."""
-        cuts = [(each.space, self.cut(each.parameters, self.chunk)) for each in self._lists]
+        cuts = [(each.space, self.cut(each.single, self.chunk)) for each in self._lists]
         chunks = [(space, chunk) for space, cut in cuts for chunk in cut.chunks]
-        outside = [(each.space, shared) for each in self._lists for shared in each.irregular]
+        outside = [(each.space, shared) for each in self._lists for shared in each.shared]
         outside += [(space, (p,)) for space, cut in cuts for p in cut.alone]
         layout = self._layout(sorted((*chunks, *outside), key=lambda piece: piece[1][0].index))
         held = sum(p.numel for _, chunk in chunks for p in chunk)
@@ -162,19 +130,3 @@ class Chunker:
             if space.trainable and all(len(p.users) == 1 for p in chunk):
                 in_place.add(number)
         return Layout(self._context.itemsize, tuple(segments), tuple(bundles), frozenset(in_place))
-
-
-def chunk_lists(index: ModelIndex, ranks: int) -> list[ChunkList]:
-    """In model order of their first parameter."""
-    spaces: dict[FlatSpace, list[Parameter]] = {}
-    for parameter in index.parameters:
-        spaces.setdefault(FlatSpace(parameter.group, ranks, parameter.trainable), []).append(parameter)
-    found = []
-    for space, parameters in spaces.items():
-        shared: dict[frozenset[str], list[Parameter]] = {}
-        for parameter in parameters:
-            if len(parameter.users) > 1:
-                shared.setdefault(frozenset(parameter.users), []).append(parameter)
-        single = tuple(p for p in parameters if len(p.users) <= 1)
-        found.append(ChunkList(space, single, tuple(tuple(each) for each in shared.values())))
-    return found

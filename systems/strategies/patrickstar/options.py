@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field
 
-from systems.sizes import Size
+from systems.planning.packing import ChunkRange
 
 Variant = Literal["base", "spongebob", "static-partition", "osc"]
 
@@ -15,7 +15,7 @@ def _prefetch(given: Any) -> Any:
     return 0 if str(given).strip() == "off" else given
 
 
-class PatrickStarOptions(BaseModel):
+class PatrickStarOptions(ChunkRange):
     """chunk_min, chunk_max, chunk_step: bytes of the searched sizes of a parameter chunk as computed with (the paper's range
     of 128 to 512 Mi elements in 16 bit is 256MiB to 1GiB, its step 64MiB); unset is a range that suits the model.
 
@@ -25,17 +25,14 @@ class PatrickStarOptions(BaseModel):
     the device and traces nothing, osc keeps the optimizer chunks on the CPU.
     nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
     updates during backward and ends the run at one (no clipping then).
+    activations: host has the inputs of recomputed blocks wait for backward in host memory.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    chunk_min: Size | None = None
-    chunk_max: Size | None = None
-    chunk_step: Size | None = None
     warmup_share: float = Field(default=0.2, gt=0, le=1)
     prefetch: Annotated[int, BeforeValidator(_prefetch), Field(ge=0)] = 8
     variant: Variant = "base"
     nonfinite: Literal["skip", "stop"] = "skip"
+    activations: Literal["device", "host"] = "device"
 
     @property
     def traces(self) -> bool:
@@ -46,15 +43,6 @@ class PatrickStarOptions(BaseModel):
     def places_optimizer(self) -> bool:
         """Optimizer chunks may go to the device."""
         return self.variant in ("base", "spongebob")
-
-    @model_validator(mode="after")
-    def _range(self) -> PatrickStarOptions:
-        if self.chunk_min is not None and self.chunk_max is not None and self.chunk_min > self.chunk_max:
-            raise ValueError(f"chunk_min {self.chunk_min} is above chunk_max {self.chunk_max}: swap or widen them")
-        for name in ("chunk_max", "chunk_step"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0: leave it out or give a size such as 64MiB")
-        return self
 
 
 class PatrickStarStatistics(BaseModel):

@@ -19,7 +19,7 @@ from systems.planning.demand import (
     unmovable,
 )
 from systems.planning.layout import Layout
-from systems.planning.plan import Tier, UpdateRule
+from systems.planning.plan import UpdateRule
 from systems.planning.refusal import UnitName, check_need
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
@@ -34,10 +34,6 @@ class Placement:
     on_device: frozenset[int]
     in_place: frozenset[int]
     room: tuple[int, ...]
-
-    def tiers(self, layout: Layout) -> tuple[Tier, ...]:
-        owner = layout.bundle_of_segment
-        return tuple(Tier.DEVICE if owner[s.index] in self.on_device else Tier.HOST for s in layout.segments)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import Residence, demand_of, gradient_profile, minimum_need, reusable, unmovable
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
-from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
+from systems.planning.plan import OpKind, Plan, Tier, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.trace import Trace
@@ -38,10 +38,12 @@ class PatrickStar:
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.write_back = True  # chunk memory moves between the tiers: an eviction is a copy
         self.warm_up_share: float | None = options.warmup_share
+        self.offloaded_inputs: frozenset[int] = frozenset()
 
     def layout(self, index: ModelIndex) -> Layout:
         """Raises BudgetError if the largest unit does not fit the device, activations left aside."""
         self._index, context = index, self._context
+        self.offloaded_inputs = index.blocks if self._options.activations == "host" else frozenset()
         chunker = Chunker(index, self._options, context)
         layout, found = chunker.layout, chunker.statistics
         trace = nominal_trace(layout, accumulate=context.accumulate)
@@ -83,7 +85,7 @@ class PatrickStar:
         plan = Plan(
             signature=trace.signature,
             operations=cache.operations,
-            optimizer_tier=placement.tiers(layout),
+            optimizer_tier=optimizer_tiers(layout, placement.on_device),
             resident_at_start=placement.on_device | cache.resident,
             update_rule=self.update_rule,
             in_place=placement.in_place,

@@ -1,0 +1,142 @@
+"""Where the time of a step goes, as in PatrickStar's figures 14 and 15: one step in which nothing overlaps.
+
+Note [Phased steps]
+    Before a phase begins and before it ends, everything queued is waited for. So each phase is charged its own time and no
+    other's, and the phases add up to the step; it is slower than a timed step by what would have overlapped. Copies have the
+    link to themselves here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+from systems.planning.plan import LaneKind
+from systems.substrate.lanes import Ticket
+from systems.substrate.transfers import Memory, Transfers
+
+if TYPE_CHECKING:
+    from systems.substrate.device import Device
+
+Phase = Literal[
+    "forward",
+    "backward",
+    "norm",  # sums of squares out of fp32 accumulators on the host, the step's one decision, and what is left of step()
+    "adam_host",  # reads 16-bit gradients and writes 16-bit parameters: their conversion is part of it
+    "adam_device",
+    "accumulate",  # 16-bit gradients into fp32 accumulators, several micro-batches only
+    "conversion",  # fp32 masters to 16-bit parameters by themselves
+    "h2d_parameters",
+    "h2d_activations",
+    "h2d_gradients",
+    "h2d_optimizer",
+    "d2h_parameters",
+    "d2h_activations",
+    "d2h_gradients",
+    "d2h_optimizer",
+    "other",  # outside of the engine: batches
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+# By lane, and how a label begins.
+OPERATIONS: tuple[tuple[LaneKind, str, Phase], ...] = (
+    (LaneKind.H2D, "fetch bundle", "h2d_parameters"),
+    (LaneKind.H2D, "refill bundle", "h2d_parameters"),
+    (LaneKind.H2D, "fetch input", "h2d_activations"),
+    (LaneKind.H2D, "reopen gradient", "h2d_gradients"),
+    (LaneKind.H2D, "state of segment", "h2d_optimizer"),
+    (LaneKind.D2H, "write back bundle", "d2h_parameters"),
+    (LaneKind.D2H, "offload input", "d2h_activations"),
+    (LaneKind.D2H, "offload gradient", "d2h_gradients"),
+    (LaneKind.D2H, "offload adopted gradients", "d2h_gradients"),
+    (LaneKind.D2H, "state of segment", "d2h_optimizer"),
+    (LaneKind.CPU, "update segment", "adam_host"),
+    (LaneKind.CPU, "clear accumulator", "adam_host"),
+    (LaneKind.CPU, "norm of segment", "norm"),
+    (LaneKind.CPU, "accumulate segment", "accumulate"),
+    (LaneKind.CPU, "restore segment", "conversion"),
+)
+
+
+def phase_of(lane: LaneKind, label: str) -> Phase:
+    """Of a lane's operation. `assert`s that it has one: a new kind of operation belongs into the table."""
+    found = [phase for kind, begin, phase in OPERATIONS if kind is lane and label.startswith(begin)]
+    assert found, f"no phase is known for {label!r} on lane {lane.value}"
+    return found[0]
+
+
+class Phases(Protocol):
+    def of(self, phase: Phase) -> AbstractContextManager[object]:
+        """What runs inside is of that phase, but for phases inside of it."""
+
+
+class NoPhases:
+    """Of every step but a phased one."""
+
+    def of(self, phase: Phase) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+class PhaseClock:
+    """drain: waits for everything queued. seconds: of every phase so far, 0 for one that did not occur."""
+
+    def __init__(self, drain: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._drain, self._clock = drain, clock
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._open: list[Phase] = []
+        self._since_s = 0.0
+
+    @contextmanager
+    def of(self, phase: Phase) -> Iterator[None]:
+        self._charge()
+        self._open.append(phase)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        """Since the last change of phase; waiting for what that phase queued is part of it."""
+        self._drain()
+        now = self._clock()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since_s
+        self._since_s = now
+
+
+class PhasedTransfers(Transfers):
+    """Every operation of a lane is a phase of its own: it begins when all before is done, and is waited for."""
+
+    def __init__(self, plain: Transfers, phases: Phases) -> None:
+        super().__init__(plain._lanes, plain._compute, plain._log)
+        self._phases = phases
+
+    def issue(
+        self,
+        lane: LaneKind,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Memory] = (),
+        writes: Sequence[Memory] = (),
+        label: str,
+        priority: int = 0,
+    ) -> Ticket:
+        with self._phases.of(phase_of(lane, label)):
+            return super().issue(lane, work, reads=reads, writes=writes, label=label, priority=priority)
+
+
+@contextmanager
+def phased(device: Device) -> Iterator[dict[str, float]]:
+    """Steps inside are phased, see the note; gives the seconds of each phase."""
+    plain, before = device.transfers, device.phases
+    device.phases = clock = PhaseClock(device.drain)
+    device.transfers = PhasedTransfers(plain, clock)
+    try:
+        with clock.of("other"):
+            yield clock.seconds
+    finally:
+        device.transfers, device.phases = plain, before
