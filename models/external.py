@@ -136,7 +136,9 @@ def _config(folder: str) -> Any:
 def _folder_shape(folder: str) -> ExternalShape:
     config = _config(folder)
     if _from(config, "hidden_size") is None or _from(config, "vocab_size") is None:
-        raise ValueError(f"--model {folder}: {config.model_type} is not a language model by itself, it has no vocabulary")
+        raise ValueError(
+            f"--model {folder}: {config.model_type} is not a language model by itself, it has no vocabulary"
+        )
     max_positions = _from(config, "max_positions")
     return ExternalShape(
         name=folder,
