@@ -214,8 +214,8 @@ class Record(Part):
     metrics: Metrics = Metrics()
     phases_s: dict[str, float] = Field(
         {},
-        description="import, resolve, build, initialize, warm_up, timed, eval, trace, close; a system's start-up as startup.*; with "
-        "--phases one more step's as phase.*",
+        description="import, resolve, build, initialize, warm_up, timed, eval, trace, phases, close; a system's start-up as "
+        "startup.*; with --phases those of one more step as phase.*",
     )
     traffic: Traffic = Traffic()
     memory: Memory = Memory()

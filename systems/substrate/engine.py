@@ -23,7 +23,7 @@ from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
-from systems.substrate.offloaded_inputs import OffloadedInputs
+from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.parameters import ParameterWatch
 from systems.substrate.phases import phased
 from systems.substrate.planner import Parts
@@ -88,6 +88,7 @@ class ManagedEngine(Engine):
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
         layout = keep_on_device(self.strategy.layout(found.index), context, self.strategy.update_rule)
+        offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed_units(found, settings.recompute))
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")
         host = host_account(host_budget, self.log)
@@ -118,8 +119,7 @@ class ManagedEngine(Engine):
         self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs)
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
-        recomputed = recomputed_units(found, settings.recompute)
-        self._cleanup.callback(inputs.attach(found, self.strategy.offloaded_inputs, recomputed))
+        self._cleanup.callback(inputs.attach(found, offloaded))
         device.guard(residency, self.poison, self._name_of)
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
@@ -227,6 +227,7 @@ class ManagedEngine(Engine):
         return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
 
     def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
+        self._check_open()
         self.drain()
         with phased(self._parts.device) as seconds:
             step()

@@ -12,6 +12,7 @@ Note [The way of an input]
     taken     recomputation asks for it: compute is ordered behind the copy, and the tensor is autograd's
     over      autograd lets go of its handle: the slot serves again, after whoever still reads it
     So a copy never outlives its tensor, and what is on the device is a function of the order of calls alone.
+    A reentrant checkpoint saves its input after its forward, so that its copy has less to hide behind.
 """
 
 from __future__ import annotations
@@ -34,6 +35,20 @@ from systems.substrate.events import Extent
 from systems.substrate.host import HostSlot, HostSlots
 from systems.substrate.transfers import Memory
 from systems.substrate.units import FoundModel
+
+
+def offloadable(found: FoundModel, units: frozenset[int], recomputed: frozenset[int]) -> frozenset[int]:
+    """Those of `units` that are recomputed. recomputed: by the engine; a model may do so itself, as transformers' models do.
+
+    Raises UnsupportedError if none is: inputs are then the least of what they keep.
+    """
+    chosen = frozenset(unit for unit in units if unit in recomputed or _recomputes_itself(found.modules[unit]))
+    if units and not chosen:
+        raise UnsupportedError(
+            "activations=host moves the inputs of recomputed blocks, and no block is recomputed: use --recompute full "
+            "(or block numbers), or leave activations on the device"
+        )
+    return chosen
 
 
 class _Input:
@@ -82,21 +97,10 @@ class OffloadedInputs:
 
     # ---- hooks
 
-    def attach(self, found: FoundModel, units: frozenset[int], recomputed: frozenset[int]) -> Callable[[], None]:
-        """Wrap the forwards of those `units` that are recomputed; returns what undoes it.
-
-        recomputed: units that the engine recomputes. A model may do so itself, as transformers' models do.
-        Raises UnsupportedError if none of `units` is recomputed: inputs are then the least of what they keep.
-        """
-        modules = ((unit, found.modules[unit]) for unit in sorted(units))
-        chosen = [(unit, module) for unit, module in modules if unit in recomputed or _recomputes_itself(module)]
-        if units and not chosen:
-            raise UnsupportedError(
-                "activations=host moves the inputs of recomputed blocks, and no block is recomputed: use --recompute full "
-                "(or block numbers), or leave activations on the device"
-            )
-        self._attached = frozenset(unit for unit, _ in chosen)
-        undo = [self._wrap(unit, module) for unit, module in chosen]
+    def attach(self, found: FoundModel, units: frozenset[int]) -> Callable[[], None]:
+        """Wrap the forwards of `units`, as `offloadable` gives them; returns what undoes it."""
+        self._attached = units
+        undo = [self._wrap(unit, found.modules[unit]) for unit in sorted(units)]
 
         def detach() -> None:
             for each in undo:
@@ -181,6 +185,7 @@ class OffloadedInputs:
 
     def take(self, handle: _Handle) -> torch.Tensor:
         """Recomputation asks for an input."""
+        self.settle()
         kept = handle.input
         if kept.slot is None:
             raise RuntimeError(f"the input of unit {kept.unit} is gone with its step: run the forward pass again")

@@ -29,13 +29,14 @@ Phase = Literal[
     "adam_device",
     "accumulate",  # 16-bit gradients into fp32 accumulators, several micro-batches only
     "conversion",  # fp32 masters to 16-bit parameters by themselves
-    "h2d_parameters",
+    "h2d_updated",  # parameters for the first time since the host updated them: figure 14's cpufp32->gpufp16
+    "h2d_parameters",  # parameters that had left the device: its cpu->gpu
     "h2d_activations",
     "h2d_gradients",
     "h2d_optimizer",
-    "d2h_parameters",
+    "d2h_parameters",  # its gpu->cpu
     "d2h_activations",
-    "d2h_gradients",
+    "d2h_gradients",  # its gpufp16->cpufp32
     "d2h_optimizer",
     "other",  # outside of the engine: batches
 ]
@@ -70,7 +71,7 @@ def phase_of(lane: LaneKind, label: str) -> Phase:
 
 class Phases(Protocol):
     def of(self, phase: Phase) -> AbstractContextManager[object]:
-        """What runs inside is of that phase, but for phases inside of it."""
+        """What runs inside is of that phase, but for phases inside of it. A movement has no phases inside."""
 
 
 class NoPhases:
@@ -88,6 +89,11 @@ class PhaseClock:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._open: list[Phase] = []
         self._since_s = 0.0
+
+    @property
+    def moving(self) -> bool:
+        """In a phase of movement, which whoever issues it has named."""
+        return bool(self._open) and self._open[-1].startswith(("h2d", "d2h"))
 
     @contextmanager
     def of(self, phase: Phase) -> Iterator[None]:
@@ -111,9 +117,9 @@ class PhaseClock:
 class PhasedTransfers(Transfers):
     """Every operation of a lane is a phase of its own: it begins when all before is done, and is waited for."""
 
-    def __init__(self, plain: Transfers, phases: Phases) -> None:
+    def __init__(self, plain: Transfers, clock: PhaseClock) -> None:
         super().__init__(plain._lanes, plain._compute, plain._log)
-        self._phases = phases
+        self._clock = clock
 
     def issue(
         self,
@@ -125,7 +131,8 @@ class PhasedTransfers(Transfers):
         label: str,
         priority: int = 0,
     ) -> Ticket:
-        with self._phases.of(phase_of(lane, label)):
+        own = self._clock.of(phase_of(lane, label))
+        with contextlib.nullcontext() if self._clock.moving else own:
             return super().issue(lane, work, reads=reads, writes=writes, label=label, priority=priority)
 
 

@@ -29,13 +29,17 @@ class BundleState(Enum):
 
 
 class ManagedBundle:
-    """A bundle's permanent storage and, while it is on the device, the block behind it."""
+    """A bundle's permanent storage and, while it is on the device, the block behind it.
+
+    updated: on the host, since it was last on the device.
+    """
 
     def __init__(self, bundle: Bundle, storage: RebindableStorage) -> None:
         self.bundle, self.storage = bundle, storage
         self.state = BundleState.ABSENT
         self.block: Allocation | None = None
         self.holds: dict[object, int] = {}
+        self.updated = False
 
     @property
     def index(self) -> int:
@@ -113,7 +117,11 @@ class Residency:
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("h2d_bytes", nbytes)
-        self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=f"fetch bundle {index}")
+        with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
+            self.device.transfers.issue(
+                LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=f"fetch bundle {index}"
+            )
+        managed.updated = False
 
     def _sources(self, bundle: Bundle) -> tuple[list[torch.Tensor], list[Memory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""

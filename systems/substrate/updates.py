@@ -148,6 +148,7 @@ class Updates:
             priority=self._priority[index],
         )
         stored.slot_holds_gradient = False
+        self.residency.bundles[self.layout.bundle_of_segment[index]].updated = True
 
     def _on_device(self, segments: Sequence[StoredSegment], wanted: frozenset[int], factor: float) -> None:
         memories, tasks, accumulators = [], [], []

@@ -108,7 +108,7 @@ def test_phases_are_of_one_more_step_that_nothing_else_counts(run_here: Run) -> 
     assert phased.memory.host_activation_bytes == phased.counters["activation_offload_bytes"] / 8
     found = {name.removeprefix("phase."): s for name, s in phased.phases_s.items() if name.startswith("phase.")}
     assert not any(name.startswith("phase") for name in plain.phases_s)
-    moved = ("h2d_parameters", "h2d_activations", "d2h_activations", "d2h_gradients")
+    moved = ("h2d_updated", "h2d_activations", "d2h_activations", "d2h_gradients")
     assert all(found[name] > 0 for name in ("forward", "backward", "adam_host", *moved))
     assert found["step"] <= phased.phases_s["phases"]
     assert any("nothing overlaps" in note and "conversion" in note for note in phased.notes)

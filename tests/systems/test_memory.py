@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from systems.errors import BudgetError
+from systems.errors import BudgetError, OutOfMemoryError
 from systems.planning.plan import Tier
 from systems.planning.trace import Phase
 from systems.substrate.events import LoggedBytes
@@ -23,7 +23,7 @@ from systems.system import Engine
 from tests.systems import models_plain
 from tests.systems.models_plain import CASES
 from tests.systems.models_small import tokens
-from tests.systems.running import HOST, elixir, one_step, parts_of, settings, start
+from tests.systems.running import HOST, RANDOM, elixir, one_step, parts_of, settings, start
 from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of
 
 SETUPS = [
@@ -115,6 +115,18 @@ def test_recomputation_lets_no_gradient_pile_up(model: str) -> None:
         where = {moment.phase for moment, bundles in found if bundles}
         assert where == {Phase.BACKWARD_EXIT}, recompute
         assert found == flushes["none"]
+
+
+def test_an_activation_that_finds_no_room_leaves_the_account_right() -> None:
+    """What never came into the account must not be taken from it when it dies, or the budget would no longer hold."""
+    engine = start(RANDOM, models_plain.build("stack"), settings(device_memory=150_000))
+    account, buffers = parts_of(engine).device.account, parts_of(engine).device.account.live
+    for _ in range(3):
+        with pytest.raises(OutOfMemoryError):
+            CASES["stack"].loss(engine, tokens(1, 1, batch=700)[0, 0], 1)
+        gc.collect()
+        assert account.live - account.pool == buffers
+    engine.close()
 
 
 def check_segments(parts: Parts) -> None:

@@ -32,6 +32,7 @@ Where this departs from the paper, and why
   alone.
 * Belady alone stalls at every miss; here the next bundles in order of use are fetched ahead (option prefetch).
 * C is a constant as in the paper, yet never more than what activations leave at each moment.
+* Inputs of recomputed blocks may wait for their backward in host memory (option activations); the paper has no such thing.
 * scatter=false with several ranks is not built yet and is refused.
 """
 
