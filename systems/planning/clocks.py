@@ -8,6 +8,9 @@ Note [Sharing]
     proportion to what it would take alone. A resource may have a favoured side: that side gets at least its share of the
     resource, and whatever the others leave; within each side proportion rules. A flow through several resources moves at the
     slowest. Rates change only when a flow begins or ends.
+
+    More of a resource helps whoever shares it. A higher rate of one flow alone does so at the others' cost, as on a real
+    machine: a step that waits for them can then take a little longer.
 """
 
 from __future__ import annotations

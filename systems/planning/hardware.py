@@ -77,7 +77,8 @@ class HardwareProfile(BaseModel):
 
     device_memory_bytes, host_memory_bytes (per node), disk_bytes (per node, None: no disk to offload to).
     matmul_flops_per_s: per dtype the device multiplies in, a large square product; matmul_efficiency: the share of that
-    rate which a transformer's products reach in training.
+    rate which a transformer's products reach in training. device_dram_efficiency: the same of the device's DRAM for all its
+    other operations, one kernel each; None: all of it, which flatters.
     copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
     device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
     cpu_adam_dram_share: what CPU Adam gets of host_dram while copies contend for it; None: in proportion to what each
@@ -99,6 +100,7 @@ class HardwareProfile(BaseModel):
     matmul_flops_per_s: Mapping[DTypeName, Figure] = Field(min_length=1)
     matmul_efficiency: Share
     device_dram_bytes_per_s: Figure
+    device_dram_efficiency: Share | None = None
     h2d_bytes_per_s: Figure
     d2h_bytes_per_s: Figure
     both_ways_bytes_per_s: Figure

@@ -2,7 +2,7 @@
 
 Note [One rank stands for all]
     Ranks do the same at the same time, so one is simulated with its part of what a node's devices share: of the host's DRAM,
-    of CPU Adam, and of the host link where all devices together reach less than each alone.
+    of CPU Adam, of the disk, and of the host link where all devices together reach less than each alone.
 
 Note [Collectives]
     A bundle of N bytes over R ranks moves N (R - 1) / R bytes in and out of every device, in a ring: at the rate of the
@@ -43,11 +43,14 @@ class Rates:
 
     @property
     def h2d(self) -> float:
-        return min(self.profile.h2d_bytes_per_s.value, self.profile.node_copy_bytes_per_s.value / self.on_node)
+        return self._one_way(self.profile.h2d_bytes_per_s.value)
 
     @property
     def d2h(self) -> float:
-        return min(self.profile.d2h_bytes_per_s.value, self.profile.node_copy_bytes_per_s.value / self.on_node)
+        return self._one_way(self.profile.d2h_bytes_per_s.value)
+
+    def _one_way(self, alone: float) -> float:
+        return min(alone, self.profile.node_copy_bytes_per_s.value / self.on_node, self.both_ways)
 
     @property
     def both_ways(self) -> float:
@@ -55,7 +58,7 @@ class Rates:
 
     @property
     def cpu_adam(self) -> float:
-        return self.profile.cpu_adam_bytes_per_s.value / self.on_node
+        return min(self.profile.cpu_adam_bytes_per_s.value / self.on_node, self.host_dram)
 
     @property
     def host_dram(self) -> float:
@@ -73,6 +76,13 @@ class Rates:
         if self.ranks > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
             rate = min(rate, profile.network_bytes_per_s.value)
         return rate
+
+    def disk(self, lane: LaneKind) -> float:
+        profile = self.profile
+        rate = profile.disk_read_bytes_per_s if lane is LaneKind.DISK_READ else profile.disk_write_bytes_per_s
+        if rate is None:
+            raise ValueError(f"the plan uses a disk, and the hardware profile ({profile.description}) has none")
+        return rate.value / self.on_node
 
     def resources(self) -> dict[str, Resource]:
         share = self.profile.cpu_adam_dram_share
@@ -160,8 +170,11 @@ class Costs:
         return Job(queue, waits, fixed_s, size, self.rates.cpu_adam, (Claim(HOST_DRAM, favoured=True),), priority)
 
     def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> Job:
-        rate = self.rates.h2d if operation.lane is LaneKind.H2D else self.rates.d2h
+        assert operation.lane is not None
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
+        if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
+            return Job(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
+        rate = self.rates.h2d if operation.lane is LaneKind.H2D else self.rates.d2h
         return Job(queue, waits, fixed, operation.bytes, rate, (Claim(HOST_DRAM), Claim(HOST_LINK)))
 
     def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> Job:

@@ -50,11 +50,14 @@ class StepWork:
 
 
 def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval], float]:
-    """Time of compute: products at their rate or at the device's DRAM's, whichever is slower, the rest at the DRAM's."""
+    """Time of compute: products at their rate or at the device's DRAM's, whichever is slower, and the rest at what other
+    operations reach of the DRAM's.
+    """
     rate, dram = profile.matmul_rate(dtype), profile.device_dram_bytes_per_s.value
+    other = dram * (profile.device_dram_efficiency.value if profile.device_dram_efficiency is not None else 1.0)
 
     def seconds(interval: Interval) -> float:
-        return max(interval.matmul_flops / rate, interval.matmul_bytes / dram) + interval.other_bytes / dram
+        return max(interval.matmul_flops / rate, interval.matmul_bytes / dram) + interval.other_bytes / other
 
     return seconds
 
@@ -75,7 +78,7 @@ def trace_of_work(work: StepWork, layout: Layout, *, accumulate: int, seconds: C
             intervals.append(interval)
             flushes.append(bundles)
     moments.append(Moment(Phase.STEP_END, micro_step=accumulate))
-    intervals.append(Interval())
+    intervals.append(Interval(peak_bytes=rest[-1].peak_bytes, kept_peak_bytes=rest[-1].peak_bytes))  # what still lives
     flushes.append(())
     return Trace(
         moments=tuple(moments),

@@ -13,6 +13,7 @@ import pytest
 
 from harness import cli, doctor, listing, store
 from harness.compare import CompareSpec, StoredSpec
+from harness.plan_spec import PlanSpec
 from harness.record import Record
 from harness.spec import RunSpec, flag
 from models import registry as models_registry
@@ -35,6 +36,7 @@ def test_the_flags_are_these() -> None:
     assert tuple(flag(field) for field in RunSpec.model_fields) == FLAGS
     assert tuple(flag(field) for field in CompareSpec.model_fields) == FLAGS  # with several --system
     assert tuple(flag(field) for field in StoredSpec.model_fields) == ("--runs", "--results")
+    assert tuple(flag(field) for field in PlanSpec.model_fields) == (*FLAGS, "--hardware")
 
 
 def test_a_switch_takes_no_value_and_ends_where_it_stands() -> None:
@@ -44,7 +46,7 @@ def test_a_switch_takes_no_value_and_ends_where_it_stands() -> None:
     assert not cli.parse(RunSpec, ("--system", "x", "--model", "y"), prog="harness run").phases
 
 
-@pytest.mark.parametrize(("command", "spec"), [("run", RunSpec), ("compare", CompareSpec)])
+@pytest.mark.parametrize(("command", "spec"), [("run", RunSpec), ("compare", CompareSpec), ("plan", PlanSpec)])
 def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys: pytest.CaptureFixture[str]) -> None:
     assert all(field.description for field in spec.model_fields.values())
     with pytest.raises(SystemExit) as ended:

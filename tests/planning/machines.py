@@ -26,7 +26,7 @@ def figure(value: float) -> Figure:
     return Figure(value=value, source="test")
 
 
-def machine(*, nodes: int = 1, devices: int = 1, **figures: float | None) -> HardwareProfile:
+def machine(*, nodes: int = 1, devices: int = 1, **figures: Any) -> HardwareProfile:
     """Everything is plentiful but what is given; fixed times are a nanosecond."""
     given: dict[str, Any] = {name: figure(PLENTY) for name in BANDWIDTHS}
     given |= {"copy_latency_s": figure(1e-9), "unit_event_s": figure(1e-9)}

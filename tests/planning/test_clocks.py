@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,11 @@ from hypothesis import strategies as st
 from systems.planning.clocks import CircularWaitError, Claim, Job, Resource, Span, run
 
 DRAM = "dram"
+
+
+def approx(seconds: float) -> float:
+    """A time in a Span that is compared within rounding."""
+    return cast(float, pytest.approx(seconds))
 
 
 def flow(queue: str, size: float, rate: float, *, favoured: bool = False, **more: Any) -> Job:
@@ -33,29 +38,29 @@ def test_two_lanes_by_hand() -> None:
 def test_flows_that_ask_for_too_much_are_slowed_in_proportion() -> None:
     """10 and 20 a second of 15: 5 and 10 until the second is done with its 60 at 6 s; 70 are left, at 10: 13 s."""
     spans = run([flow("a", 100, 10), flow("b", 60, 20)], {DRAM: Resource(15)})
-    assert spans == [Span(0, pytest.approx(13)), Span(0, pytest.approx(6))]
+    assert spans == [Span(0, approx(13)), Span(0, approx(6))]
 
 
 def test_the_favoured_side_gets_its_share_and_what_the_others_leave() -> None:
     """10 and 20 of 15, the first favoured with 0.8: it moves at 10 and the other at 5; 10 are left at 10 s."""
     spans = run([flow("a", 100, 10, favoured=True), flow("b", 60, 20)], {DRAM: Resource(15, favoured_share=0.8)})
-    assert spans == [Span(0, pytest.approx(10)), Span(0, pytest.approx(10 + 10 / 15))]
+    assert spans == [Span(0, approx(10)), Span(0, approx(10 + 10 / 15))]
     both = run([flow("a", 100, 30, favoured=True), flow("b", 60, 30)], {DRAM: Resource(15, favoured_share=0.8)})
-    assert both[0] == Span(0, pytest.approx(100 / 12))  # 12 and 3
+    assert both[0] == Span(0, approx(100 / 12))  # 12 and 3
     alone = run([flow("a", 100, 10, favoured=True)], {DRAM: Resource(15, favoured_share=0.8)})
-    assert alone == [Span(0, pytest.approx(10))]
+    assert alone == [Span(0, approx(10))]
 
 
 def test_a_flow_through_two_resources_moves_at_the_slowest() -> None:
     claims = (Claim("link"), Claim(DRAM, units=2.0))
     job = Job("a", flow_bytes=90, rate=30.0, claims=claims)
-    assert run([job], {"link": Resource(20), DRAM: Resource(30)}) == [Span(0, pytest.approx(6))]
+    assert run([job], {"link": Resource(20), DRAM: Resource(30)}) == [Span(0, approx(6))]
 
 
 def test_a_fixed_time_takes_nothing_of_a_resource() -> None:
     """The second flow begins at 4 s, when the first has 60 of 100 left: 5 each, 40 s, 12 s later both are done."""
     jobs = [flow("a", 100, 10), flow("b", 60, 10, fixed_s=4.0)]
-    assert run(jobs, {DRAM: Resource(10)}) == [Span(0, pytest.approx(16)), Span(0, pytest.approx(16))]
+    assert run(jobs, {DRAM: Resource(10)}) == [Span(0, approx(16)), Span(0, approx(16))]
 
 
 def test_queues_keep_their_order_unless_jobs_have_priorities() -> None:

@@ -1,0 +1,148 @@
+"""`harness plan`: what it prints, that its exit code says whether it fits, and that bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli
+from harness.spec import RunSpec
+from systems import registry
+from systems.planning.perfetto import read_chrome_trace
+
+TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1")
+STRATEGIES = {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """(exit code, last line of stdout, stderr)."""
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert len(lines) == 1
+    return code, json.loads(lines[0]), captured.err
+
+
+def test_a_plan_has_the_keys_of_a_record_and_says_it_to_the_eye(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *TINY, "--system", "elixir", "--device-memory", "6MiB")
+    assert code == 0 and found["fits"]
+    assert set(RunSpec.model_fields) <= set(found["spec"])
+    assert set(found["plan"]) == {"predicted_step_time_s", "predicted_device_peak_bytes"}
+    assert found["plan"]["predicted_device_peak_bytes"] == found["tiers"]["device"]["need_bytes"] <= 6 << 20
+    for tier in found["tiers"].values():
+        assert sum(tier["parts"].values()) == tier["need_bytes"]
+    tokens = found["resolved"]["tokens_per_step"]
+    assert found["tokens_per_s"] == pytest.approx(tokens / found["plan"]["predicted_step_time_s"])
+    assert found["bound"] in found["bounds_s"] and found["remedies"] == []
+    for word in ("weights", "master", "moments", "activations", "there is", "to spare", "fits", "tokens/s", "bounds", "bound"):
+        assert word in shown
+
+
+def test_what_does_not_fit_is_exit_code_1_with_the_minimum_and_who_sets_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *TINY, "--system", "elixir", "--device-memory", "300KiB", "--batch-size", "8")
+    assert code == 1 and not found["fits"]
+    assert found["tiers"]["device"]["spare_bytes"] < 0
+    least = found["least_device_bytes"]
+    assert found["tiers"]["device"]["need_bytes"] == least
+    assert "needs at least" in found["why_not"] and "unit 'model.decoder" in found["why_not"]
+    assert "does not fit" in shown and "too much" in shown and "would fit" in shown
+    assert any(remedy["flag"] == "--device-memory" and remedy["value"] == least for remedy in found["remedies"])
+    assert told(capsys, *TINY, "--system", "elixir", "--device-memory", str(least), "--batch-size", "8")[0] == 0
+
+
+def test_all_ranks_every_system_that_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *TINY, "--system", "all", "--device-memory", "6MiB", "--clip", "1.0")
+    assert code == 0
+    assert {one["system"] for one in found["ranking"]} == STRATEGIES | {"resident"}
+    assert [one["fits"] for one in found["ranking"]] == sorted((one["fits"] for one in found["ranking"]), reverse=True)
+    times = [one["plan"]["predicted_step_time_s"] for one in found["ranking"] if one["fits"]]
+    assert times == sorted(times) and found["plan"]["predicted_step_time_s"] == times[0]
+    assert found["ranking"][-1]["system"] == "resident" and "resident does not fit" in shown
+
+
+def test_a_system_that_cannot_do_it_anywhere_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, "plan", "--system", "resident", "--model", "opt-tiny", "--hardware", "h100-80g-x4")
+    assert code == 1 and found["plan"]["predicted_step_time_s"] is None
+    assert "one rank" in found["why_not"] and "one rank" in shown
+    refused = told(capsys, *TINY, "--system", "elixir", "--option", "nonfinite=stop", "--clip", "1.0")
+    assert refused[0] == 1 and "clip" in refused[1]["why_not"]
+
+
+@pytest.mark.parametrize(
+    ("model", "system", "machine", "more"),
+    [
+        ("bert-13b", "elixir", "h3t-a100-40g-x8", ("--batch-size", "16", "--seq-len", "512", "--recompute", "full")),
+        ("angel-175b", "patrickstar", "h3t-a100-40g-x64", ("--batch-size", "2", "--seq-len", "512", "--recompute", "full")),
+        ("gpt-20b", "patrickstar", "superpod-a100-40g-x8", ("--batch-size", "4", "--recompute", "full")),
+        ("t5-tiny", "elixir", "h3t-2080ti-10g-x8", ("--dtype", "fp16", "--accumulate", "2")),
+    ],
+)
+def test_models_and_machines_of_the_papers(
+    model: str, system: str, machine: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found, _ = told(capsys, "plan", "--system", system, "--model", model, "--hardware", machine, *more)
+    assert code == 0
+    assert found["resolved"]["ranks"] == int(machine.rpartition("-x")[2])
+    assert found["plan"]["predicted_step_time_s"] >= max(found["bounds_s"].values()) * 0.999
+
+
+def test_175b_on_768_devices_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--batch-size", "1", "--seq-len", "2048", "--recompute", "full")
+    started_s = time.process_time()
+    code, found, _ = told(
+        capsys, "plan", "--system", "elixir", "--model", "angel-175b", "--hardware", "angel-a100-40g-x768", *more
+    )
+    assert time.process_time() - started_s < 10
+    assert code == 0 and found["resolved"]["tokens_per_step"] == 768 * 2048
+    assert found["tiers"]["host"]["need_bytes"] == pytest.approx(14 * 173e9 / 96, rel=0.1)
+
+
+def test_the_trace_is_the_simulated_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    code, found, _ = told(capsys, *TINY, "--system", "elixir", "--device-memory", "4MiB", "--trace", str(file))
+    assert code == 0
+    (events,) = read_chrome_trace(json.loads(file.read_text())).values()
+    busy: dict[str, float] = {}
+    for event in events:
+        busy[event.lane] = busy.get(event.lane, 0.0) + event.duration_s
+    assert busy == pytest.approx(found["busy_s"])
+
+
+def broken(tmp_path: Path) -> str:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"like": "h100-80g-x1", "h2d_bytes_per_s": {"value": -1, "source": "x"}}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "--system", "elixir", "--model", "opt-tiny"), "--hardware is missing: a hardware profile"),
+        (("plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", "h100-80g-x3"), "did you mean h100-80g-x"),
+        ((*TINY, "--system", "elxir"), "unknown system 'elxir': did you mean elixir?"),
+        ((*TINY, "--system", "dummy"), "dummy makes no plan that could be simulated: harness run measures it"),
+        ((*TINY, "--system", "elixir", "--model", "opt-tny"), "unknown model 'opt-tny'"),
+        ((*TINY, "--system", "elixir", "--option", "cach=1"), "unknown option of elixir"),
+        ((*TINY, "--system", "elixir", "--ranks", "2"), "--ranks 2 is more than the 1 devices of the profile"),
+        ((*TINY, "--system", "elixir", "--recompute", "9"), "there is no block 9"),
+        ((*TINY, "--system", "elixir", "--seq-len", "100000"), "opt-tiny"),
+        ((*TINY, "--system", "all", "--option", "prefetch=1"), "--option prefetch=1 is of one system"),
+        ((*TINY, "--system", "all", "--trace", "x.json"), "--trace is of one system"),
+        ((*TINY, "--system", "elixir", "--trace", "/nowhere/x.json"), "--trace /nowhere/x.json: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    *_, last = captured.err.splitlines()
+    assert said in last and "Traceback" not in captured.err and captured.out == ""
+
+
+def test_a_broken_profile_names_file_and_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = broken(tmp_path)
+    assert cli.main(("plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", path)) == 2
+    assert f"hardware profile {path}: h2d_bytes_per_s.value: input should be greater than 0" in capsys.readouterr().err

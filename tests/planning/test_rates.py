@@ -1,0 +1,82 @@
+"""What an operation costs on a profile: bytes by hand, and the contention that was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from systems.planning import hardware
+from systems.planning.clocks import Job, run
+from systems.planning.plan import LaneKind
+from systems.planning.rates import Costs, Rates, default_queues
+from systems.planning.schedule import ScheduledOperation, Work
+from tests.planning.machines import machine
+from tests.planning.synthetic import context, layout_of
+
+NUMEL = 1000 * 128
+GB = 10**9
+
+
+def costs(accumulate: int = 1, **figures: Any) -> Costs:
+    profile = machine(**figures)
+    layout = layout_of([(1000, [0])])
+    return Costs(layout, context(accumulate=accumulate), Rates(profile, 1), default_queues(profile))
+
+
+def operation(kind: Work, lane: LaneKind, **more: Any) -> ScheduledOperation:
+    return ScheduledOperation(0, 0, kind, lane, 0, **more)
+
+
+def test_bytes_of_adam_by_hand() -> None:
+    """bf16: gradient 2, parameter 2, master and moments read and written 24: 28 bytes, as the roofs are measured."""
+    update = operation(Work.UPDATE, LaneKind.CPU, segment=0)
+    assert costs().host_bytes(update) == 28 * NUMEL
+    assert costs(accumulate=2).host_bytes(update) == (24 + 8 + 2) * NUMEL  # the accumulator is read and cleared
+    accumulation = operation(Work.ACCUMULATE, LaneKind.CPU)
+    assert costs(accumulate=2).host_bytes(accumulation) == (2 + 8 + 4 + 2) * NUMEL  # and the slot is restored
+    on_device = operation(Work.UPDATE, LaneKind.COMPUTE, segment=0)
+    assert (costs().device_bytes(on_device), costs().host_bytes(on_device)) == (28 * NUMEL, 0)
+    assert costs().device_bytes(operation(Work.SQUARES, LaneKind.COMPUTE)) == 2 * NUMEL
+    assert costs().device_bytes(operation(Work.COMPUTE, LaneKind.COMPUTE)) == 0
+
+
+def contended(name: str) -> tuple[float, float]:
+    """GB/s of CPU Adam and of copies both ways, over all devices of the node, while neither stops."""
+    profile = hardware.load(name)
+    rates, size = Rates(profile, profile.devices), 100 * GB
+    layout = layout_of([(1000, [0])])
+    made = Costs(layout, context(ranks=profile.devices), rates, default_queues(profile))
+    adam = Job("cpu", flow_bytes=size, rate=rates.cpu_adam, claims=made._adam("cpu", (), size).claims)
+    copies = [made.job(operation(Work.FETCH, LaneKind.H2D, bytes=size), ())]
+    copies += [made.job(operation(Work.OFFLOAD, LaneKind.D2H, bytes=size), ())]
+    long = 100 * size  # each copy outlasts Adam, and then both run without it
+    endless = [Job(c.queue, flow_bytes=long, rate=c.rate, claims=c.claims) for c in copies]
+    spans = run([adam, *endless], rates.resources())
+    seconds, end = spans[0].end_s, max(span.end_s for span in spans)
+    moved = 2 * long - rates.both_ways * (end - seconds)
+    return size / seconds * profile.devices / GB, moved / seconds * profile.devices / GB
+
+
+def test_the_contention_measured_on_four_devices() -> None:
+    """hardware.md: with copies both ways on all devices CPU Adam still ran at 122 GB/s while they dropped to 53."""
+    adam, copies = contended("h100-80g-x4")
+    assert adam == pytest.approx(122, rel=0.01)
+    assert copies == pytest.approx(53, rel=0.01)
+
+
+def test_the_contention_measured_on_one_device() -> None:
+    """hardware.md: about 140 GB/s combined, CPU Adam between 100 and 124 of it."""
+    adam, copies = contended("h100-80g-x1")
+    assert 100 <= adam <= 124 and adam + copies == pytest.approx(140)
+
+
+def test_a_disk_is_shared_by_the_nodes_ranks_and_may_be_missing() -> None:
+    profile = hardware.load("angel-a100-40g-x8")
+    layout = layout_of([(1000, [0])])
+    made = Costs(layout, context(ranks=8), Rates(profile, 8), default_queues(profile))
+    read = made.job(operation(Work.FETCH, LaneKind.DISK_READ, bytes=GB), (3,))
+    assert (read.queue, read.waits, read.flow_bytes) == ("disk-read", (3,), GB)
+    assert read.rate == pytest.approx(3.5e9 / 8)
+    with pytest.raises(ValueError, match="the plan uses a disk, and the hardware profile .* has none"):
+        costs().job(operation(Work.FETCH, LaneKind.DISK_WRITE, bytes=GB), ())
