@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
-from systems.substrate.activations import apply_recompute, recomputed_units
+from systems.substrate.activations import Recomputation, apply_recompute, recomputed_units
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
 from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
@@ -31,7 +31,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
-from systems.substrate.units import find_units
+from systems.substrate.units import FoundModel, find_units
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Engine, MemoryReport, PlanReport, Settings, StepOutcome
@@ -74,7 +74,6 @@ class ManagedEngine(Engine):
     ) -> None:
         dtype = TORCH_DTYPE[settings.dtype]
         found = find_units(model)
-        self._cleanup.callback(apply_recompute(found, settings.recompute))
         device = make_device(self.log)
         self._cleanup.callback(device.close)
         context = PlanningContext(
@@ -84,11 +83,14 @@ class ManagedEngine(Engine):
             ranks=settings.ranks,
             accumulate=settings.accumulate,
             seed=settings.seed,
+            recompute=settings.recompute,
         )
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
         layout = keep_on_device(self.strategy.layout(found.index), context, self.strategy.update_rule)
-        offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed_units(found, settings.recompute))
+        recomputation = self._recomputation(found)
+        recomputed = recomputed_units(found, settings.recompute) | recomputation.units
+        offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")
         host = host_account(host_budget, self.log)
@@ -116,7 +118,7 @@ class ManagedEngine(Engine):
         self._slots = HostSlots("host-input", host)
         inputs = OffloadedInputs(device, self._slots)
         self._cleanup.callback(inputs.close)
-        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs)
+        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs, recomputation)
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
@@ -126,6 +128,15 @@ class ManagedEngine(Engine):
         hooks.watch(self.parameters)
         self._watch = ParameterWatch([p.name for p in found.index.parameters], self.parameters, self._gradients_pending)
         self._cleanup.callback(self._watch.end)
+
+    def _recomputation(self, found: FoundModel) -> Recomputation:
+        """Blocks that the strategy may recompute, or with no say of its own those of the settings, for good."""
+        may = self.strategy.rematerialised
+        if may is None:
+            self._cleanup.callback(apply_recompute(found, self.settings.recompute))
+        recomputation = Recomputation(found, may or frozenset())
+        self._cleanup.callback(recomputation.undo)
+        return recomputation
 
     def _gradients_pending(self) -> bool:
         """Between a backward pass and the step that uses it."""
