@@ -62,6 +62,16 @@ class Recomputation:
             module.__dict__.pop("forward", None)
 
 
+def switchable(
+    found: FoundModel, may: frozenset[int] | None, choice: Literal["none", "full"] | tuple[int, ...]
+) -> tuple[Recomputation, Callable[[], None]]:
+    """may: units that the strategy may recompute; None has those of `choice` recomputed for good. With what undoes it."""
+    if may is None:
+        return Recomputation(found, frozenset()), apply_recompute(found, choice)
+    recomputation = Recomputation(found, may)
+    return recomputation, recomputation.undo
+
+
 def _always(args: tuple[Any, ...]) -> bool:
     return True
 

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
-from systems.substrate.activations import Recomputation, apply_recompute, recomputed_units
+from systems.substrate.activations import recomputed_units, switchable
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
 from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
@@ -31,7 +31,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
-from systems.substrate.units import FoundModel, find_units
+from systems.substrate.units import find_units
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Engine, MemoryReport, PlanReport, Settings, StepOutcome
@@ -88,7 +88,8 @@ class ManagedEngine(Engine):
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
         layout = keep_on_device(self.strategy.layout(found.index), context, self.strategy.update_rule)
-        recomputation = self._recomputation(found)
+        recomputation, undo = switchable(found, self.strategy.rematerialised, settings.recompute)
+        self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
         offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
         buffers = place_buffers(model, device.torch_device)
@@ -128,15 +129,6 @@ class ManagedEngine(Engine):
         hooks.watch(self.parameters)
         self._watch = ParameterWatch([p.name for p in found.index.parameters], self.parameters, self._gradients_pending)
         self._cleanup.callback(self._watch.end)
-
-    def _recomputation(self, found: FoundModel) -> Recomputation:
-        """Blocks that the strategy may recompute, or with no say of its own those of the settings, for good."""
-        may = self.strategy.rematerialised
-        if may is None:
-            self._cleanup.callback(apply_recompute(found, self.settings.recompute))
-        recomputation = Recomputation(found, may or frozenset())
-        self._cleanup.callback(recomputation.undo)
-        return recomputation
 
     def _gradients_pending(self) -> bool:
         """Between a backward pass and the step that uses it."""
