@@ -21,6 +21,7 @@ LIMITS: Mapping[str, str] = MappingProxyType(
         "cpu-adam": "CPU Adam",
         "pcie": "copies between host and device",
         "link": "collectives between the devices",
+        "issue": "the host, which handles unit events and issues operations",
         "norm": "updates on the host that wait for the norm: they lie between a backward and the next forward's end",
     }
 )

@@ -128,10 +128,14 @@ def _measure_compute(figures: Figures, kind: Devices, sizes: DeviceSizes) -> Non
     figures.fields["matmul_flops_per_s"] = {
         name: figures.figure(rate, f"{sizes.matmul}^3{', no TF32' if name == 'fp32' else ''}") for name, rate in rates.items()
     }
-    block = on_device.block_rate(kind, sizes)
-    what = f"forward and backward of a block {sizes.width} wide, {sizes.tokens} tokens, over the large product, both bf16"
-    figures.put("matmul_efficiency", min(block / rates["bf16"], 1.0), what)
-    figures.put("device_dram_bytes_per_s", on_device.memory_rate(kind, sizes), "copy, bytes read and written")
+    shape = f"{sizes.tokens} tokens, {sizes.width} wide, bf16"
+    products, memory = on_device.product_rate(kind, sizes), on_device.memory_rate(kind, sizes)
+    what = f"a block's products forward and backward, {shape}, over the large product"
+    figures.put("matmul_efficiency", min(products / rates["bf16"], 1.0), what)
+    figures.put("device_dram_bytes_per_s", memory, "copy, bytes read and written")
+    what = f"a block's norm, activation and residual, {shape}, over the copy"
+    figures.put("device_dram_efficiency", min(on_device.other_rate(kind, sizes) / memory, 1.0), what)
+    figures.put("kernel_launch_s", on_device.kernel_launch_s(kind, sizes), "one after the other, of 16 elements")
     link = on_device.peer_rate(kind, sizes)
     if link is not None:
         figures.put("device_link_bytes_per_s", link, "copy from the first device to the second")

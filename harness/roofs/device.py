@@ -25,6 +25,7 @@ from systems.substrate.host import HostMapping, host_account
 
 Direction = Literal["h2d", "d2h"]
 BOTH: tuple[Direction, ...] = ("h2d", "d2h")
+LAUNCHES = 200  # in a row, for the time of one
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -210,27 +211,25 @@ def peer_rate(kind: Devices, sizes: DeviceSizes) -> float | None:
     return sizes.memory / median_s(lambda: target.copy_(source), wait=kind.wait, over_s=sizes.over_s)
 
 
-class _Block(nn.Module):
-    """A transformer block as OPT's and GPT's, causal, heads 128 wide."""
+class _Products(nn.Module):
+    """The products of a block as OPT's and GPT's, attention among them, causal, heads 128 wide, and nothing else."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.heads = max(width // 128, 1)
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(attended)
-        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+        return self.down(self.up(self.out(attended)))
 
 
-def block_rate(kind: Devices, sizes: DeviceSizes) -> float:
+def product_rate(kind: Devices, sizes: DeviceSizes) -> float:
     """Operations a second of a block's matrix products, forward and backward in bf16, the causal half counted."""
     width, sequence = sizes.width, sizes.sequence
-    block = _Block(width).to(device=kind.first, dtype=torch.bfloat16)
+    block = _Products(width).to(device=kind.first, dtype=torch.bfloat16)
     shape = (sizes.tokens // sequence, sequence, width)
     x = torch.randn(shape, dtype=torch.bfloat16, device=kind.first, requires_grad=True)
     gradient = torch.randn_like(x)
@@ -242,6 +241,31 @@ def block_rate(kind: Devices, sizes: DeviceSizes) -> float:
         block(x).backward(gradient)
 
     return operations / median_s(step, wait=kind.wait, over_s=sizes.over_s)
+
+
+def other_rate(kind: Devices, sizes: DeviceSizes) -> float:
+    """Bytes a second, read and written, of a block's other operations in bf16, one kernel each: norm, activation, residual."""
+    x = torch.randn(sizes.tokens, sizes.width, dtype=torch.bfloat16, device=kind.first)
+    scale, shift = x.new_ones(sizes.width), x.new_zeros(sizes.width)
+
+    def operations() -> None:
+        normed = functional.layer_norm(x, (sizes.width,), scale, shift)
+        functional.gelu(normed)
+        x + normed
+
+    with torch.no_grad():
+        return (2 + 2 + 3) * x.nbytes / median_s(operations, wait=kind.wait, over_s=sizes.over_s)
+
+
+def kernel_launch_s(kind: Devices, sizes: DeviceSizes) -> float:
+    """Seconds an operation too small to take any time of its own."""
+    x = torch.zeros(16, device=kind.first)
+
+    def operations() -> None:
+        for _ in range(LAUNCHES):
+            x.add_(1)
+
+    return median_s(operations, wait=kind.wait, over_s=sizes.over_s) / LAUNCHES
 
 
 class _Chain(nn.Module):

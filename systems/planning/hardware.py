@@ -82,7 +82,8 @@ class HardwareProfile(BaseModel):
     copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
     device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
     cpu_adam_dram_share: what CPU Adam gets of host_dram while copies contend for it; None: in proportion to what each
-    would take alone. unit_event_s: time of the host for each unit event (hooks, issue of operations and kernels).
+    would take alone. unit_event_s: time of the host for each unit event (hooks, issue of operations). kernel_launch_s: for
+    each operation of the model, which small ones cannot undercut; None: no time.
     other: figures that nothing computes with, such as pageable copies, pinning, or Adam by number of threads.
     """
 
@@ -114,6 +115,7 @@ class HardwareProfile(BaseModel):
     cpu_adam_bytes_per_s: Figure
     cpu_adam_dram_share: Share | None = None
     unit_event_s: Figure
+    kernel_launch_s: Figure | None = None
     other: Mapping[str, Figure] = {}
 
     @model_validator(mode="after")

@@ -10,9 +10,9 @@ Note [The host]
 
 Note [Bounds]
     No order of work can beat these. compute: what the compute lane does. host-dram: what CPU Adam and copies take of it;
-    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together. link: collectives.
-    norm: updates that wait for the norm lie between one backward and the next forward's end, so a step is at least the
-    backward and all host updates.
+    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together. link: collectives. issue: unit
+    events on the host. norm: updates that wait for the norm lie between one backward and the next forward's end, so a step is
+    at least the backward and all host updates.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def simulate(
     *,
     queues: Mapping[LaneKind, str] | None = None,
 ) -> Simulation:
-    """queues: the queue of each lane where it is not the lane's own, such as one for both directions of copies."""
+    """One steady step of a valid plan. queues: of lanes that do not have their own, such as one for both directions of copies.
+
+    A plan that can never end raises CircularWaitError; the validator says why.
+    """
     schedule = expand(layout, trace, plan, context)
     rates = Rates(profile, context.ranks)
     costs = Costs(layout, context, rates, {**default_queues(profile), **(queues or {})})
@@ -242,6 +245,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: 
         "cpu-adam": updated,
         "pcie": max([shared.get(HOST_LINK, 0.0), *copied.values()]),
         "link": max(collected.values(), default=0.0),
+        "issue": len(trace) * costs.rates.profile.unit_event_s.value,
     }
     if plan.update_rule is UpdateRule.AFTER_NORM and after_norm:
         turn = next((m for m, entering in enumerate(trace.moments) if entering.phase is Phase.BACKWARD_ENTER), 0)

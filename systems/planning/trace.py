@@ -42,8 +42,7 @@ class Trace:
 
     non_model_bytes: peak device bytes that are not parameters, gradient ranges or optimizer state of the substrate
     (activations, temporaries, gradients in autograd's own buffers).
-    compute_time_s: seconds of the host from this moment to the next without its waits for transfers. On the emulated device
-    that is the time of compute; a CUDA device runs behind the host, so there it is the time to queue it.
+    compute_time_s: seconds of compute from this moment to the next, without its waits for other lanes.
     flushes: per moment the bundles whose gradient was complete there and left for the optimizer.
     adopted_peak_bytes: as non_model_bytes, but with the gradients produced within the interval left in autograd's own
     buffers (those of earlier intervals not counted). What an interval costs when gradients are adopted, not ranged.

@@ -19,6 +19,7 @@ class Interval:
     """From one event of the micro-step to the next.
 
     matmul_flops, matmul_bytes: of matrix products and fused attention; other_bytes: what all other operations read and write.
+    kernels: operations that are launched.
     peak_bytes: highest of activations, temporaries and gradients in autograd's buffers; kept_peak_bytes: the same had the
     gradients made in the interval stayed there. fired: parameters whose gradient came.
     """
@@ -26,6 +27,7 @@ class Interval:
     matmul_flops: int = 0
     matmul_bytes: int = 0
     other_bytes: int = 0
+    kernels: int = 0
     peak_bytes: int = 0
     kept_peak_bytes: int = 0
     fired: tuple[int, ...] = ()
@@ -55,9 +57,11 @@ def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval
     """
     rate, dram = profile.matmul_rate(dtype), profile.device_dram_bytes_per_s.value
     other = dram * (profile.device_dram_efficiency.value if profile.device_dram_efficiency is not None else 1.0)
+    launch = profile.kernel_launch_s.value if profile.kernel_launch_s is not None else 0.0
 
     def seconds(interval: Interval) -> float:
-        return max(interval.matmul_flops / rate, interval.matmul_bytes / dram) + interval.other_bytes / other
+        products = max(interval.matmul_flops / rate, interval.matmul_bytes / dram)
+        return max(products + interval.other_bytes / other, interval.kernels * launch)
 
     return seconds
 
@@ -96,6 +100,7 @@ def _joined(one: Interval, other: Interval) -> Interval:
         matmul_flops=one.matmul_flops + other.matmul_flops,
         matmul_bytes=one.matmul_bytes + other.matmul_bytes,
         other_bytes=one.other_bytes + other.other_bytes,
+        kernels=one.kernels + other.kernels,
         peak_bytes=max(one.peak_bytes, other.peak_bytes),
         kept_peak_bytes=max(one.kept_peak_bytes, other.kept_peak_bytes),
         fired=one.fired + other.fired,

@@ -167,7 +167,7 @@ class _Meter(TorchDispatchMode):
         self._known |= buffers.keys()
         self.buffer_bytes = sum(buffers.values())
         self._live = self._peak = self._kept = self.buffer_bytes + batch_bytes
-        self._handed_over = self._flops = self._matmul = self._other = 0
+        self._handed_over = self._flops = self._matmul = self._other = self._kernels = 0
         self._fired: list[int] = []
 
     def interval(self) -> Interval:
@@ -176,12 +176,13 @@ class _Meter(TorchDispatchMode):
             matmul_flops=self._flops,
             matmul_bytes=self._matmul,
             other_bytes=self._other,
+            kernels=self._kernels,
             peak_bytes=self._peak,
             kept_peak_bytes=max(self._peak, self._kept),
             fired=tuple(self._fired),
         )
         self._peak = self._kept = self._live
-        self._handed_over = self._flops = self._matmul = self._other = 0
+        self._handed_over = self._flops = self._matmul = self._other = self._kernels = 0
         self._fired = []
         return found
 
@@ -192,6 +193,7 @@ class _Meter(TorchDispatchMode):
         self.gradient_bytes[parameter] = nbytes
 
     def multiply(self, flops: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._kernels += 1
         self._flops += flops
         self._matmul += sum(t.nbytes for t in tensors)
 
@@ -209,10 +211,9 @@ class _Meter(TorchDispatchMode):
         given = _tensors((args, tuple(kwargs.values())) if kwargs else args)
         if func in PRODUCTS:
             self.multiply(PRODUCTS[func](*args), (*given, *made))
-        elif func in _ROWS:
-            self._other += 2 * sum(t.nbytes for t in made)
         else:
-            self._other += sum(t.nbytes for t in (*given, *made))
+            self._kernels += 1
+            self._other += 2 * sum(t.nbytes for t in made) if func in _ROWS else sum(t.nbytes for t in (*given, *made))
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:

@@ -125,6 +125,13 @@ class AdamKernel(Protocol):
     def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
         """`update` for several tasks. On CUDA it is one launch in all, where launches cost more than small tensors."""
 
+    def prepare_all(self, tasks: Sequence[AdamTask]) -> Callable[[float], None]:
+        """`update_all` in two: all that needs no factor now, the rest when what is returned is called with it, once.
+
+        The tensors must stay where they are until then.
+        """
+        return lambda factor: self.update_all(tasks, factor=factor)
+
     def sum_squares(self, tensor: torch.Tensor) -> float | torch.Tensor:
         """Sum of squares in fp64: a float on the CPU; on CUDA a 0-dim fp64 tensor there, without waiting for it."""
         return self.sum_squares_all([tensor])[0]

@@ -11,7 +11,8 @@ range up. Imports without Triton; `HAS_TRITON` says. Work is queued on the curre
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -27,6 +28,7 @@ except ImportError:
 
 PIECE = 1024  # elements handled together, 8 a thread
 UPDATE_PIECES, SQUARES_PIECES = 4, 16  # one after another by each program
+KEPT_ROWS = 64  # longest table that is kept on the device
 # addresses of master, both moments, gradient and out; numel; first program; scalars
 ROW = struct.Struct("=5q q q 8f")
 SQUARES_ROW = struct.Struct("=q q q q")  # address; numel; first program; place of the result
@@ -169,6 +171,34 @@ if HAS_TRITON:
         tl.store(sums + tl.load(table + row * 4 + 3) + tl.arange(0, 1), _tree_sum(total, piece, levels))
 
 
+class _Launch:
+    """One launch of the update kernel for tensors of one pair of formats; its table is on its way to the device."""
+
+    def __init__(self, device: torch.device, formats: Formats, rows: list[tuple[int | float, ...]], programs: int) -> None:
+        self._device, self._formats, self._rows, self._programs = device, formats, len(rows), programs
+        self._aligned = not any(int(address) % 16 for row in rows for address in row[:5])
+        self._table = _table(device, [ROW.pack(*row) for row in rows])
+
+    def run(self, factor: float) -> None:
+        gradient, out = self._formats
+        with torch.cuda.device(self._device):
+            _update_kernel[(self._programs,)](
+                self._table,
+                self._table.view(torch.float32),
+                self._rows,
+                self._rows.bit_length(),
+                float(factor),
+                TRITON_TYPE[gradient],
+                TRITON_TYPE[out],
+                NO_OUT if out is None else NAN_OF[out],
+                self._aligned,
+                PIECE,
+                UPDATE_PIECES,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+
+
 class TritonKernel(TorchKernel):
     """The AdamKernel for CUDA tensors; accumulate, cast and copy are single torch operations already.
 
@@ -178,6 +208,9 @@ class TritonKernel(TorchKernel):
     name = "triton"
 
     def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
+        self.prepare_all(tasks)(factor)
+
+    def prepare_all(self, tasks: Sequence[AdamTask]) -> Callable[[float], None]:
         launches: dict[Formats, list[tuple[int | float, ...]]] = {}
         programs: dict[Formats, int] = {}
         for task in tasks:
@@ -193,31 +226,15 @@ class TritonKernel(TorchKernel):
                     rows.append((*addresses, each.numel, program, *coefficients(each)))
                     program += _programs(each.numel, UPDATE_PIECES)
             programs[formats] = program
-        for formats, rows in launches.items():
-            if rows:
-                self._launch(tasks[0].master.device, formats, rows, programs[formats], factor)
+        ready = [
+            _Launch(tasks[0].master.device, formats, rows, programs[formats]) for formats, rows in launches.items() if rows
+        ]
 
-    def _launch(
-        self, device: torch.device, formats: Formats, rows: list[tuple[int | float, ...]], programs: int, factor: float
-    ) -> None:
-        gradient, out = formats
-        table = _table(device, [ROW.pack(*row) for row in rows])
-        with torch.cuda.device(device):
-            _update_kernel[(programs,)](
-                table,
-                table.view(torch.float32),
-                len(rows),
-                len(rows).bit_length(),
-                float(factor),
-                TRITON_TYPE[gradient],
-                TRITON_TYPE[out],
-                NO_OUT if out is None else NAN_OF[out],
-                not any(int(address) % 16 for row in rows for address in row[:5]),
-                PIECE,
-                UPDATE_PIECES,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+        def launch(factor: float) -> None:
+            for each in ready:
+                each.run(factor)
+
+        return launch
 
     def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float] | torch.Tensor:
         if not tensors:
@@ -233,16 +250,18 @@ class TritonKernel(TorchKernel):
                     rows.append(SQUARES_ROW.pack(tensor.data_ptr(), tensor.numel(), programs, place))
                     programs += _programs(tensor.numel(), SQUARES_PIECES)
                     addresses |= tensor.data_ptr()
-            table = _table(device, [*rows, SQUARES_ROW.pack(0, 0, programs, 0)])
+            count = len(rows)
+            rows.append(SQUARES_ROW.pack(0, 0, programs, 0))
+            table = _kept_table(device, b"".join(rows)) if len(rows) <= KEPT_ROWS else _table(device, rows)
             partials = torch.empty(programs, dtype=torch.float64, device=device)
-            width, levels, steps = PIECE, PIECE.bit_length() - 1, len(rows).bit_length()
+            width, levels, steps = PIECE, PIECE.bit_length() - 1, count.bit_length()
             with torch.cuda.device(device):
                 if programs:
                     _squares_kernel[(programs,)](
-                        table, partials, len(rows), steps, TRITON_TYPE[dtype], addresses % 16 == 0, width, levels,
+                        table, partials, count, steps, TRITON_TYPE[dtype], addresses % 16 == 0, width, levels,
                         SQUARES_PIECES, num_warps=4,
                     )  # fmt: skip
-                _total_kernel[(len(rows),)](table, partials, sums, width, levels, num_warps=4)
+                _total_kernel[(count,)](table, partials, sums, width, levels, num_warps=4)
         return sums
 
 
@@ -254,3 +273,9 @@ def _table(device: torch.device, rows: list[bytes]) -> torch.Tensor:
     """Through pinned memory: only from there is the copy sure not to wait for the stream."""
     packed = torch.frombuffer(bytearray().join(rows), dtype=torch.int64)
     return packed.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _kept_table(device: torch.device, rows: bytes) -> torch.Tensor:
+    """For tables that come again: a planned step sums the same ranges at the same addresses every time."""
+    return _table(device, [rows])

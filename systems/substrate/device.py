@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from systems.substrate.events import EventLog
 from systems.substrate.lanes import CudaTicket, DoneTicket, Lane, Ticket, UpdateLane
 from systems.substrate.meter import ActivationMeter
 from systems.substrate.phases import NoPhases, Phases
+from systems.substrate.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch
 from systems.substrate.tiers import Account, Pool
 from systems.substrate.transfers import ComputeLane, Transfers
 
@@ -49,6 +49,7 @@ class Device(ABC):
 
     torch_device: torch.device
     label: str
+    stopwatch: Stopwatch
     warm_up_share = 1.0  # of what is plannable: what bundles that move may fill while the activations are not known yet
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
 
@@ -56,7 +57,6 @@ class Device(ABC):
         self.log = log
         self.account = Account(Tier.DEVICE, budget, log)
         self.phases: Phases = NoPhases()
-        self.waited_s = 0.0  # that compute stood still on the host for other lanes, since construction
         self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())
         self.pool = Pool(self.account, self._new_granule, lambda: self._mark(log.next_ticket()))
 
@@ -148,6 +148,7 @@ class EmulatedDevice(Device):
     measures_always = True
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
+        self.stopwatch = HostStopwatch()
         super().__init__(budget, log)
         self.meter = ActivationMeter(self.account, self._no_room)
         self.start_lanes(jitter)
@@ -184,9 +185,8 @@ class EmulatedDevice(Device):
         return None
 
     def _order(self, ticket: Ticket) -> None:
-        began = time.perf_counter()
-        ticket.wait()
-        self.waited_s += time.perf_counter() - began
+        with self.stopwatch.waiting():
+            ticket.wait()
 
     def _mark(self, id: int) -> Ticket:
         return DoneTicket(id)
@@ -239,7 +239,7 @@ class CudaDevice(Device):
             )
         torch.cuda.set_per_process_memory_fraction(budget / total, self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        self._kernel = cuda_kernel()
+        self._kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
         self._handed_over = self._reserved_peak = self._interval_peak = 0
         super().__init__(budget, log)
         self.start_lanes(jitter)
@@ -269,9 +269,8 @@ class CudaDevice(Device):
         return torch.cuda.Stream(self.torch_device)
 
     def _order(self, ticket: Ticket) -> None:
-        began = time.perf_counter()
-        ticket.order(torch.cuda.current_stream(self.torch_device))
-        self.waited_s += time.perf_counter() - began
+        with self.stopwatch.waiting():
+            ticket.order(torch.cuda.current_stream(self.torch_device))
 
     def _mark(self, id: int) -> Ticket:
         event, stream = torch.cuda.Event(), torch.cuda.current_stream(self.torch_device)

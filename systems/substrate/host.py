@@ -148,7 +148,7 @@ class HostSlots:
         if size > self._account.room:
             need = size * expected
             raise BudgetError(
-                f"activations=host needs {format_size(need)} of host memory for the inputs of {expected} more blocks, "
+                f"activations=host needs {format_size(need)} of host memory for {expected} more of the blocks' inputs, "
                 f"{format_size(max(self._account.room, 0))} of {format_size(self._account.budget)} are left: raise "
                 "--host-memory, lower --batch-size or --seq-len, or leave activations on the device",
                 tier="host",

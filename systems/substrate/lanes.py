@@ -31,6 +31,9 @@ class Ticket(Protocol):
     def order(self, stream: torch.cuda.Stream | None) -> None:
         """Make later work of the calling lane come after this: on its stream if there is one, else by waiting."""
 
+    def at_once(self) -> bool:
+        """True if `order` on a stream would not keep the host waiting."""
+
 
 class DoneTicket:
     """Work that was finished when its ticket was made: compute on the emulated device, which runs in the caller."""
@@ -46,6 +49,9 @@ class DoneTicket:
 
     def order(self, stream: torch.cuda.Stream | None) -> None:
         return
+
+    def at_once(self) -> bool:
+        return True
 
 
 class HostTicket:
@@ -70,6 +76,9 @@ class HostTicket:
 
     def order(self, stream: torch.cuda.Stream | None) -> None:
         self.wait()
+
+    def at_once(self) -> bool:
+        return self.done()
 
 
 class CudaTicket:
@@ -109,6 +118,9 @@ class CudaTicket:
         assert self._event is not None
         stream.wait_event(self._event)
 
+    def at_once(self) -> bool:
+        return self._queued.is_set()
+
 
 class _Job:
     __slots__ = ("after", "label", "priority", "ticket", "work")
@@ -119,6 +131,9 @@ class _Job:
 
 class Lane:
     """A thread that runs jobs one at a time, in order of submission.
+
+    Where a job only queues work on a stream and nothing is in its way, whoever submits it does that himself: to hand it to
+    the thread would cost more, and the two would fight for the interpreter.
 
     stream: the CUDA stream its jobs queue work on, None where jobs do the work themselves.
     jitter: called before each job; tests put random sleeps here.
@@ -148,9 +163,14 @@ class Lane:
         label: what a profile calls it.
         """
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
+        job = _Job(work, after, ticket, priority, label)
         with self._changed:
-            self._jobs.append(_Job(work, after, ticket, priority, label))
-            self._changed.notify_all()
+            free = self._idle and not self._waiting and self.stream is not None
+            if free and all(earlier.at_once() for earlier in after):
+                self._carry_out(job)
+            else:
+                self._jobs.append(job)
+                self._changed.notify_all()
         return ticket
 
     @property

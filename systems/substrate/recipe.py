@@ -91,6 +91,11 @@ class StepControl:
             self.updates[parameter] += 1
         self._groups.refresh()
 
+    def take_back(self, fired: Sequence[int]) -> None:
+        """The updates that `begin_updates` was told of will not be."""
+        for parameter in fired:
+            self.updates[parameter] -= 1
+
     def multiplier(self, outcome: StepOutcome) -> float:
         """What a scaled gradient is multiplied by: loss scale and clipping in one."""
         return float(np.float32(outcome.clip_factor / outcome.loss_scale))

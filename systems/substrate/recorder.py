@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 
@@ -27,12 +26,10 @@ class Recorder:
         self.moments = []
         self._non_model: list[int] = []
         self._kept: list[int] = []
-        self._times: list[float] = []
         self._flushes: list[list[int]] = []
         self._produced: list[int] = []
         self._waiting: dict[int, tuple[int, frozenset[int]]] = {}
         self._given_up: list[tuple[int, int, int, frozenset[int]]] = []
-        self._waited_before = self._device.waited_s
         self._measuring = False
         self._adopted_before = 0
 
@@ -40,9 +37,10 @@ class Recorder:
         """measure: read memory and time at each moment; without, only the moments are kept."""
         self._reset()
         self._measuring = measure
+        self._device.stopwatch.stop()
         if measure:
             self._device.start_interval()
-        self._last = time.perf_counter()
+            self._device.stopwatch.start()
 
     def moment(self, moment: Moment) -> None:
         if self.moments and self._measuring:
@@ -52,14 +50,11 @@ class Recorder:
         self._produced.append(0)
 
     def _measure(self) -> None:
-        now = time.perf_counter()
+        self._device.stopwatch.lap()
         peak, kept = self._device.start_interval()
         self._non_model.append(max(peak - self._adopted_before, 0))
         self._kept.append(max(kept - self._adopted_before, 0))
         self._adopted_before = self._adopted_bytes()
-        waited = self._device.waited_s
-        self._times.append(max(now - self._last - (waited - self._waited_before), 0.0))
-        self._last, self._waited_before = now, waited
 
     def flushed(self, bundle: int) -> None:
         if self._flushes:
@@ -96,7 +91,7 @@ class Recorder:
         return Trace(
             moments=tuple(self.moments),
             non_model_bytes=tuple(self._non_model),
-            compute_time_s=tuple(self._times),
+            compute_time_s=self._device.stopwatch.stop(),
             flushes=tuple(tuple(f) for f in self._flushes),
             adopted_peak_bytes=tuple(self._kept),
             gradient_bytes=tuple(self._produced),

@@ -28,7 +28,7 @@ class StepEnding:
         fired = frozenset(self.parts.gradients.bundles[bundle].fired)
         self.parts.control.begin_updates(sorted(fired))
         segments = self.parts.layout.bundles[bundle].segments
-        self.parts.updates.run_segments(segments, fired, 1.0)
+        self.parts.updates.prepare_segments(segments, fired)(1.0)
         self.updated.update(segments)
         self.parts.gradients.consumed(bundle)
 
@@ -45,16 +45,23 @@ class StepEnding:
             segment_of = self.parts.layout.segment_of_parameter
             left = [p for p in fired if segment_of[p] not in self.updated]
             control.begin_updates(left)
-            updates.run(left, 1.0)
+            updates.prepare(left)(1.0)
             return None
-        with labelled("norm"):
-            outcome = control.decide(self._norm()())
+        read = self._norm()
+        control.begin_updates(fired)
+        try:
+            ready = updates.prepare(fired)  # while the device is still busy with backward
+            with labelled("norm"):
+                outcome = control.decide(read())
+        except BaseException:
+            control.take_back(fired)
+            raise
         if outcome.skipped:
+            control.take_back(fired)
             self.parts.device.log.count("skipped_steps")
             updates.discard()
         else:
-            control.begin_updates(fired)
-            updates.run(fired, control.multiplier(outcome))
+            ready(control.multiplier(outcome))
         return outcome
 
     def _norm(self) -> Callable[[], dict[int, float]]:

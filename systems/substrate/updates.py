@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -63,23 +63,26 @@ class Updates:
         if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
             self.device.lanes[LaneKind.CPU].drain()
 
-    def run(self, fired: Sequence[int], factor: float) -> None:
-        """Update every segment that has gradients. factor multiplies them (loss scale and clipping)."""
+    def prepare(self, fired: Sequence[int]) -> Callable[[float], None]:
+        """Update every segment that has gradients, once the factor (loss scale and clipping) is known: what is returned
+        takes it. All that can be done before is done here.
+        """
         wanted = frozenset(fired)
         placements = {s: self.store.segments[s].segment.placements for s in self._order}
-        self.run_segments([s for s in self._order if any(p.parameter in wanted for p in placements[s])], wanted, factor)
+        return self.prepare_segments([s for s in self._order if any(p.parameter in wanted for p in placements[s])], wanted)
 
-    def run_segments(self, segments: Sequence[int], wanted: frozenset[int], factor: float) -> None:
+    def prepare_segments(self, segments: Sequence[int], wanted: frozenset[int]) -> Callable[[float], None]:
         """Those on the host one by one, so that each is done early; those on the device as one piece of work."""
-        on_device = []
-        for s in segments:
-            stored = self.store.segments[s]
-            if stored.tier is Tier.DEVICE:
-                on_device.append(stored)
-            else:
-                self._on_host(stored, wanted, factor)
-        if on_device:
-            self._on_device(on_device, wanted, factor)
+        stored = [self.store.segments[s] for s in segments]
+        on_host = [each for each in stored if each.tier is not Tier.DEVICE]
+        on_device = self._on_device([each for each in stored if each.tier is Tier.DEVICE], wanted)
+
+        def run(factor: float) -> None:
+            for each in on_host:
+                self._on_host(each, wanted, factor)
+            on_device(factor)
+
+        return run
 
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
@@ -150,7 +153,9 @@ class Updates:
         stored.slot_holds_gradient = False
         self.residency.bundles[self.layout.bundle_of_segment[index]].updated = True
 
-    def _on_device(self, segments: Sequence[StoredSegment], wanted: frozenset[int], factor: float) -> None:
+    def _on_device(self, segments: Sequence[StoredSegment], wanted: frozenset[int]) -> Callable[[float], None]:
+        if not segments:
+            return lambda factor: None
         memories, tasks, accumulators = [], [], []
         for stored in segments:
             state, block, out = self._device_copy(stored)
@@ -165,13 +170,18 @@ class Updates:
                     ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
                     moments = state.exp_avg[where], state.exp_avg_sq[where]
                     tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
+        update = self.device.kernel.prepare_all(tasks)
         label = f"update {len(segments)} segments from {segments[0].segment.index} on"
-        self.device.transfers.compute(writes=memories, label=label)
-        with self.device.phases.of("adam_device"), labelled(label):
-            self.device.kernel.update_all(tasks, factor=factor)
-            for accumulator in accumulators:
-                accumulator.zero_()
-        self.device.transfers.compute(writes=memories, label=label)
+
+        def run(factor: float) -> None:
+            self.device.transfers.compute(writes=memories, label=label)
+            with self.device.phases.of("adam_device"), labelled(label):
+                update(factor)
+                for accumulator in accumulators:
+                    accumulator.zero_()
+            self.device.transfers.compute(writes=memories, label=label)
+
+        return run
 
     def _device_copy(self, stored: StoredSegment) -> tuple[OptimizerState, Allocation, torch.Tensor]:
         """State, block and the parameters in it of a segment that is updated on the device."""

@@ -144,5 +144,6 @@ def test_compute_takes_the_slower_of_products_and_memory_and_the_rest() -> None:
     seconds = interval_seconds(hardware.load("h100-80g-x1"), "bf16")
     rate, dram, other = 784e12 * 0.8, 3.35e12, 3.35e12 * 0.625
     assert seconds(Interval(matmul_flops=10**12, matmul_bytes=10)) == pytest.approx(10**12 / rate)
+    assert seconds(Interval(matmul_flops=10, kernels=1000)) == pytest.approx(6e-3)
     assert seconds(Interval(matmul_flops=10, matmul_bytes=10**9)) == pytest.approx(10**9 / dram)
     assert seconds(Interval(matmul_flops=10**12, other_bytes=10**9)) == pytest.approx(10**12 / rate + 10**9 / other)

@@ -277,7 +277,7 @@ KERNELS = [cpu_kernel(), TorchKernel(), *([cuda_kernel()] if torch.cuda.is_avail
 def test_many_tasks_at_once_equal_each_alone(kernel: AdamKernel) -> None:
     device = "cuda" if kernel.name == "triton" else "cpu"
     results = []
-    for together in (True, False):
+    for way in ("together", "alone", "prepared"):
         tasks = []
         for seed, (numel, dtype) in enumerate(itertools.product((1, 4096, 5000, 20_000, 0), DTYPES)):
             state = {name: tensor.to(device) for name, tensor in random_state(numel, seed, dtype).items()}
@@ -286,13 +286,16 @@ def test_many_tasks_at_once_equal_each_alone(kernel: AdamKernel) -> None:
                 replace(RANGE, offset=numel // 2, numel=numel // 2, decoupled=False),
             ]
             tasks.append(AdamTask(**state, out=state["gradient"] if seed % 2 else None, ranges=ranges))
-        for some in [tasks] if together else [[task] for task in tasks]:
+        if way == "prepared":
+            kernel.prepare_all(tasks)(0.5)
+        for some in {"together": [tasks], "alone": [[task] for task in tasks], "prepared": []}[way]:
             kernel.update_all(some, factor=0.5)
         results.append([t for task in tasks for t in (task.master, task.exp_avg, task.exp_avg_sq, task.gradient)])
-    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*results, strict=True))
     sums = kernel.sum_squares_all(results[0])
     assert [float(each) for each in sums] == [float(kernel.sum_squares(each)) for each in results[0]]
     kernel.update_all([], factor=1.0)
+    kernel.prepare_all([])(1.0)
     assert len(kernel.sum_squares_all([])) == 0
 
 

@@ -142,7 +142,9 @@ def test_rates_of_compute_are_operations_over_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device, "median_s", lambda work, **_: (work(), 2.0)[1])
     assert [device.matmul_rate(kind, dtype, SIZES) for dtype in device.DTYPES.values()] == [16**3] * 3
     linear, attention = 24 * 32**2, 2 * 8 * 32  # a token, forward
-    assert device.block_rate(kind, SIZES) == 3 * 16 * (linear + attention) / 2
+    assert device.product_rate(kind, SIZES) == 3 * 16 * (linear + attention) / 2
+    assert device.other_rate(kind, SIZES) == 7 * 16 * 32 * 2 / 2
+    assert device.kernel_launch_s(kind, SIZES) == 2.0 / device.LAUNCHES
     assert device.memory_rate(kind, SIZES) == 1 << 16
     assert device.peer_rate(kind, SIZES) == 1 << 15
     assert device.peer_rate(host_as_devices(1), SIZES) is None
