@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from systems.planning import hardware
+from systems.strategies.h3t.profiling import read_profile
 
 Variant = Literal["global-offload", "resident-optimizer"]
 Solver = Literal["best", "dp", "greedy", "manual", "random", "on", "off", "drawn"]
@@ -40,6 +42,13 @@ class H3TOptions(BaseModel):
     @classmethod
     def _there_is_one(cls, given: str) -> str:
         hardware.load(given)
+        return given
+
+    @field_validator("profile")
+    @classmethod
+    def _readable(cls, given: str | None) -> str | None:
+        if given is not None and Path(given).exists():
+            read_profile(Path(given))
         return given
 
 

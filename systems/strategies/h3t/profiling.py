@@ -64,7 +64,7 @@ class Profiler:
         self._steps, self._path = steps, None if path is None else Path(path)
         self._known: dict[tuple[Moment, ...], Measured] = {}
         self._from_file = (
-            {} if self._path is None or not self._path.exists() else {m.base.moments: m for m in _read(self._path)}
+            {} if self._path is None or not self._path.exists() else {m.base.moments: m for m in read_profile(self._path)}
         )
 
     def add(self, trace: Trace, layers: Sequence[int]) -> Measured:
@@ -96,7 +96,7 @@ def _write(path: Path, found: Iterable[Measured]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content), encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--option profile={path}: cannot be written: {error.strerror or error}") from None
+        raise ValueError(f"profile {path}: cannot be written: {error.strerror or error}") from None
 
 
 def _plain(each: Measured) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _plain(each: Measured) -> dict[str, Any]:
     return {"base": base, "layers": each.layers, "kept": sorted(each.kept.items()), "times": each.times, "steps": each.steps}
 
 
-def _read(path: Path) -> list[Measured]:
+def read_profile(path: Path) -> list[Measured]:
     """ValueError, one line, naming what is wrong with the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -114,10 +114,10 @@ def _read(path: Path) -> list[Measured]:
             raise ValueError(f"format is {content['format']}, {FORMAT} is read")
         return [_measured(each) for each in content["steps"]]
     except KeyError as error:
-        raise ValueError(f"--option profile={path}: field {error} is missing: remove the file to measure anew") from None
+        raise ValueError(f"profile {path}: field {error} is missing: remove the file to measure anew") from None
     except (OSError, ValueError, TypeError) as error:
         reason = one_line(str(error))
-        raise ValueError(f"--option profile={path} cannot be read: {reason}: remove the file to measure anew") from None
+        raise ValueError(f"profile {path} cannot be read: {reason}: remove the file to measure anew") from None
 
 
 def _measured(plain: dict[str, Any]) -> Measured:
