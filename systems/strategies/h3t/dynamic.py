@@ -23,7 +23,7 @@ from systems.errors import BudgetError
 from systems.strategies.h3t.costs import ModelCosts
 from systems.strategies.h3t.evaluation import R, Tables, allowed, evaluate, refuse, tables
 from systems.strategies.h3t.solvers import greedy_solver, manual_solver
-from systems.strategies.h3t.switches import SYNCHRONISED, Assignment, Switches, array_of, communication
+from systems.strategies.h3t.switches import NAMES, SYNCHRONISED, Assignment, Switches, array_of, communication
 
 BINS = 128
 EXACT = 4096  # candidates up to which all are compared exactly
@@ -65,7 +65,26 @@ def pruned_dp(model: ModelCosts, budget: int, *, bins: int = BINS, choices: Sequ
             break
     if known is None:
         raise refuse(model, budget)
-    return replace(known, solver="dp")
+    return replace(_spared(model, known, budget, frozenset(choices)), solver="dp")
+
+
+def _spared(model: ModelCosts, found: Assignment, budget: int, choices: frozenset[Switches]) -> Assignment:
+    """Switches that save neither time nor needed memory are turned off, in as many of the first layers as that holds for."""
+    layers = len(model.layers)
+    for name in (n for n in NAMES if n not in ("rematerialise", "synchronise")):
+        tried = [
+            tuple(replace(s, **{name: False}) if i < count else s for i, s in enumerate(found.switches))
+            for count in range(1, layers + 1)
+        ]
+        tried = [each for each in tried if choices.issuperset(each)]
+        if not tried:
+            continue
+        seen = evaluate(model, np.stack([array_of(each) for each in tried]))
+        good = np.flatnonzero((seen.memory_bytes <= budget) & (seen.runtime_s <= found.runtime_s * SLACK))
+        if len(good):
+            last = int(good[-1])
+            found = Assignment(tried[last], float(seen.runtime_s[last]), int(seen.memory_bytes[last]), found.solver)
+    return found
 
 
 def _known(model: ModelCosts, budget: int, choices: Sequence[Switches]) -> Assignment | None:
