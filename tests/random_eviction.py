@@ -44,6 +44,7 @@ class RandomEviction:
         self.write_back = options.write_back
         self._victim = RandomVictim(context.seed)
         self.offloaded_inputs: frozenset[int] = frozenset()
+        self.rematerialised: frozenset[int] | None = None
 
     def layout(self, index: ModelIndex) -> Layout:
         self.offloaded_inputs = index.blocks if self._options.activations == "host" else frozenset()

@@ -64,6 +64,9 @@ class Plan:
     resident.
 
     resident_at_start: bundles on the device at moment 0 of a steady step (and again at its end).
+    rematerialise, offload_inputs: units that are recomputed, and units whose inputs wait on the host for their backward, in
+    steps under this plan; None leaves it to the settings and to the strategy.
+    provisional: the strategy wants to see a step under this plan, and plans again then.
     in_place: bundles updated on the host whose gradients take their parameters' place on the device (of Layout.in_place).
     sources of predictions: timeline and simulator; None where nothing was predicted.
     """
@@ -78,6 +81,9 @@ class Plan:
     predicted_step_time_s: float | None = None
     notes: dict[str, float] = field(default_factory=dict)
     in_place: frozenset[int] = frozenset()
+    rematerialise: frozenset[int] | None = None
+    offload_inputs: frozenset[int] | None = None
+    provisional: bool = False
 
 
 def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:

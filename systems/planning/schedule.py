@@ -18,6 +18,7 @@ Note [Resources]
     host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update; what
                     is used again in between is fetched from the master in state:S
     state:S         master weight, moments and accumulator of a segment, on either tier
+    hidden:U        the input of a unit that waits on the host (host:hidden:U) for its backward
     norm:B, norm    a bundle's sum of squares; the step's norm
 """
 
@@ -48,6 +49,9 @@ class Work(Enum):
     ACCUMULATE = "accumulate"  # gradient into the fp32 accumulator; restores the host slot from the master
     NORM = "norm"  # the one host wait of a step
     UPDATE = "update"  # Adam on one segment
+
+    OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it (plans that say whose)
+    FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins
 
     HOLD = "hold"
     RELEASE = "release"
@@ -162,6 +166,9 @@ class _Expansion:
         self.outdated: set[int] = set()  # bundles flushed in the last micro-step
         self.late: list[tuple[int, int]] = []  # (ticket of a fetch, bundle) that needs an update issued after it
         self.moment = 0
+        leaving = plan.offload_inputs or frozenset()
+        self._input_bytes = {unit: size for unit, size in trace.input_bytes if unit in leaving and size}
+        self._inputs: list[int] = []  # units whose input has left and is not fetched, in order of forward
         self._opening: dict[int, list[int]] = {}
         for bundle, spans in demand.gradient_spans.items():
             for span in spans:
@@ -178,6 +185,8 @@ class _Expansion:
         entering = self.trace.moments[moment]
         bundles = self.layout.bundles_of_unit.get(entering.unit, ()) if entering.unit != NO_UNIT else ()
         if entering.phase in ENTER:
+            if entering.phase is Phase.BACKWARD_ENTER and self._input_bytes:
+                self._fetch_inputs(entering.unit)
             self._planned_operations()
             for bundle in bundles:
                 if bundle not in self.resident:
@@ -186,6 +195,8 @@ class _Expansion:
                 self._add(Work.HOLD, None, bundle)
             if entering.phase is Phase.BACKWARD_ENTER:
                 self._open_gradients()
+            elif entering.unit in self._input_bytes:
+                self._offload_input(entering.unit)
         else:
             for bundle in bundles:
                 self._add(Work.RELEASE, None, bundle)
@@ -200,6 +211,19 @@ class _Expansion:
             self._planned_operations()
         if moment < len(self.trace) - 1:
             self._compute()
+
+    def _offload_input(self, unit: int) -> None:
+        self._inputs.append(unit)
+        size, reads, writes = self._input_bytes[unit], (f"hidden:{unit}",), (f"host:hidden:{unit}",)
+        self._add(Work.OFFLOAD_INPUT, LaneKind.D2H, bytes=size, reads=reads, writes=writes)
+
+    def _fetch_inputs(self, unit: int) -> None:
+        """Its own, if that was not fetched ahead, then the one before it."""
+        wanted = self._inputs[-2:] if self._inputs and self._inputs[-1] == unit else self._inputs[-1:]
+        for each in reversed(wanted):
+            self._inputs.remove(each)
+            size, reads, writes = self._input_bytes[each], (f"host:hidden:{each}",), (f"hidden:{each}",)
+            self._add(Work.FETCH_INPUT, LaneKind.H2D, bytes=size, reads=reads, writes=writes)
 
     def _planned_operations(self) -> None:
         entering = self.trace.moments[self.moment].phase in ENTER  # then its own holds come after the plan's operations
@@ -347,6 +371,12 @@ class _Expansion:
             for bundle in self.layout.bundles_of_unit.get(unit, ())
             if bundle in self.gradients
         )
+        if self._input_bytes:
+            now, then = self.trace.moments[self.moment], self.trace.moments[self.moment + 1]
+            if now.phase is Phase.BACKWARD_ENTER and now.unit in self._input_bytes:
+                reads = (*reads, f"hidden:{now.unit}")
+            if then.phase is Phase.FORWARD_ENTER and then.unit in self._input_bytes:
+                writes = (*writes, f"hidden:{then.unit}")
         seconds = self.trace.compute_time_s[self.moment]
         self._add(Work.COMPUTE, LaneKind.COMPUTE, reads=reads, writes=tuple(dict.fromkeys(writes)), seconds=seconds)
 

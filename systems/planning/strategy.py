@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel
 
 from systems.errors import UnsupportedError
+from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.trace import Trace
@@ -19,6 +20,8 @@ class PlanningContext:
     """What a strategy may know before it decides. Budgets in bytes.
 
     itemsize: bytes of a parameter as computed with. gradient_itemsize: bytes of its gradient on the device (the same).
+    recompute: what the user asked for, "none", "full" or block numbers. hardware: the machine, where a profile says what it
+    is; at run time there is none but what traces tell.
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
     """
 
@@ -28,6 +31,8 @@ class PlanningContext:
     ranks: int
     accumulate: int
     seed: int
+    recompute: Literal["none", "full"] | tuple[int, ...] = "none"
+    hardware: HardwareProfile | None = None
 
     @property
     def accumulator_itemsize(self) -> int:
@@ -52,6 +57,8 @@ class Strategy(Protocol):
     warm_up_share: part of the device that model data may fill while there is no plan; None leaves it to the device.
     offloaded_inputs: units whose inputs wait on the host for backward, where the unit is recomputed. Read at each step's
     begin; only units that were in it when `layout` returned can be. A trace's memory is that of the set then in force.
+    rematerialised: None leaves recomputation to the settings. A strategy that chooses itself has here, when `layout` returns,
+    the units that it may recompute, and all of them are in steps without a plan; a plan has Plan.rematerialise.
     """
 
     name: ClassVar[str]
@@ -61,6 +68,7 @@ class Strategy(Protocol):
     write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
     warm_up_share: float | None
     offloaded_inputs: frozenset[int]
+    rematerialised: frozenset[int] | None
 
     def __init__(self, options: Any, context: PlanningContext) -> None: ...
 

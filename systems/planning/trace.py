@@ -49,6 +49,8 @@ class Trace:
     gradient_bytes: bytes of the gradients first produced in the interval, each parameter once a step, padding excluded;
     their running sum is what adopted gradients of earlier intervals hold.
     Both are empty where they were not measured (forward-only steps, nominal traces): bounds are used instead.
+    recomputed, offloaded: units that were recomputed, and whose inputs waited on the host, in this step (where a strategy
+    chooses). input_bytes: (unit, bytes of its hidden state) of units that may be.
     """
 
     moments: tuple[Moment, ...]
@@ -57,6 +59,9 @@ class Trace:
     flushes: tuple[tuple[int, ...], ...]
     adopted_peak_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
+    recomputed: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
+    input_bytes: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def signature(self) -> tuple[Moment, ...]:

@@ -38,6 +38,7 @@ class StepWork:
     """One micro-step. events: its (phase, unit), BACKWARD_END last. pending: after each of them, calls of its unit whose
     backward has not ended. intervals: one more than events, the first is what comes before them. gradient_bytes: per
     parameter, of those that get a gradient. buffer_bytes: part of every interval's peak.
+    input_bytes: (unit, bytes of its hidden state) of blocks.
     """
 
     events: tuple[tuple[Phase, int], ...]
@@ -45,6 +46,7 @@ class StepWork:
     intervals: tuple[Interval, ...]
     gradient_bytes: dict[int, int]
     buffer_bytes: int = 0
+    input_bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def matmul_flops(self) -> int:
@@ -91,6 +93,7 @@ def trace_of_work(work: StepWork, layout: Layout, *, accumulate: int, seconds: C
         flushes=tuple(flushes),
         adopted_peak_bytes=tuple(interval.kept_peak_bytes for interval in intervals),
         gradient_bytes=tuple(_produced(work, intervals)),
+        input_bytes=work.input_bytes,
     )
 
 

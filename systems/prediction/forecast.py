@@ -7,7 +7,7 @@ strategy of the registry can be asked, and `resident`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -16,13 +16,14 @@ from torch import nn
 from models.shape import ObjectiveName
 from systems.errors import BudgetError, UnsupportedError
 from systems.managed import ManagedSystem
+from systems.planning.activations import under
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
 from systems.planning.simulator import Simulation, simulate
-from systems.planning.strategy import PlanningContext, check_update_rule
+from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.planning.trace import Trace
 from systems.planning.work import StepWork, interval_seconds, trace_of_work
 from systems.prediction.meta_step import observe
@@ -191,14 +192,37 @@ class _Planner:
             ranks=question.ranks,
             accumulate=question.accumulate,
             seed=question.seed,
+            recompute=question.recompute,
+            hardware=question.profile,
         )
         strategy = self._policy(self._options, context)
         check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
         index, work = self._observations.of(question)
         layout = strategy.layout(index)
+        if strategy.rematerialised is None:
+            trace = self._trace(question, layout, work)
+            return _Planned(layout, trace, strategy.plan(layout, trace), context)
+        return self._plan_with_switches(strategy, index, layout, context)
+
+    def _plan_with_switches(self, strategy: Strategy, index: ModelIndex, layout: Layout, context: PlanningContext) -> _Planned:
+        """A strategy that chooses what is recomputed sees a step under each plan that it calls provisional, as at run time."""
+        plan: Plan | None = None
+        units, away = strategy.rematerialised, frozenset[int]()
+        for _ in range(MAX_ROUNDS):
+            assert units is not None, "its plans say what is recomputed"
+            blocks = tuple(unit.block for unit in index.units if unit.index in units and unit.block is not None)
+            question = replace(self.question, recompute=blocks)
+            trace = self._trace(question, layout, self._observations.of(question)[1])
+            trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
+            if plan is not None and not plan.provisional:
+                return _Planned(layout, trace, plan, context)
+            plan = strategy.plan(layout, trace)
+            units, away = plan.rematerialise, plan.offload_inputs or frozenset()
+        raise UnsupportedError(f"{strategy.name} does not come to a plan")
+
+    def _trace(self, question: Question, layout: Layout, work: StepWork) -> Trace:
         seconds = interval_seconds(question.profile, question.dtype)
-        trace = trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
-        return _Planned(layout, trace, strategy.plan(layout, trace), context)
+        return trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
 
     def host_need(self, schedule: Schedule) -> TierNeed:
         question = self.question

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from systems.errors import UnsupportedError
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.trace import NO_UNIT, Phase
 from systems.planning.work import Interval, StepWork
-from systems.substrate.activations import apply_recompute
+from systems.substrate.activations import Recomputation, recomputed_units
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.runtime import Runtime
 from systems.substrate.units import find_units
@@ -56,7 +57,8 @@ def observe(
     for parameter in module.parameters():
         parameter.data = torch.empty_like(parameter, dtype=dtype)
     found = find_units(module)
-    apply_recompute(found, recompute)
+    recomputation = Recomputation(found, found.index.blocks)
+    recomputation.units = recomputed_units(found, recompute)
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
     observer = _Observer(_Meter(module, batch_bytes=2 * ids.nbytes))  # ids and labels
     hooks = UnitHooks(found, cast(Runtime, observer), cast(Layout, SimpleNamespace(bundle_of_parameter=range(1 << 62))))
@@ -73,7 +75,7 @@ def observe(
         ) from error
     finally:
         hooks.remove()
-    return found.index, observer.work()
+    return found.index, replace(observer.work(), input_bytes=tuple(sorted(recomputation.input_bytes.items())))
 
 
 class Unfilled(TorchDispatchMode):

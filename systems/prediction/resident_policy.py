@@ -19,6 +19,7 @@ class ResidentPolicy:
     """A bundle per set of units that share parameters."""
 
     update_rule = UpdateRule.AFTER_NORM
+    rematerialised: frozenset[int] | None = None
 
     def __init__(self, options: BaseModel, context: PlanningContext) -> None:
         if context.ranks != 1:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,11 +39,50 @@ def apply_recompute(found: FoundModel, choice: Literal["none", "full"] | tuple[i
     return undo
 
 
-def _wrap(module: nn.Module) -> None:
+class Recomputation:
+    """Blocks that a strategy may have recomputed: each is wrapped once, and `units` is looked up when it runs.
+
+    units: those recomputed from now on. input_bytes: per unit the size of its hidden state, its first tensor argument.
+    """
+
+    def __init__(self, found: FoundModel, units: frozenset[int]) -> None:
+        self.units = units
+        self.input_bytes: dict[int, int] = {}
+        self._modules = [found.modules[unit] for unit in sorted(units)]
+        for unit, module in zip(sorted(units), self._modules, strict=True):
+            _wrap(module, functools.partial(self._recomputes, unit))
+
+    def _recomputes(self, unit: int, args: tuple[Any, ...]) -> bool:
+        hidden = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        self.input_bytes[unit] = 0 if hidden is None else hidden.nbytes
+        return unit in self.units
+
+    def undo(self) -> None:
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+
+
+def switchable(
+    found: FoundModel, may: frozenset[int] | None, choice: Literal["none", "full"] | tuple[int, ...]
+) -> tuple[Recomputation, Callable[[], None]]:
+    """may: units that the strategy may recompute; None has those of `choice` recomputed for good. With what undoes it."""
+    if may is None:
+        return Recomputation(found, frozenset()), apply_recompute(found, choice)
+    recomputation = Recomputation(found, may)
+    return recomputation, recomputation.undo
+
+
+def _always(args: tuple[Any, ...]) -> bool:
+    return True
+
+
+def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _always) -> None:
     forward = module.forward
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not recomputes(args):
+            return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     module.forward = recomputed

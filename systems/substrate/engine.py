@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
-from systems.substrate.activations import apply_recompute, recomputed_units
+from systems.substrate.activations import recomputed_units, switchable
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
 from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
@@ -74,7 +74,6 @@ class ManagedEngine(Engine):
     ) -> None:
         dtype = TORCH_DTYPE[settings.dtype]
         found = find_units(model)
-        self._cleanup.callback(apply_recompute(found, settings.recompute))
         device = make_device(self.log)
         self._cleanup.callback(device.close)
         context = PlanningContext(
@@ -84,11 +83,15 @@ class ManagedEngine(Engine):
             ranks=settings.ranks,
             accumulate=settings.accumulate,
             seed=settings.seed,
+            recompute=settings.recompute,
         )
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
         layout = keep_on_device(self.strategy.layout(found.index), context, self.strategy.update_rule)
-        offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed_units(found, settings.recompute))
+        recomputation, undo = switchable(found, self.strategy.rematerialised, settings.recompute)
+        self._cleanup.callback(undo)
+        recomputed = recomputed_units(found, settings.recompute) | recomputation.units
+        offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")
         host = host_account(host_budget, self.log)
@@ -116,7 +119,7 @@ class ManagedEngine(Engine):
         self._slots = HostSlots("host-input", host)
         inputs = OffloadedInputs(device, self._slots)
         self._cleanup.callback(inputs.close)
-        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs)
+        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs, recomputation)
         self.index = found.index
         self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))

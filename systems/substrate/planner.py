@@ -13,6 +13,7 @@ from systems.planning.layout import Layout
 from systems.planning.plan import Plan, Tier
 from systems.planning.strategy import Strategy
 from systems.planning.trace import Moment, Trace
+from systems.substrate.activations import Recomputation
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs
@@ -37,6 +38,7 @@ class Parts:
     updates: Updates
     control: StepControl
     inputs: OffloadedInputs
+    recomputation: Recomputation
 
 
 class Planner:
@@ -69,16 +71,17 @@ class Planner:
         known = self.plans.get(moments)
         replan, self._replan = self._replan, False
         old = self.cursor.plan
-        if known is not None and not replan:
+        again = old is not None and old.provisional and old.signature == moments and trace is not None
+        if known is not None and not replan and not again:
             if old is None or old.signature != moments:
                 self._apply(known[1])
             return
         if trace is None:
             self._apply(None)
             return
-        if known is not None:
+        if known is not None and not again:
             trace = merged(known[0], trace)
-        if self.plans:
+        if self.plans and not again:
             self.parts.device.log.count("retraces")
         try:
             plan = self.strategy.plan(self.parts.layout, trace)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import replace
 
 from systems.planning.plan import Operation, Plan
 from systems.planning.trace import Moment, Trace
+from systems.substrate.activations import Recomputation
 from systems.substrate.device import Device
 
 
@@ -73,8 +75,8 @@ class Recorder:
         if self._produced:
             self._produced[-1] += nbytes
 
-    def finish(self, expected: Mapping[int, Set[int]]) -> Trace | None:
-        """None if the step was not measured.
+    def finish(self, expected: Mapping[int, Set[int]], recomputation: Recomputation, offloaded: frozenset[int]) -> Trace | None:
+        """None if the step was not measured. recomputation, offloaded: what was in force.
 
         expected: per bundle the gradients that complete it from now on. Where one waited in vain for more than these, the
         next step will not, so the trace says that it was flushed when they were there.
@@ -93,17 +95,18 @@ class Recorder:
             flushes=tuple(tuple(f) for f in self._flushes),
             adopted_peak_bytes=tuple(self._kept),
             gradient_bytes=tuple(self._produced),
+            recomputed=recomputation.units,
+            offloaded=offloaded & recomputation.units,
+            input_bytes=tuple(sorted(recomputation.input_bytes.items())),
         )
 
 
 def merged(old: Trace, new: Trace) -> Trace:
     """Two steps with the same moments: the larger memory, the newer times."""
     assert old.signature == new.signature
-    return Trace(
-        moments=new.moments,
+    return replace(
+        new,
         non_model_bytes=tuple(map(max, old.non_model_bytes, new.non_model_bytes)),
-        compute_time_s=new.compute_time_s,
-        flushes=new.flushes,
         adopted_peak_bytes=tuple(map(max, old.adopted_peak_bytes, new.adopted_peak_bytes)),
         gradient_bytes=tuple(map(max, old.gradient_bytes, new.gradient_bytes)),
     )

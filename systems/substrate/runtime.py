@@ -78,11 +78,20 @@ class Runtime:
         self.in_step, self.micro_step = True, 0
         self._pending.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
-        self.parts.inputs.units = self.strategy.offloaded_inputs
+        self._set_switches()
         self.cursor.start()
-        self.recorder.start(measure=self.cursor.plan is None or self.parts.device.measures_always)
+        plan = self.cursor.plan
+        self.recorder.start(measure=plan is None or plan.provisional or self.parts.device.measures_always)
         self._moment(Phase.STEP_BEGIN)
         self._carry_out_plan()
+
+    def _set_switches(self) -> None:
+        """Which units this step recomputes, and whose inputs leave: the plan's, or the strategy's without one."""
+        plan, strategy = self.cursor.plan, self.strategy
+        rematerialise = strategy.rematerialised if plan is None or plan.rematerialise is None else plan.rematerialise
+        inputs = strategy.offloaded_inputs if plan is None or plan.offload_inputs is None else plan.offload_inputs
+        self.parts.recomputation.units = rematerialise or frozenset()
+        self.parts.inputs.units = inputs if rematerialise is None else inputs & rematerialise
 
     def forward_enter(self, unit: int) -> None:
         self._spans.begin("forward", unit)
@@ -189,7 +198,8 @@ class Runtime:
         self._carry_out_plan()
         self.in_step = False
         moments = tuple(self.recorder.moments)
-        trace = self.recorder.finish({b: g.expected for b, g in self.parts.gradients.bundles.items()})
+        expected = {b: g.expected for b, g in self.parts.gradients.bundles.items()}
+        trace = self.recorder.finish(expected, self.parts.recomputation, self.parts.inputs.units)
         if outcome is not None:
             self.parts.control.record(outcome)
         self.planner.learn(moments, trace)

@@ -40,6 +40,7 @@ class Elixir:
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.write_back = options.variant == "write-back"
         self.offloaded_inputs: frozenset[int] = frozenset()
+        self.rematerialised: frozenset[int] | None = None
 
     def layout(self, index: ModelIndex) -> Layout:
         """Raises BudgetError if the largest unit does not fit the device, activations left aside."""

@@ -39,6 +39,7 @@ class PatrickStar:
         self.write_back = True  # chunk memory moves between the tiers: an eviction is a copy
         self.warm_up_share: float | None = options.warmup_share
         self.offloaded_inputs: frozenset[int] = frozenset()
+        self.rematerialised: frozenset[int] | None = None
 
     def layout(self, index: ModelIndex) -> Layout:
         """Raises BudgetError if the largest unit does not fit the device, activations left aside."""

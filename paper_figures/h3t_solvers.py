@@ -1,0 +1,232 @@
+"""H3T's case study (table 6), solver times (table 5), curves over batch size (figure 6) and GPT-3 on 64 A100 (appendix D.1).
+
+    python -m paper_figures.h3t_solvers [table5 | table6 | figure6 | gpt3]
+
+Simulated by the cost model of the solvers under the paper's rules, on the hardware profiles of its three environments. Nothing
+is measured: layers are reckoned from their shapes. The paper's own numbers stand beside ours.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from models import registry as models_registry
+from models.shape import ModelShape
+from systems.errors import BudgetError
+from systems.planning import hardware
+from systems.planning.plan import LaneKind
+from systems.planning.rates import Rates
+from systems.sizes import format_size
+from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, LayerCosts, ModelCosts
+from systems.strategies.h3t.dynamic import pruned_dp
+from systems.strategies.h3t.evaluation import all_on, evaluate
+from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
+from systems.strategies.h3t.switches import SYNCHRONISED, Assignment
+
+GB = 10**9
+ITEM = 2  # bytes of a parameter and of an activation's element
+ADAM_BYTES = 28  # of host memory traffic, a parameter
+SEQ_LEN, T_RAND = 512, 10_000
+SHOWN = ("partition", "lazy_prefetch", "rematerialise", "offload_hidden")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """global_batch: sequences of all GPUs. budget: the paper's M, bytes. Factors: of the paper's manual slow-downs."""
+
+    model: str
+    environment: str
+    global_batch: int
+    budget: int
+    host_link_factor: float = 1.0
+    compute_factor: float = 1.0
+
+
+def ffn_and_heads(shape: ModelShape) -> tuple[int, int]:
+    assert shape.ffn_size is not None and shape.num_heads is not None, "the paper's models say both"
+    return shape.ffn_size, shape.num_heads
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Of one block: attention's four square matrices, the two of the feed-forward, biases and norms."""
+    hidden, (ffn, _) = shape.hidden_size, ffn_and_heads(shape)
+    return 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
+
+
+def model_costs(cell: Cell) -> ModelCosts:
+    """Reckoned, not measured. Attention is not fused (section C.3): its scores and probabilities are part of A_i."""
+    shape, profile = models_registry.resolve(cell.model), hardware.load(cell.environment)
+    ranks = profile.devices
+    tokens = cell.global_batch * SEQ_LEN // ranks
+    parameters = layer_parameters(shape)
+    products = 2 * tokens * (parameters + 2 * SEQ_LEN * shape.hidden_size)
+    rate = profile.matmul_rate("fp16") * cell.compute_factor
+    hidden = tokens * shape.hidden_size * ITEM
+    ffn, heads = ffn_and_heads(shape)
+    scores = tokens * SEQ_LEN * heads * ITEM
+    kept = 8 * hidden + 2 * tokens * ffn * ITEM + 2 * scores
+    size = parameters * ITEM
+    rates = Rates(profile, ranks)
+    link = profile.device_link_bytes_per_s is not None
+    copies = cell.host_link_factor
+
+    def copy_s(nbytes: float, rate: float) -> float:
+        return nbytes / (rate * copies) + profile.copy_overhead_s(nbytes)
+
+    def collective_s(lane: LaneKind) -> float:
+        return size * (ranks - 1) / ranks / (rates.collective(lane) * (1.0 if link else copies))
+
+    layer = LayerCosts(
+        "block",
+        forward_s=products / rate,
+        backward_s=2 * products / rate,
+        prefetch_s=copy_s(size / ranks, rates.h2d),
+        gather_s=collective_s(LaneKind.GATHER),
+        reduce_s=collective_s(LaneKind.REDUCE),
+        offload_s=copy_s(size / ranks, rates.d2h),
+        hidden_out_s=copy_s(hidden, rates.d2h),
+        hidden_in_s=copy_s(hidden, rates.h2d),
+        parameter_bytes=size,
+        resting_bytes=size // ranks,
+        intermediate_bytes=kept,
+        hidden_bytes=hidden,
+        forward_bytes=2 * hidden + scores,
+        backward_bytes=3 * hidden + kept + scores + size,
+        lingering_bytes=size,
+    )
+    rows = shape.vocab_size * shape.hidden_size
+    head_s = 6 * tokens * rows / rate
+    logits = tokens * shape.vocab_size * (ITEM + 4)
+    update_s = models_registry.parameter_count(shape) / ranks * ADAM_BYTES / rates.cpu_adam
+    model = ModelCosts(
+        (layer,) * shape.num_layers,
+        PAPER if link else PAPER_WITHOUT_LINK,
+        turn_s=head_s,
+        fixed_s=update_s,
+        start_bytes=2 * rows * ITEM + logits,
+        fixed_bytes=rows * ITEM // ranks,
+    )
+    last = replace(layer, gap_bytes=2 * rows * ITEM + logits)
+    return replace(model, layers=(*model.layers[:-1], last))
+
+
+def solved(solver: Callable[[], Assignment]) -> tuple[Assignment | None, float]:
+    """None where nothing fits. Seconds that it took."""
+    began = time.perf_counter()
+    try:
+        found: Assignment | None = solver()
+    except BudgetError:
+        found = None
+    return found, time.perf_counter() - began
+
+
+def dp(cell: Cell) -> Callable[[], Assignment]:
+    return lambda: pruned_dp(model_costs(cell), cell.budget)
+
+
+def greedy(cell: Cell) -> Callable[[], Assignment]:
+    return lambda: greedy_solver(model_costs(cell), cell.budget, choices=SYNCHRONISED)
+
+
+def solvers(costs: ModelCosts, budget: int) -> list[Callable[[], Assignment]]:
+    """Manual, random, greedy, DP: as the paper's figure has them."""
+    return [
+        lambda: manual_solver(costs, budget),
+        lambda: random_solver(costs, budget, samples=T_RAND, seed=0),
+        lambda: greedy_solver(costs, budget),
+        lambda: pruned_dp(costs, budget),
+    ]
+
+
+def table5() -> Table:
+    """Minutes in the paper, seconds here."""
+    settings = (("bert-13b", 1024, 25), ("bert-100b", 1024, 25), ("bert-13b", 4096, 25), ("bert-13b", 1024, 100))
+    paper = ((12.0, 0.6, 0.1), (4.7, 0.9, 0.2), (2.8, 0.6, 0.1), (13.9, 0.6, 0.1))
+    table = Table("model", "batch", "M", "DP s", "greedy s", "random s", "paper: DP, greedy, random (min)", title="table 5")
+    for (model, batch, budget), theirs in zip(settings, paper, strict=True):
+        cell = Cell(model, "h3t-a100-40g-x64", batch, budget * GB)
+        costs = model_costs(cell)
+        times = [f"{solved(solver)[1]:.2f}" for solver in reversed(solvers(costs, cell.budget)[1:])]
+        table.add_row(model, str(batch), f"{budget} GB", *times, ", ".join(map(str, theirs)))
+    return table
+
+
+def table6() -> Table:
+    """Switch-on ratios of BERT-1.8B, batch 128, 8 x 2080 Ti, M = 8 GB."""
+    plain = Cell("bert-1.8b", "h3t-2080ti-10g-x8", 128, 8 * GB)
+    cases = (
+        ("/", dp(plain), (90, 8, 92, 21)),
+        ("PCI-E speed x0.1", dp(replace(plain, host_link_factor=0.1)), (0, 0, 98, 0)),
+        ("FPU speed x0.1", dp(replace(plain, compute_factor=0.1)), (88, 90, 88, 81)),
+        ("M <- 25", dp(replace(plain, budget=25 * GB)), (50, 50, 65, 56)),
+        ("solver <- greedy", greedy(plain), (0, 0, 100, 0)),
+    )
+    title = "table 6: share of layers with the switch on, ours (paper's)"
+    table = Table("case", "partition", "lazy prefetching", "rematerialisation", "offloading", "step s", title=title)
+    for name, solver, theirs in cases:
+        found, _ = solved(solver)
+        ratios = ["-"] * 4 if found is None else [f"{100 * found.ratios()[each]:.0f} %" for each in SHOWN]
+        shown = [f"{mine} ({paper} %)" for mine, paper in zip(ratios, theirs, strict=True)]
+        table.add_row(name, *shown, "-" if found is None else f"{found.runtime_s:.3g}")
+    return table
+
+
+ENVIRONMENTS = (
+    ("h3t-2080ti-10g-x8", 8 * GB, (("bert-1.8b", (64, 128, 256, 512)), ("bert-6b", (8, 16, 32)))),
+    ("h3t-a100-40g-x8", 28 * GB, (("bert-6b", (128, 256, 512)), ("bert-13b", (128, 256, 512)))),
+    ("h3t-a100-40g-x64", 28 * GB, (("bert-13b", (1024, 2048, 4096)), ("bert-100b", (1024, 2048)))),
+)
+
+
+def figure6() -> Table:
+    """Sequences a second of all GPUs, simulated, by solver. The paper gives curves without numbers."""
+    title = "figure 6: sequences/s by simulation"
+    table = Table("environment", "model", "batch", "manual", "random", "greedy", "DP", title=title)
+    for environment, budget, lines in ENVIRONMENTS:
+        for model, batches in lines:
+            for batch in batches:
+                table.add_row(environment, model, str(batch), *_speeds(Cell(model, environment, batch, budget)))
+    return table
+
+
+def _speeds(cell: Cell) -> Iterator[str]:
+    for solver in solvers(model_costs(cell), cell.budget):
+        found, _ = solved(solver)
+        yield "-" if found is None else f"{cell.global_batch / found.runtime_s:.4g}"
+
+
+def gpt3() -> Table:
+    """Appendix D.1: GPT-3 175B, batch 512 on 64 A100, about 11.1 GB a device at a minimum and 40.8 s a step."""
+    cell = Cell("gpt3-175b", "h3t-a100-40g-x64", 512, 28 * GB)
+    costs = model_costs(cell)
+    least = evaluate(costs, all_on(costs))
+    fastest, _ = solved(lambda: pruned_dp(costs, cell.budget))
+    table = Table("", "minimal plan", "fastest in 28 GB", "paper", title="GPT-3 175B on 64 A100, batch 512, 512 tokens")
+    memory = "-" if fastest is None else format_size(fastest.memory_bytes)
+    table.add_row("device memory", format_size(int(least.memory_bytes[0])), memory, "11.1 GB")
+    table.add_row("step s", f"{least.runtime_s[0]:.3g}", "-" if fastest is None else f"{fastest.runtime_s:.3g}", "40.8")
+    return table
+
+
+TABLES = {"table5": table5, "table6": table6, "figure6": figure6, "gpt3": gpt3}
+
+
+def main(arguments: list[str]) -> int:
+    console = Console(width=140)
+    unknown = [each for each in arguments if each not in TABLES]
+    if unknown:
+        console.print(f"there is no {unknown[0]}: use {', '.join(TABLES)}, or nothing for all", markup=False)
+        return 2
+    for name in arguments or TABLES:
+        console.print(TABLES[name]())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

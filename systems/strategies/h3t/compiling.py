@@ -1,0 +1,103 @@
+"""From switches to a Plan: when each bundle is fetched and dropped. See the package's docstring for what each switch means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from systems.planning.demand import Demand, Span, demand_of
+from systems.planning.layout import Layout
+from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, UpdateRule, optimizer_tiers
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import ENTER, Phase, Trace
+from systems.strategies.h3t.layers import layer_of_bundle
+from systems.strategies.h3t.switches import Switches
+
+HELD = Switches(partition=True, lazy_prefetch=True, economical_forward=True, economical_backward=True)
+EARLY = Switches(partition=True, lazy_prefetch=True)
+RESIDENT = Switches()
+OTHERS: Mapping[str, Switches] = {"resident": RESIDENT, "early": EARLY, "held": HELD}  # of other modules' bundles
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Plans of one kind of step. blocks: units that are layers."""
+
+    layout: Layout
+    trace: Trace
+    context: PlanningContext
+    rule: UpdateRule
+    blocks: frozenset[int]
+
+    def plan(self, switches: Mapping[int, Switches], *, others: str, on_device: frozenset[int] = frozenset()) -> Plan:
+        """switches: per layer's unit. others: a key of OTHERS. on_device: bundles that are updated there, and stay."""
+        demand = demand_of(self.layout, self.trace, self.context)
+        layers = layer_of_bundle(self.layout, self.blocks)
+        fetched: list[tuple[int, int, int, Operation]] = []
+        resident = set(on_device)
+        for bundle in (b.index for b in self.layout.bundles if b.index not in on_device):
+            mine = switches[layers[bundle]] if bundle in layers else OTHERS[others]
+            fetched += self._operations(demand, bundle, mine)
+            if not mine.lazy_prefetch and demand.hold_spans.get(bundle):
+                resident.add(bundle)
+        operations = [
+            PlannedOperation(trigger, number, operation)
+            for number, (trigger, _, _, operation) in enumerate(sorted(fetched, key=lambda each: each[:3]))
+        ]
+        rematerialise = frozenset(unit for unit, s in switches.items() if s.rematerialise)
+        hidden = frozenset(unit for unit, s in switches.items() if s.offload_hidden)
+        return Plan(
+            signature=self.trace.signature,
+            operations=tuple(operations),
+            optimizer_tier=optimizer_tiers(self.layout, on_device),
+            resident_at_start=frozenset(resident),
+            update_rule=self.rule,
+            rematerialise=rematerialise,
+            offload_inputs=hidden & rematerialise,
+        )
+
+    def _operations(self, demand: Demand, bundle: int, s: Switches) -> Iterator[tuple[int, int, int, Operation]]:
+        """(trigger, drops first, next use, operation) of a bundle that the host updates, or that is frozen."""
+        fetch, drop = Operation(OpKind.FETCH, bundle), Operation(OpKind.DROP, bundle)
+        last = len(self.trace) - 1
+        gone = next((m for m, bundles in enumerate(demand.stale) if bundle in bundles), None)
+        spans = demand.hold_spans.get(bundle, ())
+        before: Span | None = None
+        for span in spans:
+            after = -1 if before is None else before.end
+            if before is not None and gone is not None and before.end <= gone <= span.begin:
+                yield span.begin, 1, span.begin, fetch  # its gradient has left, and it is used once more
+            elif before is None:
+                if s.lazy_prefetch:
+                    yield self._trigger(span.begin, after, s), 1, span.begin, fetch
+            elif self._released(span.begin, s) and span.begin > before.end + 1:
+                yield before.end, 0, 0, drop
+                yield self._trigger(span.begin, after, s), 1, span.begin, fetch
+            before = span
+        if before is None:
+            return
+        stale = gone is not None and gone >= before.end
+        if s.lazy_prefetch and not (stale and gone == before.end):
+            if before.end < last and not (stale and gone is not None and gone < last):
+                yield before.end, 0, 0, drop
+        elif not s.lazy_prefetch and gone is not None:
+            yield last, 1, spans[0].begin, fetch
+
+    def _released(self, begin: int, s: Switches) -> bool:
+        """True if the bundle goes between a use and the next one, which begins there."""
+        return s.partition if self.trace.moments[begin].phase is Phase.BACKWARD_ENTER else s.lazy_prefetch
+
+    def _trigger(self, begin: int, after: int, s: Switches) -> int:
+        """Where a fetch for the use at `begin` is issued: there if economical, else where the layer before it begins.
+
+        after: the moment since which the bundle is gone.
+        """
+        backward = self.trace.moments[begin].phase is Phase.BACKWARD_ENTER
+        if s.economical_backward if backward else s.economical_forward:
+            return begin
+        entering = [m for m in range(after + 1, begin) if self.trace.moments[m].phase in ENTER]
+        phase = self.trace.moments[begin].phase
+        layers = [m for m in entering if self.trace.moments[m].phase is phase and self.trace.moments[m].unit in self.blocks]
+        if layers:
+            return layers[-1]
+        return entering[-1] if entering else min(after + 1, begin)

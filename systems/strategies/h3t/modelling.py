@@ -1,0 +1,89 @@
+"""From what was profiled to the cost model of the solvers, under the rules of the substrate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from systems.planning.activations import Window, windows
+from systems.planning.hardware import HardwareProfile
+from systems.planning.layout import Layout
+from systems.planning.plan import LaneKind
+from systems.planning.rates import Rates
+from systems.planning.strategy import PlanningContext
+from systems.planning.timeline import MemTimeline
+from systems.strategies.h3t.costs import SUBSTRATE, LayerCosts, ModelCosts
+from systems.strategies.h3t.layers import layer_of_bundle
+from systems.strategies.h3t.profiling import Measured
+
+
+@dataclass(frozen=True)
+class Modeller:
+    """on_device: bundles that stay there, updated. unit_name: for messages."""
+
+    layout: Layout
+    context: PlanningContext
+    hardware: HardwareProfile
+    blocks: frozenset[int]
+    unit_name: Callable[[int], str]
+
+    def costs(self, measured: Measured, memory: MemTimeline, on_device: frozenset[int]) -> ModelCosts:
+        """memory: of the plan with every switch on. Layers in order of forward."""
+        trace = measured.base
+        calls = sorted(((unit, list(windows(trace, unit))) for unit in measured.layers), key=lambda each: each[1][0].enter)
+        layers = [self._layer(measured, memory, on_device, unit, found) for unit, found in calls]
+        firsts = [found[0] for _, found in calls]
+        layers = [self._with_gap(layer, memory, firsts, i) for i, layer in enumerate(layers)]
+        total, seconds = memory.device_total_bytes, trace.compute_time_s
+        first, last = firsts[0], firsts[-1]
+        return ModelCosts(
+            tuple(layers),
+            SUBSTRATE,
+            start_s=sum(seconds[: first.enter]),
+            turn_s=sum(seconds[last.exit : last.back]),
+            end_s=sum(seconds[first.done :]),
+            start_bytes=max(max(total[: first.enter], default=0), max(total[first.done :])),
+        )
+
+    def _layer(
+        self, measured: Measured, memory: MemTimeline, on_device: frozenset[int], unit: int, calls: list[Window]
+    ) -> LayerCosts:
+        trace, total = measured.base, memory.device_total_bytes
+        seconds, rates = trace.compute_time_s, Rates(self.hardware, self.context.ranks)
+        mine = [b for b, owner in layer_of_bundle(self.layout, self.blocks).items() if owner == unit and b not in on_device]
+        moved = sum(map(self.layout.bundle_bytes, mine))
+        trained = sum(self.layout.bundle_bytes(b) for b in mine if self.layout.bundles[b].trainable)
+        hidden = dict(trace.input_bytes).get(unit, 0)
+        forward_s, ranks = sum(seconds[calls[0].enter : calls[0].exit]), self.context.ranks
+
+        def copy_s(size: float, rate: float) -> float:
+            return size / rate + self.hardware.copy_overhead_s(size) if size else 0.0
+
+        def collective_s(size: int, lane: LaneKind) -> float:
+            return size * (ranks - 1) / ranks / rates.collective(lane) if ranks > 1 else 0.0
+
+        return LayerCosts(
+            self.unit_name(unit),
+            forward_s=forward_s,
+            backward_s=max(sum(seconds[calls[0].back : calls[0].done]) - forward_s, 0.0),
+            prefetch_s=copy_s(moved / ranks, rates.h2d),
+            gather_s=collective_s(moved, LaneKind.GATHER),
+            reduce_s=collective_s(trained, LaneKind.REDUCE),
+            offload_s=copy_s(trained / ranks, rates.d2h),
+            hidden_out_s=copy_s(hidden, rates.d2h),
+            hidden_in_s=copy_s(hidden, rates.h2d),
+            parameter_bytes=moved,
+            resting_bytes=moved,
+            intermediate_bytes=measured.kept[unit],
+            hidden_bytes=hidden if unit in trace.offloaded else 0,
+            forward_bytes=max(max(total[w.enter : w.exit]) for w in calls) - moved,
+            backward_bytes=max(max(total[w.back : w.done + 1]) for w in calls) - moved,
+        )
+
+    def _with_gap(self, layer: LayerCosts, memory: MemTimeline, calls: list[Window], i: int) -> LayerCosts:
+        total = memory.device_total_bytes
+        if i == len(calls) - 1:
+            between = total[calls[i].exit : calls[i].back]
+        else:
+            between = (*total[calls[i].exit : calls[i + 1].enter], *total[calls[i + 1].done : calls[i].back])
+        return LayerCosts(**{**vars(layer), "gap_bytes": max(between, default=0)})

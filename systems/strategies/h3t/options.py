@@ -1,0 +1,75 @@
+"""What a user may choose, and what H3T tells about its decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from systems.planning import hardware
+from systems.strategies.h3t.profiling import read_profile
+
+Variant = Literal["global-offload", "resident-optimizer"]
+Solver = Literal["best", "dp", "greedy", "manual", "random", "on", "off", "drawn"]
+
+
+class H3TOptions(BaseModel):
+    """profile_steps: steps that the profiler measures before the solver runs (the paper's S). profile: a JSON file that keeps
+    what it measured; one that is there is used instead of measuring. hardware: the profile whose copy and update rates the
+    solvers and the simulator reckon with at run time.
+
+    solver: best is the fastest by simulated time of dp, greedy and manual; on and off have every switch alike, drawn takes a
+    random setting for each layer (by --seed) without looking at time. samples: T_rand of random. bins: m of dp.
+    variant: global-offload is the paper's, gradients and optimizer of every layer on the host; resident-optimizer keeps
+    optimizer state on the device where it fits, first layers first.
+    nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
+    updates during backward and ends the run at one (no clipping then).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    profile_steps: int = Field(default=10, ge=1)
+    profile: str | None = None
+    hardware: str = "h100-80g-x1"
+    solver: Solver = "best"
+    samples: int = Field(default=10_000, ge=1)
+    bins: int = Field(default=128, ge=1)
+    variant: Variant = "global-offload"
+    nonfinite: Literal["skip", "stop"] = "skip"
+
+    @field_validator("hardware")
+    @classmethod
+    def _there_is_one(cls, given: str) -> str:
+        hardware.load(given)
+        return given
+
+    @field_validator("profile")
+    @classmethod
+    def _readable(cls, given: str | None) -> str | None:
+        if given is not None and Path(given).exists():
+            read_profile(Path(given))
+        return given
+
+
+class H3TStatistics(BaseModel):
+    """None: no step was planned yet. switch_on_ratios: per switch the share of layers that have it on, as in table 6.
+
+    solver: whose assignment is in force; candidates_s: simulated step time of each that fits. other_modules: what becomes of
+    parameters outside the layers (held: on the device while used; early: fetched ahead; resident: kept).
+    optimizer_share_on_device: of all trainable parameters. solver_s: all solvers together. profiled_steps: measured so far.
+    """
+
+    variant: Variant
+    num_layers: int
+    num_bundles: int
+    profiled_steps: int = 0
+    solver: str | None = None
+    solver_s: float | None = None
+    simulated_step_time_s: float | None = None
+    candidates_s: dict[str, float] = {}
+    switch_on_ratios: dict[str, float] | None = None
+    other_modules: str | None = None
+    optimizer_share_on_device: float | None = None
+    fetches_per_step: int | None = None
+    fetched_bytes_per_step: int | None = None

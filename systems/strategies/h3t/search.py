@@ -1,0 +1,194 @@
+"""Looks for the fastest plan of one kind of step: solvers' assignments are compiled, and run by the simulator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from systems.errors import BudgetError
+from systems.planning.activations import under
+from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
+from systems.planning.hardware import HardwareProfile
+from systems.planning.layout import Layout
+from systems.planning.plan import OpKind, Plan, UpdateRule
+from systems.planning.refusal import check_need
+from systems.planning.simulator import simulate
+from systems.planning.strategy import PlanningContext
+from systems.planning.timeline import MemTimeline, timeline
+from systems.planning.trace import Trace
+from systems.strategies.h3t.compiling import OTHERS, Compiler
+from systems.strategies.h3t.costs import ModelCosts
+from systems.strategies.h3t.dynamic import pruned_dp
+from systems.strategies.h3t.evaluation import allowed
+from systems.strategies.h3t.modelling import Modeller
+from systems.strategies.h3t.options import H3TOptions
+from systems.strategies.h3t.profiling import Measured
+from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
+from systems.strategies.h3t.switches import ALL_ON, EVERY, Switches
+
+ROUNDS = 4  # of solving with a smaller budget, where the cost model was too hopeful
+LIKE = 1e-3  # relative difference of simulated times that are taken as equal
+SHARES = (1.0, 0.5, 0.25, 0.0)  # of bundles whose optimizer state a resident-optimizer plan may have on the device
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What holds for the whole run. blocks: units that are layers. forced: those of them that are always rematerialised."""
+
+    context: PlanningContext
+    options: H3TOptions
+    rule: UpdateRule
+    hardware: HardwareProfile
+    blocks: frozenset[int]
+    forced: frozenset[int]
+    unit_name: Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    plan: Plan
+    trace: Trace
+    memory: MemTimeline
+    switches: Mapping[int, Switches]
+    others: str
+    solver: str
+    step_time_s: float = 0.0
+
+
+def fastest(layout: Layout, found: list[Candidate]) -> Candidate:
+    """Of those as fast as the fastest, to a thousandth, the one that moves the fewest bytes."""
+
+    def moved(each: Candidate) -> int:
+        fetches = [p.operation.bundle for p in each.plan.operations if p.operation.kind is OpKind.FETCH]
+        sizes = dict(each.trace.input_bytes)
+        return sum(map(layout.bundle_bytes, fetches)) + 2 * sum(sizes.get(unit, 0) for unit in each.trace.offloaded)
+
+    limit = min(each.step_time_s for each in found) * (1 + LIKE)
+    return min((each for each in found if each.step_time_s <= limit), key=lambda each: (moved(each), each.step_time_s))
+
+
+class Search:
+    """Plans for one kind of step, each tried on the simulator."""
+
+    def __init__(self, asked: Asked, layout: Layout, measured: Measured) -> None:
+        self._asked, self._layout = asked, layout
+        self._context, self._options = asked.context, asked.options
+        base = measured.base
+        leaving = asked.blocks & frozenset(measured.layers)
+        base = under(base, measured.kept, recomputed=base.recomputed, offloaded=leaving)
+        self._measured = replace(measured, base=base)
+
+    def candidates(self) -> list[Candidate]:
+        """Those that fit, of every solver asked for. BudgetError if there is none."""
+        found: list[Candidate] = []
+        shares = SHARES if self._options.variant == "resident-optimizer" else (0.0,)
+        for others in OTHERS:
+            for share in shares:
+                found += self._solved(others, self._first_bundles(share))
+        if not found:
+            self.check_minimum()
+            everything = dict.fromkeys(self._measured.layers, ALL_ON)
+            found = [self._simulated(self.unchecked(everything, "held", "on"))]
+        return found
+
+    def check_minimum(self) -> None:
+        """BudgetError if a plan with every switch on does not fit; it names the unit that sets the need."""
+        trace = self._measured.base
+        residence = Residence(self._layout, self._context, unmovable(self._layout), self._asked.rule)
+        need = minimum_need(trace, demand_of(self._layout, trace, self._context), residence)
+        check_need(need, self._context, "h3t", self._asked.unit_name)
+
+    def _first_bundles(self, share: float) -> frozenset[int]:
+        """The bundles used first, with this share of all parameters, and those that never move."""
+        demand = demand_of(self._layout, self._measured.base, self._context)
+        left, found = share * self._layout.param_bytes, set(unmovable(self._layout))
+        order = sorted(demand.gradient_spans, key=lambda bundle: (demand.next_use.after(bundle, -1), bundle))
+        for bundle in order:
+            left -= self._layout.bundle_bytes(bundle)
+            if left < 0:
+                break
+            found.add(bundle)
+        return frozenset(found)
+
+    def _solved(self, others: str, on_device: frozenset[int]) -> Iterator[Candidate]:
+        everything = dict.fromkeys(self._measured.layers, ALL_ON)
+        least = self.candidate(everything, others, "on", on_device)
+        if least is None:
+            return
+        options = self._options
+        if options.solver == "on":
+            yield self._simulated(least)
+            return
+        if not self._measured.layers:
+            yield self._simulated(least)
+            return
+        asked = self._asked
+        modeller = Modeller(self._layout, self._context, asked.hardware, asked.blocks, asked.unit_name)
+        costs = modeller.costs(self._measured, least.memory, on_device)
+        names = ("dp", "greedy", "manual") if options.solver == "best" else (options.solver,)
+        for name in names:
+            found = self._fitting(name, costs, others, on_device)
+            if found is not None:
+                yield self._simulated(found)
+        if options.solver == "best":
+            yield self._simulated(least)
+
+    def _fitting(self, name: str, costs: ModelCosts, others: str, on_device: frozenset[int]) -> Candidate | None:
+        """The solver's assignment as a plan that fits; it is asked again with less where the cost model was too hopeful."""
+        budget = self._context.device_budget
+        for _ in range(ROUNDS):
+            try:
+                rows = self._assigned(name, costs, budget)
+            except BudgetError:
+                return None
+            order = sorted(self._measured.layers, key=self._first_use)
+            switches = {unit: self._with_forced(unit, s) for unit, s in zip(order, rows, strict=True)}
+            found = self.candidate(switches, others, name, on_device)
+            if found is not None:
+                return found
+            excess = self.unchecked(switches, others, name, on_device).memory.total_peak - self._context.device_budget
+            budget -= max(excess, 1)
+        return None
+
+    def _assigned(self, name: str, costs: ModelCosts, budget: int) -> tuple[Switches, ...]:
+        if name == "dp":
+            return pruned_dp(costs, budget, bins=self._options.bins).switches
+        if name == "greedy":
+            return greedy_solver(costs, budget).switches
+        if name == "manual":
+            return manual_solver(costs, budget).switches
+        if name == "random":
+            return random_solver(costs, budget, samples=self._options.samples, seed=self._context.seed).switches
+        if name == "off":
+            return (Switches(),) * len(costs.layers)
+        return tuple(random.Random(self._context.seed).choices(allowed(costs, EVERY), k=len(costs.layers)))
+
+    def _first_use(self, unit: int) -> int:
+        return next(number for number, m in enumerate(self._measured.base.moments) if m.unit == unit)
+
+    def _with_forced(self, unit: int, s: Switches) -> Switches:
+        return replace(s, rematerialise=True) if unit in self._asked.forced else s
+
+    def candidate(
+        self, switches: Mapping[int, Switches], others: str, solver: str, on_device: frozenset[int] | None = None
+    ) -> Candidate | None:
+        """None if it does not fit."""
+        found = self.unchecked(switches, others, solver, on_device)
+        return found if found.memory.total_peak <= self._context.device_budget else None
+
+    def unchecked(
+        self, switches: Mapping[int, Switches], others: str, solver: str, on_device: frozenset[int] | None = None
+    ) -> Candidate:
+        base = self._measured.base
+        compiler = Compiler(self._layout, base, self._context, self._asked.rule, self._asked.blocks)
+        staying = unmovable(self._layout) if on_device is None else on_device
+        plan = compiler.plan(switches, others=others, on_device=staying)
+        assert plan.rematerialise is not None and plan.offload_inputs is not None
+        trace = under(base, self._measured.kept, recomputed=plan.rematerialise, offloaded=plan.offload_inputs)
+        memory = timeline(self._layout, trace, plan, self._context)
+        return Candidate(plan, trace, memory, dict(switches), others, solver)
+
+    def _simulated(self, found: Candidate) -> Candidate:
+        seen = simulate(self._layout, found.trace, found.plan, self._context, self._asked.hardware)
+        return replace(found, step_time_s=seen.step_time_s)

@@ -1,0 +1,149 @@
+"""H3T as a policy: profile, solve, compile, simulate, and keep the fastest plan that fits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import BaseModel
+
+from systems.planning import hardware
+from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
+from systems.planning.layout import Layout, ModelIndex
+from systems.planning.nominal import nominal_trace
+from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
+from systems.planning.refusal import check_need
+from systems.planning.strategy import Eviction, PlanningContext
+from systems.planning.trace import Trace
+from systems.planning.validator import validate
+from systems.strategies.h3t.eviction import FarthestNextUse
+from systems.strategies.h3t.layers import layer_layout
+from systems.strategies.h3t.options import H3TOptions, H3TStatistics
+from systems.strategies.h3t.profiling import Measured, Profiler
+from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
+from systems.strategies.h3t.switches import ALL_ON, Assignment
+
+
+class H3T:
+    """See the package's docstring for the paper's words and for what differs."""
+
+    name: ClassVar[str] = "h3t"
+    summary: ClassVar[str] = "seven switches a layer, found by dynamic programming on a profile of the first steps"
+    Options: ClassVar[type[BaseModel]] = H3TOptions
+    write_back = False
+    warm_up_share: float | None = None
+
+    def __init__(self, options: H3TOptions, context: PlanningContext) -> None:
+        self._options, self._context = options, context
+        self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
+        self.offloaded_inputs: frozenset[int] = frozenset()
+        self.rematerialised: frozenset[int] | None = frozenset()
+        self._hardware = context.hardware or hardware.load(options.hardware)
+        steps = 2 if context.hardware is not None else options.profile_steps  # a forecast sees all layers open at once
+        self._profiler = Profiler(steps, None if context.hardware is not None else options.profile)
+        self._index, self._blocks = ModelIndex((), ()), frozenset[int]()
+        self._forced = frozenset[int]()
+        self._statistics: H3TStatistics | None = None
+
+    def layout(self, index: ModelIndex) -> Layout:
+        """Raises BudgetError if the largest unit does not fit the device, activations left aside."""
+        self._index, self._blocks = index, index.blocks
+        self.rematerialised = self.offloaded_inputs = index.blocks
+        chosen = self._context.recompute
+        numbers = {"none": (), "full": tuple(u.block for u in index.units)}[chosen] if isinstance(chosen, str) else chosen
+        self._forced = frozenset(u.index for u in index.units if u.block is not None and u.block in numbers)
+        layout = layer_layout(index, self._context)
+        trace = nominal_trace(layout, accumulate=self._context.accumulate)
+        residence = Residence(layout, self._context, unmovable(layout), self.update_rule)
+        need = minimum_need(trace, demand_of(layout, trace, self._context), residence)
+        check_need(need, self._context, self.name, self._unit_name, measured=False)
+        self._statistics = H3TStatistics(
+            variant=self._options.variant, num_layers=len(index.blocks), num_bundles=len(layout.bundles)
+        )
+        return layout
+
+    def eviction(self, layout: Layout, trace: Trace | None) -> Eviction:
+        return FarthestNextUse(layout, None if trace is None else demand_of(layout, trace, self._context).next_use)
+
+    def plan(self, layout: Layout, trace: Trace) -> Plan:
+        """A validated plan. Raises BudgetError if not even the one with every switch on fits."""
+        layers = [unit for unit in sorted(self._blocks) if any(m.unit == unit for m in trace.moments)]
+        measured = self._profiler.add(trace, layers)
+        asked = Asked(
+            self._context,
+            self._options,
+            self.update_rule,
+            self._hardware,
+            self._blocks,
+            self._forced,
+            self._unit_name,
+        )
+        search = Search(asked, layout, measured)
+        if self._profiler.wants_more(measured):
+            return self._provisional(search, measured)
+        began = time.perf_counter()
+        found = search.candidates()
+        best = fastest(layout, found)
+        self._note(layout, best, found, measured.steps, time.perf_counter() - began)
+        memory = validate(layout, best.trace, best.plan, self._context)
+        return replace(
+            best.plan,
+            predicted_device_peak_bytes=memory.total_peak,
+            predicted_model_peak_bytes=memory.pool_peak,
+            predicted_step_time_s=best.step_time_s,
+        )
+
+    def _provisional(self, search: Search, measured: Measured) -> Plan:
+        """Every switch on, but for the layers that this step measures: as many of them as fit."""
+        waiting = list(self._profiler.to_open(measured))
+        while True:
+            switches = dict.fromkeys(measured.layers, ALL_ON)
+            switches |= {unit: replace(ALL_ON, rematerialise=False, offload_hidden=False) for unit in waiting}
+            found = search.candidate(switches, "held", "profiler")
+            if found is not None or not waiting or self._context.hardware is not None:
+                break
+            waiting = waiting[: len(waiting) // 2]
+        if found is None:
+            found = search.unchecked(switches, "held", "profiler")
+            if self._context.hardware is None:
+                search.check_minimum()
+        return replace(
+            found.plan,
+            provisional=True,
+            predicted_device_peak_bytes=found.memory.total_peak,
+            predicted_model_peak_bytes=found.memory.pool_peak,
+        )
+
+    def statistics(self) -> BaseModel:
+        assert self._statistics is not None, "statistics are there once layout() was called"
+        return self._statistics
+
+    def _note(self, layout: Layout, best: Candidate, found: list[Candidate], steps: int, seconds: float) -> None:
+        """The planned half of the statistics."""
+        assert self._statistics is not None
+        fetched = [p.operation.bundle for p in best.plan.operations if p.operation.kind is OpKind.FETCH]
+        trainable = [s for s in layout.segments if s.space.trainable]
+        on_device = sum(s.used for s in trainable if best.plan.optimizer_tier[s.index] is Tier.DEVICE)
+        times: dict[str, float] = {}
+        for each in found:
+            times[each.solver] = min(each.step_time_s, times.get(each.solver, each.step_time_s))
+        ratios = Assignment(tuple(best.switches.values()), 0.0, 0, best.solver).ratios()
+        self._statistics = self._statistics.model_copy(
+            update={
+                "profiled_steps": steps,
+                "solver": best.solver,
+                "solver_s": seconds,
+                "simulated_step_time_s": best.step_time_s,
+                "candidates_s": times,
+                "switch_on_ratios": ratios,
+                "other_modules": best.others,
+                "optimizer_share_on_device": on_device / max(1, sum(s.used for s in trainable)),
+                "fetches_per_step": len(fetched),
+                "fetched_bytes_per_step": sum(map(layout.bundle_bytes, fetched)),
+            }
+        )
+
+    def _unit_name(self, unit: int) -> str:
+        names = self._index.units
+        return names[unit].name if unit < len(names) else f"number {unit}"

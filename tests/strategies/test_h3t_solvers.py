@@ -1,0 +1,132 @@
+"""H3T's solvers: dynamic programming finds what exhaustive search finds, and whatever is found fits the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from systems.errors import BudgetError
+from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, SUBSTRATE, LayerCosts, ModelCosts
+from systems.strategies.h3t.dynamic import basic_dp, pruned_dp
+from systems.strategies.h3t.evaluation import all_on, evaluate, memory_of, runtime_of
+from systems.strategies.h3t.solvers import exhaustive_solver, greedy_solver, manual_solver, random_solver
+from systems.strategies.h3t.switches import ALL_ON, EVERY, SYNCHRONISED, Switches, array_of
+
+RULES = (PAPER, PAPER_WITHOUT_LINK, SUBSTRATE)
+seconds = st.floats(0, 2, allow_nan=False)
+sizes = st.integers(0, 200)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> LayerCosts:
+    times = {name: draw(seconds) for name in LayerCosts.__dataclass_fields__ if name.endswith("_s")}
+    given_bytes = {name: draw(sizes) for name in LayerCosts.__dataclass_fields__ if name.endswith("_bytes")}
+    given_bytes["resting_bytes"] = min(given_bytes["resting_bytes"], given_bytes["parameter_bytes"])
+    return LayerCosts("layer", **times, **given_bytes)  # type: ignore[arg-type]
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int = 4) -> ModelCosts:
+    found = tuple(draw(st.lists(layers(), min_size=1, max_size=most)))
+    ends = {name: draw(seconds) for name in ("start_s", "turn_s", "end_s", "fixed_s")}
+    return ModelCosts(found, draw(st.sampled_from(RULES)), **ends, start_bytes=draw(sizes), fixed_bytes=draw(sizes))
+
+
+def some_choices(seed: int, count: int) -> tuple[Switches, ...]:
+    return (*random.Random(seed).sample(SYNCHRONISED[:-1], count), ALL_ON)
+
+
+def least(model: ModelCosts) -> int:
+    return int(memory_of(model, all_on(model))[0][0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(models(), st.floats(1.0, 3.0), st.integers(0, 1000))
+def test_dynamic_programming_equals_exhaustive_search(model: ModelCosts, share: float, seed: int) -> None:
+    budget, choices = int(least(model) * share), some_choices(seed, 6)
+    best = exhaustive_solver(model, budget, choices=choices)
+    for found in (pruned_dp(model, budget, choices=choices), basic_dp(model, budget, choices=choices)):
+        assert found.runtime_s == pytest.approx(best.runtime_s, rel=1e-9)
+        assert found.memory_bytes <= budget
+
+
+@settings(max_examples=15, deadline=None)
+@given(models(most=2), st.floats(1.0, 3.0))
+def test_with_all_64_settings_too(model: ModelCosts, share: float) -> None:
+    budget = int(least(model) * share)
+    best = exhaustive_solver(model, budget, choices=SYNCHRONISED)
+    assert pruned_dp(model, budget).runtime_s == pytest.approx(best.runtime_s, rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(models(), st.floats(1.0, 3.0), st.integers(0, 1000))
+def test_whatever_is_found_fits(model: ModelCosts, share: float, seed: int) -> None:
+    budget = int(least(model) * share)
+    dp = pruned_dp(model, budget)
+    greedy, manual = greedy_solver(model, budget), manual_solver(model, budget)
+    for found in (dp, greedy, manual):
+        memory, _ = memory_of(model, array_of(found.switches)[None])
+        assert found.memory_bytes == memory[0] <= budget
+        assert found.runtime_s == pytest.approx(runtime_of(model, array_of(found.switches)[None])[0])
+    assert dp.runtime_s <= greedy_solver(model, budget, choices=SYNCHRONISED).runtime_s * (1 + 1e-9)
+    with contextlib.suppress(BudgetError):
+        assert random_solver(model, budget, samples=50, seed=seed).memory_bytes <= budget
+
+
+@settings(max_examples=20, deadline=None)
+@given(models(), st.integers(0, 1000))
+def test_synchronisation_never_saves_time(model: ModelCosts, seed: int) -> None:
+    rows = np.random.default_rng(seed).random((20, len(model.layers), 7)) < 0.5
+    rows[..., 6] = True
+    loose = rows.copy()
+    loose[..., 6] = False
+    compute = sum(layer.forward_s + layer.backward_s for layer in model.layers)
+    tied, free = evaluate(model, rows), evaluate(model, loose)
+    assert (free.runtime_s <= tied.runtime_s + 1e-9).all()
+    assert (free.runtime_s >= compute - 1e-9).all()
+    assert (free.memory_bytes >= tied.memory_bytes).all()
+
+
+def test_a_budget_under_the_minimal_plan_is_refused_with_the_layer() -> None:
+    small = LayerCosts("small", forward_bytes=10, backward_bytes=20, parameter_bytes=5, resting_bytes=5)
+    large = LayerCosts("large", forward_bytes=10, backward_bytes=1000, parameter_bytes=5, resting_bytes=5)
+    model = ModelCosts((small, large, small), SUBSTRATE)
+    need = least(model)
+    for solver in (pruned_dp, basic_dp, greedy_solver, manual_solver):
+        choices = {} if solver is pruned_dp else {"choices": SYNCHRONISED[-3:]}
+        assert solver(model, need, **choices).memory_bytes <= need
+        with pytest.raises(BudgetError, match="set by large") as refused:
+            solver(model, need - 1, **choices)
+        assert (refused.value.need, refused.value.have) == (need, need - 1)
+
+
+def paper_like(count: int) -> ModelCosts:
+    """BERT-13B's proportions on eight A100."""
+    gib = 1 << 30
+    layer = LayerCosts(
+        "block", 0.060, 0.120, 0.0022, 0.0017, 0.0017, 0.0022, 0.0011, 0.0011,
+        gib // 2, gib // 16, 2 * gib, gib // 32, gib // 4, 3 * gib, gib // 2, 0,
+    )  # fmt: skip
+    return ModelCosts((layer,) * count, PAPER, turn_s=0.1, start_bytes=gib, fixed_bytes=gib)
+
+
+def test_48_layers_are_solved_in_seconds(record_property: Callable[[str, object], None]) -> None:
+    model = paper_like(48)
+    began = time.perf_counter()
+    found = pruned_dp(model, 25 << 30)
+    took_s = time.perf_counter() - began
+    record_property("solver_s", took_s)
+    assert took_s < 10, f"{took_s:.1f} s: the claim is 5 s"
+    assert found.runtime_s <= greedy_solver(model, 25 << 30, choices=SYNCHRONISED).runtime_s
+    assert 0 < found.ratios()["rematerialise"] < 1
+
+
+def test_the_sets_of_the_paper() -> None:
+    assert (len(EVERY), len(SYNCHRONISED)) == (128, 64)

@@ -1,0 +1,157 @@
+"""H3T on the emulated device: any mix of switches trains as resident does, bit for bit, within its budget."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.data import open_dataset
+from models.loss import count_labels, token_loss
+from models.registry import build, initial_weights, resolve
+from systems.errors import BudgetError
+from systems.managed import ManagedSystem
+from systems.planning.plan import Tier
+from systems.strategies.h3t import STRATEGY
+from systems.strategies.h3t.options import H3TOptions, H3TStatistics
+from systems.strategies.h3t.switches import NAMES
+from systems.substrate.engine import ManagedEngine
+from tests.systems.running import RESIDENT, Run, assert_equal, finished, start
+from tests.systems.running import settings as settings_of
+from tests.systems.setups import Setup, reference
+
+H3T = ManagedSystem(STRATEGY)
+STEPS = 4
+
+
+def trained(system: Any, name: str, chosen: H3TOptions | None = None, **given: Any) -> Run:
+    """A size of the registry on random tokens."""
+    shape = resolve(name)
+    data = open_dataset("synthetic", vocab_size=shape.vocab_size, seed=3, objective=shape.objective)
+    engine = start(system, build(shape), settings_of(initial_weights=initial_weights(shape, 1), **given), chosen)
+    losses: list[float] = []
+    per_step: list[dict[str, int]] = []
+    for step in range(STEPS):
+        batch, before = data.batch(step, micro_step=0, batch_size=2, seq_len=16), engine.counters()
+        loss = token_loss(engine, batch, count_labels(batch, objective=shape.objective), objective=shape.objective)
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+        per_step.append({key: value - before.get(key, 0) for key, value in engine.counters().items()})
+    return finished(engine, losses, per_step)
+
+
+@cache
+def resident(name: str) -> Run:
+    return trained(RESIDENT, name)
+
+
+def told(run: Run) -> H3TStatistics:
+    assert isinstance(run.engine, ManagedEngine)
+    found = run.engine.statistics()
+    assert isinstance(found, H3TStatistics)
+    return found
+
+
+def options(**given: Any) -> H3TOptions:
+    return H3TOptions(**({"profile_steps": 2} | given))
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "opt-tiny", "t5-tiny"])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.5, 0.7, 1.0]))
+def test_any_mix_of_switches_changes_no_bit(name: str, seed: int, share: float) -> None:
+    peak = resident(name).memory.device_peak_bytes or 0
+    budget = int(share * peak)
+    run = trained(H3T, name, options(solver="drawn"), seed=seed, device_memory=budget)
+    assert_equal(resident(name), run)
+    assert (run.memory.device_peak_bytes or 0) <= budget
+    assert not run.per_step[-1]["fallbacks"]
+    ratios = told(run).switch_on_ratios
+    assert ratios is not None and set(ratios) == set(NAMES)
+
+
+@pytest.mark.parametrize("solver", ["best", "on", "off", "greedy", "manual", "random"])
+def test_every_solver_trains_within_its_budget(solver: str) -> None:
+    setup = Setup("opt", clip=0.5)
+    budget = int(0.5 * (reference(setup).memory.device_peak_bytes or 0))
+    run = setup.run(H3T, budget, options(solver=solver, samples=200))
+    assert_equal(reference(setup), run)
+    assert (run.memory.device_peak_bytes or 0) <= budget
+    predicted = predicted_peak(run)
+    assert predicted <= budget
+
+
+def predicted_peak(run: Run) -> int:
+    assert isinstance(run.engine, ManagedEngine)
+    plan = run.engine.runtime.cursor.plan
+    assert plan is not None and plan.predicted_device_peak_bytes is not None
+    return plan.predicted_device_peak_bytes
+
+
+@pytest.mark.parametrize(
+    "setup", [Setup("gpt2", accumulate=2), Setup("opt", sharing="half-frozen"), Setup("opt", dtype="bf16")]
+)
+def test_micro_batches_frozen_and_tied_parameters(setup: Setup) -> None:
+    budget = int(0.55 * (reference(setup).memory.device_peak_bytes or 0))
+    for solver in ("best", "drawn"):
+        run = setup.run(H3T, budget, options(solver=solver), seed=3)
+        assert_equal(reference(setup), run)
+
+
+def test_with_everything_off_the_global_offload_is_all_that_moves() -> None:
+    """Design, invariant 9: one gradient down and one updated parameter up for each parameter and step."""
+    setup = Setup("opt", dtype="bf16")
+    run = setup.run(H3T, None, options(solver="off"))
+    assert isinstance(run.engine, ManagedEngine)
+    layout = run.engine.parts.layout
+    step = run.per_step[-1]
+    assert step["d2h_bytes"] == step["h2d_bytes"] == layout.param_bytes
+    used = sum(s.used for s in layout.segments)
+    assert layout.param_bytes - 2 * used == 2 * sum(s.numel - s.used for s in layout.segments)
+    assert told(run).switch_on_ratios == dict.fromkeys(NAMES, 0.0)
+
+
+def test_the_optimizer_stays_on_the_device_where_it_fits() -> None:
+    setup = Setup("opt")
+    run = setup.run(H3T, None, options(variant="resident-optimizer"))
+    assert_equal(reference(setup), run)
+    assert (told(run).optimizer_share_on_device or 0) > 0
+    assert isinstance(run.engine, ManagedEngine) and run.engine.runtime.cursor.plan is not None
+    assert Tier.DEVICE in run.engine.runtime.cursor.plan.optimizer_tier
+
+
+def test_what_the_user_wants_recomputed_is_recomputed() -> None:
+    setup = Setup("opt", recompute="full")
+    run = setup.run(H3T, None, options(solver="off"))
+    assert_equal(reference(setup), run)
+    assert (told(run).switch_on_ratios or {})["rematerialise"] == 1.0
+
+
+def test_a_profile_is_kept_and_used_again(tmp_path: Path) -> None:
+    setup, path = Setup("opt"), tmp_path / "deep" / "profile.json"
+    first = setup.run(H3T, None, options(profile=str(path)))
+    assert told(first).profiled_steps == 2
+    content = json.loads(path.read_text())
+    assert len(content["steps"][0]["layers"]) == 4
+    again = setup.run(H3T, None, options(profile=str(path), profile_steps=50))
+    assert told(again).solver is not None, "solved after the first step"
+    assert_equal(reference(setup), again)
+    path.write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="field 'steps' is missing"):
+        setup.run(H3T, None, options(profile=str(path)))
+
+
+def test_a_device_that_is_too_small_is_refused() -> None:
+    with pytest.raises(BudgetError, match="h3t needs at least"):
+        Setup("opt").run(H3T, 100_000, options())
+
+
+def test_a_wrong_hardware_profile_is_named() -> None:
+    with pytest.raises(ValueError, match="hardware profile"):
+        options(hardware="h100-80g")
