@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness import trace
 from harness.availability import load
 from harness.output import progress_console, say
 from harness.plan_spec import ALL, PlanSpec
@@ -30,6 +31,8 @@ FITS, DOES_NOT_FIT = 0, 1
 
 def plan(spec: PlanSpec) -> int:
     """The exit code: 0 if it fits (of several systems, if one does), 1 if not. Raises BadInputError."""
+    if spec.trace is not None:
+        trace.prepare(Path(spec.trace))
     try:
         question, observations = _question(spec)
         return _plan_all(spec, question, observations) if spec.system == ALL else _plan_one(spec, question, observations)
@@ -115,7 +118,7 @@ def _title(spec: PlanSpec, question: Question, system: str) -> str:
 
 def _write_trace(path: Path, found: Forecast) -> None:
     try:
-        path.write_text(to_json({f"simulated {found.system}": found.simulation.events}), encoding="utf-8")
+        trace.write(path, to_json({f"simulated {found.system}": found.simulation.events}))
     except OSError as error:
         raise BadInputError(f"--trace {path}: cannot be written: {error.strerror or error}") from None
 

@@ -204,7 +204,10 @@ def take_profile(spec: ProfileSpec, host_sizes: HostSizes | None = None, device_
     content = figures.content()
     if kind is not None:
         HardwareProfile.model_validate(content)
-    if spec.out is not None:
-        Path(spec.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     say(json.dumps(content))
+    if spec.out is not None:
+        try:
+            Path(spec.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BadInputError(f"--out {spec.out} cannot be written: {error.strerror}: the profile is on stdout") from None
     return 0

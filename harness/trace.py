@@ -64,11 +64,19 @@ def take(step: Callable[[], None], path: Path, device: str) -> None:
     try:
         profiler.export_chrome_trace(str(raw))
         trace = arranged(json.loads(raw.read_text(encoding="utf-8")))
-        data = json.dumps(trace).encode()
-        raw.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
-        raw.replace(path)
     finally:
         raw.unlink(missing_ok=True)
+    write(path, json.dumps(trace))
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all, compressed where the name says so. Raises OSError."""
+    data, unfinished = text.encode(), _beside(path)
+    try:
+        unfinished.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def arranged(trace: dict[str, Any]) -> dict[str, Any]:

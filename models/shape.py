@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
+MAX_TOKENS = 1 << 24  # of a micro-batch on a device: what no device holds, and only the looking would take long
+
 ObjectiveName = Literal["causal", "masked", "seq2seq"]
 """What a model learns to predict: the next token, masked tokens, or one text from another (`models.objective`)."""
 
@@ -94,6 +96,11 @@ class ModelShape:
             raise ValueError(f"the batch size must be at least 1, not {batch_size}")
         if seq_len < 2:
             raise ValueError(f"a sequence needs at least 2 tokens to have a next one to predict, not {seq_len}")
+        if batch_size * seq_len > MAX_TOKENS:
+            raise ValueError(
+                f"{batch_size} samples of {seq_len} tokens are {batch_size * seq_len} tokens at once on a device, at most "
+                f"{MAX_TOKENS} are allowed: lower --batch-size or --seq-len, and raise --accumulate"
+            )
         if self.max_positions is not None and seq_len > self.max_positions:
             raise ValueError(
                 f"{self.name} has positions for {self.max_positions} tokens, the sequence length is {seq_len}: "

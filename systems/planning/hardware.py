@@ -169,7 +169,7 @@ def _read(given: str, depth: int = 0) -> dict[str, Any]:
         raise ValueError(unknown_name("hardware profile", given, names()))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"hardware profile {given} cannot be read: {one_line(str(error))}") from None
     if not isinstance(content, dict):
         raise ValueError(f"hardware profile {given}: the file must hold one JSON object")

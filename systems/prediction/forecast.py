@@ -19,6 +19,7 @@ from systems.managed import ManagedSystem
 from systems.planning.activations import under
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
+from systems.planning.overflow import keep_on_device
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
@@ -184,10 +185,17 @@ class _Planner:
         return self._known[device_budget]
 
     def _plan(self, device_budget: int) -> _Planned:
+        """What the host cannot hold stays on the device if that has room for it; if not, the host's need is told as it is."""
+        try:
+            return self._plan_within(device_budget, self.question.host_memory // self.question.ranks_on_node)
+        except BudgetError:
+            return self._plan_within(device_budget, UNLIMITED)
+
+    def _plan_within(self, device_budget: int, host_budget: int) -> _Planned:
         question = self.question
         context = PlanningContext(
             device_budget=device_budget,
-            host_budget=UNLIMITED,
+            host_budget=host_budget,
             itemsize=TORCH_DTYPE[question.dtype].itemsize,
             ranks=question.ranks,
             accumulate=question.accumulate,
@@ -198,7 +206,7 @@ class _Planner:
         strategy = self._policy(self._options, context)
         check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
         index, work = self._observations.of(question)
-        layout = strategy.layout(index)
+        layout = self._layout(strategy, index, context)
         if strategy.rematerialised is None:
             trace = self._trace(question, layout, work)
             return _Planned(layout, trace, strategy.plan(layout, trace), context)
@@ -223,6 +231,18 @@ class _Planner:
     def _trace(self, question: Question, layout: Layout, work: StepWork) -> Trace:
         seconds = interval_seconds(question.profile, question.dtype)
         return trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
+
+    def _layout(self, strategy: Any, index: ModelIndex, context: PlanningContext) -> Layout:
+        """As the runtime cuts it. Raises BudgetError if host and device together are too small."""
+        layout: Layout = strategy.layout(index)
+        if not self._keeps_host_copies:
+            return layout
+        if strategy.offloaded_inputs and strategy.rematerialised is None:
+            raise ValueError(
+                "--option activations=host is not part of forecasts: leave it out of harness plan, which then tells of more "
+                "device memory and less host memory than such a run takes"
+            )
+        return keep_on_device(layout, context, strategy.update_rule)
 
     def host_need(self, schedule: Schedule) -> TierNeed:
         question = self.question

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -59,17 +58,17 @@ def _work(question: Question, helps: Callable[[Question], bool]) -> Iterator[Rem
 
 
 def _largest_batch(question: Question, helps: Callable[[Question], bool]) -> int:
-    """The largest one below the question's that fits; 0 if not even 1 does."""
-    low, high = 0, question.batch_size  # low fits (0: nothing tried), high does not
+    """The largest one below the question's that fits; 0 if not even 1 does. Looked for from below: small ones are quick."""
+    low, high = 1, question.batch_size  # high does not fit
     if high == 1 or not helps(replace(question, batch_size=1)):
         return 0
-    low = 1
+    growing = True
     while high - low > 1:
-        middle = (low + high) // 2
+        middle = min(2 * low, high - 1) if growing else (low + high) // 2
         if helps(replace(question, batch_size=middle)):
             low = middle
         else:
-            high = middle
+            high, growing = middle, False
     return low
 
 
@@ -80,9 +79,14 @@ def _ranks(question: Question, helps: Callable[[Question], bool]) -> Iterator[Re
 
 
 def _memory(found: Forecast) -> Iterator[Remedy]:
-    if found.least_device_bytes > found.question.device_memory:
-        need = found.least_device_bytes
-        yield Remedy("--device-memory", need, f"a device with {format_size(need)}")
-    host: Any = found.tiers["host"]
+    """What is short, all at once: more of one memory alone does not help where both are."""
+    device, host = found.least_device_bytes, found.tiers["host"]
+    flags, whats, value = [], [], 0
+    if device > found.question.device_memory:
+        flags, whats, value = ["--device-memory"], [f"a device with {format_size(device)}"], device
     if not host.fits:
-        yield Remedy("--host-memory", host.need_bytes, f"{format_size(host.need_bytes)} of host memory a node")
+        flags = [*flags, *map(str, [device] * len(flags)), "--host-memory"]
+        whats.append(f"{format_size(host.need_bytes)} of host memory a node")
+        value = host.need_bytes
+    if flags:
+        yield Remedy(" ".join(flags), value, " and ".join(whats))

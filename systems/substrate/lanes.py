@@ -166,7 +166,7 @@ class Lane:
         with self._changed:
             free = self._idle and not self._waiting and self.stream is not None
             if free and all(earlier.at_once() for earlier in after):
-                self._carry_out(job)
+                self._carry_out(job, by_caller=True)
             else:
                 self._jobs.append(job)
                 self._changed.notify_all()
@@ -194,7 +194,8 @@ class Lane:
                 job = self._take()
             self._carry_out(job)
 
-    def _carry_out(self, job: _Job) -> None:
+    def _carry_out(self, job: _Job, *, by_caller: bool = False) -> None:
+        """An error is its ticket's. by_caller: what only ends programs (Ctrl-C) is not this lane's, and goes on."""
         if self._jitter is not None:
             self._jitter()
         ticket = job.ticket
@@ -212,12 +213,14 @@ class Lane:
                 event = torch.cuda.Event(blocking=True)  # a host that waits for it sleeps
                 event.record(self.stream)
             ticket.queued(event)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket, and to drain
+        except BaseException as error:  # handed to whoever waits for the ticket, and to drain
             self.error = self.error or error
             if self.stream is None:
                 ticket.finish(error)
             else:
                 ticket.queued(None, error)
+            if by_caller and not isinstance(error, Exception):
+                raise
 
     def drain(self) -> None:
         """Block until every job submitted so far is finished, on the device too; raises the first error of any job."""

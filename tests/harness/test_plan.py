@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from pathlib import Path
@@ -132,7 +133,10 @@ def broken(tmp_path: Path) -> str:
         ((*TINY, "--system", "elixir", "--seq-len", "100000"), "opt-tiny"),
         ((*TINY, "--system", "all", "--option", "prefetch=1"), "--option prefetch=1 is of one system"),
         ((*TINY, "--system", "all", "--trace", "x.json"), "--trace is of one system"),
-        ((*TINY, "--system", "elixir", "--trace", "/nowhere/x.json"), "--trace /nowhere/x.json: cannot be written"),
+        ((*TINY, "--system", "elixir", "--trace", "/proc/x.json"), "--trace /proc/x.json cannot be written"),
+        ((*TINY, "--system", "elixir", "--trace", "x.txt"), "--trace x.txt: name a file that ends in .json or .json.gz"),
+        ((*TINY, "--system", "elixir", "--batch-size", "99999999"), "tokens at once on a device"),
+        ((*TINY, "--system", "elixir", "--option", "activations=host", "--recompute", "full"), "is not part of forecasts"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,3 +150,10 @@ def test_a_broken_profile_names_file_and_field(tmp_path: Path, capsys: pytest.Ca
     path = broken(tmp_path)
     assert cli.main(("plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", path)) == 2
     assert f"hardware profile {path}: h2d_bytes_per_s.value: input should be greater than 0" in capsys.readouterr().err
+
+
+def test_a_trace_whose_name_says_so_is_compressed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "new" / "step.json.gz"
+    assert told(capsys, *TINY, "--system", "elixir", "--trace", str(file))[0] == 0
+    assert read_chrome_trace(json.loads(gzip.decompress(file.read_bytes())))
+    assert [path.name for path in file.parent.iterdir()] == ["step.json.gz"]

@@ -120,7 +120,7 @@ def test_a_broken_profile_names_the_field(change: Any, said: str, tmp_path: Path
     assert path in told or "no-such" in told
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"h100"'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '"h100"', "[" * 100_000, '{"nodes": ' + "9" * 5000 + "}"])
 def test_a_file_that_is_no_profile_at_all(text: str, tmp_path: Path) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ValueError, match="hardware profile .*mine.json"):

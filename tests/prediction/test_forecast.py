@@ -206,3 +206,23 @@ def test_more_ranks_than_devices_is_bad_input() -> None:
         question("h100-80g-x4", ranks=5)
     with pytest.raises(ValueError, match="no matmul rate for bf16"):
         question("yard-v100-32g-x8")
+
+
+@pytest.mark.parametrize("system", ["elixir", "patrickstar"])
+def test_where_both_memories_are_short_more_of_both_is_one_remedy_and_helps(system: str) -> None:
+    chosen, seen = registry.get(system), observations("opt-tiny")
+    about = question(device_memory=1 << 20, host_memory=1 << 20)
+    found = forecast(chosen, chosen.Options(), about, seen)
+    flags = [f"{remedy.flag} {remedy.value}" for remedy in remedies(chosen, chosen.Options(), found, seen)]
+    _, device, _, host = flags[-1].split()
+    enough = replace(about, device_memory=int(device), host_memory=int(host))
+    assert "--device-memory" in flags[-1] and "--host-memory" in flags[-1]
+    assert forecast(chosen, chosen.Options(), enough, seen).fits
+
+
+@pytest.mark.parametrize("system", ["elixir", "patrickstar"])
+def test_what_the_host_cannot_hold_is_planned_on_the_device_as_it_is_run(system: str) -> None:
+    roomy = asked(system, "opt-tiny", question(device_memory=12 << 20))
+    need = asked(system, "opt-tiny", question(device_memory=roomy.least_device_bytes)).tiers["host"].need_bytes
+    both = asked(system, "opt-tiny", question(device_memory=12 << 20, host_memory=need * 3 // 4))
+    assert both.fits and both.tiers["host"].need_bytes <= need * 3 // 4

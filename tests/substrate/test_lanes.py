@@ -49,8 +49,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lane]:
     made = Lane(LaneKind.H2D, stream=stream)
     made.drain()  # its thread has come to rest
     yield made
-    with contextlib.suppress(RuntimeError):
-        made.close()
+    made.close()
 
 
 def where(seen: list[str]) -> Any:
@@ -99,6 +98,16 @@ def test_an_error_in_the_callers_hands_is_the_tickets(lane: Lane) -> None:
     with pytest.raises(RuntimeError, match="the copy failed"):
         ticket.wait()
     with pytest.raises(RuntimeError, match="the copy failed"):
+        lane.drain()
+
+
+def test_an_interrupt_in_the_callers_hands_is_his(lane: Lane) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lane.submit(interrupted, [], id=1)
+    with pytest.raises(KeyboardInterrupt):
         lane.drain()
 
 
