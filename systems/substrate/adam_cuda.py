@@ -207,6 +207,10 @@ class TritonKernel(TorchKernel):
 
     name = "triton"
 
+    def __init__(self) -> None:
+        # Of norms that come again: a planned step sums the same ranges at the same addresses every time.
+        self._kept_table = lru_cache(maxsize=1024)(lambda device, rows: _table(device, [rows]))
+
     def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
         self.prepare_all(tasks)(factor)
 
@@ -252,7 +256,7 @@ class TritonKernel(TorchKernel):
                     addresses |= tensor.data_ptr()
             count = len(rows)
             rows.append(SQUARES_ROW.pack(0, 0, programs, 0))
-            table = _kept_table(device, b"".join(rows)) if len(rows) <= KEPT_ROWS else _table(device, rows)
+            table = self._kept_table(device, b"".join(rows)) if len(rows) <= KEPT_ROWS else _table(device, rows)
             partials = torch.empty(programs, dtype=torch.float64, device=device)
             width, levels, steps = PIECE, PIECE.bit_length() - 1, count.bit_length()
             with torch.cuda.device(device):
@@ -273,9 +277,3 @@ def _table(device: torch.device, rows: list[bytes]) -> torch.Tensor:
     """Through pinned memory: only from there is the copy sure not to wait for the stream."""
     packed = torch.frombuffer(bytearray().join(rows), dtype=torch.int64)
     return packed.pin_memory().to(device, non_blocking=True)
-
-
-@lru_cache(maxsize=1024)
-def _kept_table(device: torch.device, rows: bytes) -> torch.Tensor:
-    """For tables that come again: a planned step sums the same ranges at the same addresses every time."""
-    return _table(device, [rows])
