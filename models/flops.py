@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.attention import FusedAttention
 from models.blocks import find_blocks
 from models.objective import OBJECTIVES
 from models.registry import build
@@ -99,7 +99,7 @@ def count(model: ModelShape | nn.Module, *, batch_size: int, seq_len: int, objec
         if isinstance(causal := getattr(part, "is_causal", None), bool):
             _stand_for(part, causal, counter.causal)
     try:
-        with torch.no_grad(), counter, _Attention(counter):
+        with torch.no_grad(), counter, FusedAttention(counter.attend):
             module(**inputs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
@@ -183,6 +183,18 @@ class _Counter(TorchDispatchMode):
     def add_scores(self, scores: int, *, causal: bool) -> None:
         self.add(ForwardFlops(scores=scores, causal_scores=scores // 2 if causal else scores))
 
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    ) -> torch.Tensor:
+        """Grouped heads need no care: every query head multiplies with some key and value head.
+
+        A position bias comes as a mask, with the causal one in it; then only the module knows that it is causal.
+        """
+        rows = math.prod(query.shape[:-1])
+        scores = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        self.add_scores(scores, causal=causal or (mask is not None and self.causal[-1] is True))
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -196,40 +208,6 @@ class _Counter(TorchDispatchMode):
             else:
                 self.add(ForwardFlops(other=spent))
         return func(*args, **(kwargs or {}))
-
-
-class _Attention(TorchFunctionMode):
-    """Takes fused attention as one thing, before it falls apart into products that no longer say they are causal."""
-
-    def __init__(self, counter: _Counter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Grouped heads need no care: every query head multiplies with some key and value head.
-
-        A position bias comes as a mask, with the causal one in it; then only the module knows that it is causal.
-        """
-        rows = math.prod(query.shape[:-1])
-        scores = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        self._counter.add_scores(scores, causal=is_causal or (attn_mask is not None and self._counter.causal[-1] is True))
-        return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:

@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from models.attention import FusedAttention
 from models.flops import PRODUCTS, on_meta
 from models.loss import token_loss
 from models.shape import ObjectiveName
@@ -64,7 +64,7 @@ def observe(
     hooks = UnitHooks(found, cast(Runtime, observer), cast(Layout, SimpleNamespace(bundle_of_parameter=range(1 << 62))))
     hooks.watch(found.parameters)
     try:
-        with observer.meter, _Attention(observer.meter):
+        with observer.meter, FusedAttention(observer.meter.attend):
             loss = token_loss(module, {"input_ids": ids, "labels": ids}, batch_size * seq_len, objective=objective)
             with observer.backward():
                 _run_backward(loss)
@@ -199,6 +199,12 @@ class _Meter(TorchDispatchMode):
         self._flops += flops
         self._matmul += sum(t.nbytes for t in tensors)
 
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    ) -> torch.Tensor:
+        result: torch.Tensor = _Fused.apply(self.multiply, query, key, value, mask, causal)
+        return result
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -296,34 +302,6 @@ def _fresh(out: Any, given: Any) -> bool:
     ours = [s._cdata for s in storages]
     whole = all(t.storage_offset() == 0 for t in made)
     return whole and len(set(ours)) == len(ours) and not theirs.intersection(ours)
-
-
-class _Attention(TorchFunctionMode):
-    """Takes fused attention as one operation, before it falls apart."""
-
-    def __init__(self, meter: _Meter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> torch.Tensor:
-        result: torch.Tensor = _Fused.apply(self._meter.multiply, query, key, value, attn_mask, is_causal)
-        return result
 
 
 class _Fused(torch.autograd.Function):
