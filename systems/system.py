@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from pydantic import BaseModel
 
+from systems.errors import UnsupportedError
+
 DType = Literal["bf16", "fp16", "fp32"]
 TORCH_DTYPE: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -161,9 +163,9 @@ class Engine(ABC):
     def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
         """Seconds of each phase of one optimizer step, which `step` runs and drains. Nothing overlaps in it.
 
-        Only of systems whose `tells_phases` is true.
+        Only of systems whose `tells_phases` is true; UnsupportedError from all others.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not tell its phases")
+        raise UnsupportedError(f"{type(self).__name__} cannot be run phase by phase: leave out --phases")
 
     @abstractmethod
     def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
