@@ -83,13 +83,20 @@ class Store:
         slot_bytes = sum(s.shard_numel for s in layout.segments) * dtype.itemsize
         state_bytes = sum(s.shard_numel for s in at_home) * 4
         self._check_host(slot_bytes, state_bytes * (4 if accumulate > 1 else 3))
-        self._mappings = {"slots": HostMapping("host-slots", slot_bytes, host, pinned=True)}
-        parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
-        for part in parts if at_home else []:
-            self._mappings[part] = HostMapping(f"host-{part}", state_bytes, host, pinned=False)
-        self.segments = [self._place(s, parts, settled=s.index in settled) for s in layout.segments]
-        for stored in self.segments:
-            self._fill(stored, shapes, initial)
+        self._mappings: dict[str, HostMapping] = {}
+        self.segments: list[StoredSegment] = []
+        try:
+            self._mappings["slots"] = HostMapping("host-slots", slot_bytes, host, pinned=True)
+            parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
+            for part in parts if at_home else []:
+                self._mappings[part] = HostMapping(f"host-{part}", state_bytes, host, pinned=False)
+            for segment in layout.segments:
+                self.segments.append(self._place(segment, parts, settled=segment.index in settled))
+            for stored in self.segments:
+                self._fill(stored, shapes, initial)
+        except BaseException:
+            self.close()
+            raise
 
     def _check_host(self, slot_bytes: int, state_bytes: int) -> None:
         need, have = slot_bytes + state_bytes, self.host.room

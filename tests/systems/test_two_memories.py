@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from systems.errors import BudgetError
 from systems.managed import ManagedSystem
 from systems.planning.plan import Tier
 from systems.strategies.patrickstar import STRATEGY as PATRICKSTAR
+from systems.substrate.tiers import Pool
 from tests.systems.models_small import tokens
 from tests.systems.running import AMPLE, assert_equal, one_step, parts_of, replace, settings, start
 from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
@@ -71,3 +74,27 @@ def test_neither_memory_has_room(system: str) -> None:
     assert refused.value.tier == "host"
     assert refused.value.need > refused.value.have == host
     start(chosen, setup.build(), replace(tight, device_memory=AMPLE), options).close()
+
+
+def test_a_device_that_refuses_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator may refuse what the account has room for; the first segments' state is there by then."""
+    setup, pools = Setup("opt", "full"), []
+    chosen, options = ALL["elixir"]
+    allocate, granted = Pool.allocate, 0
+
+    def refuse(self: Pool, nbytes: int, label: str) -> Any:
+        nonlocal granted
+        granted += label.startswith("optimizer state")
+        pools.append(self)
+        return None if granted > 1 else allocate(self, nbytes, label)
+
+    monkeypatch.setattr(Pool, "allocate", refuse)
+    given = settings(host_memory=int(host_bytes_of(setup) * 0.6), device_memory=AMPLE, recompute="full")
+    with pytest.raises(BudgetError, match="stays on the device"):
+        start(chosen, setup.build(), given, options)
+    assert pools[-1].live_bytes == 0
+
+
+def host_bytes_of(setup: Setup) -> int:
+    """Of parameters and states, without padding: 4 for the slot and 12 for the states, in fp32."""
+    return 16 * sum(p.numel() for p in setup.build().parameters())
