@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from systems.errors import BudgetError, UnsupportedError
+from systems.cuda_memory import lift_limit, limit_device_memory
+from systems.errors import UnsupportedError
 from systems.limits import read_limits
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
@@ -74,8 +75,11 @@ class Device(ABC):
         """What a plan may fill, activations included."""
         return self.account.budget
 
-    def prepare(self, pool_bytes: int) -> None:
-        """A plan whose blocks need this many bytes at once comes into force; nothing but pinned blocks is resident."""
+    def prepare(self, pool_bytes: int, largest: int) -> None:
+        """A plan whose blocks need this many bytes at once comes into force; nothing but pinned blocks is resident.
+
+        largest: bytes of its largest block that moves.
+        """
         return
 
     @property
@@ -225,20 +229,13 @@ class CudaDevice(Device):
     label = "cuda"
     granule_bytes = 32 << 20
     reserve_share, least_reserve = 0.08, 192 << 20  # left to the allocator's fragmentation
-    slab_slack = 0.03  # holes between blocks of different sizes
+    slab_slack = 2  # blocks: holes between those of different sizes
     warm_up_share = 0.2  # PatrickStar section 6.2: model data in the warm-up step
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        if budget > total:
-            raise BudgetError(
-                f"--device-memory is {budget} bytes, the device has {total}: lower it", tier="device", need=budget, have=total
-            )
-        torch.cuda.set_per_process_memory_fraction(budget / total, self.torch_device)
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self.torch_device = limit_device_memory(budget)
         self._kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
         self._handed_over = self._reserved_peak = self._interval_peak = 0
         super().__init__(budget, log)
@@ -249,13 +246,13 @@ class CudaDevice(Device):
         reserve = max(int(self.account.budget * self.reserve_share), self.least_reserve)
         return max(self.account.budget - reserve, self.account.budget // 2)
 
-    def prepare(self, pool_bytes: int) -> None:
-        """One slab: the allocator would round and scatter single blocks."""
+    def prepare(self, pool_bytes: int, largest: int) -> None:
+        """One slab: the allocator would round and scatter single blocks. Holes between them take at most a few of those."""
         self.drain()
         self._take_in_peak()
         self.pool.trim()
         torch.cuda.empty_cache()
-        self.pool.reserve(int(pool_bytes * (1 + self.slab_slack)))
+        self.pool.reserve(pool_bytes + self.slab_slack * largest)
 
     @property
     def kernel(self) -> AdamKernel:
@@ -339,7 +336,7 @@ class CudaDevice(Device):
     def close(self) -> None:
         torch.cuda.synchronize(self.torch_device)
         super().close()
-        torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+        lift_limit()
 
 
 @contextlib.contextmanager

@@ -164,6 +164,9 @@ class Lane:
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
         job = _Job(work, after, ticket, priority, label)
         with self._changed:
+            if not self._running:
+                self._fail(job, self.error or RuntimeError(f"the {self.kind.value} lane is closed"))
+                return ticket
             free = self._idle and not self._waiting and self.stream is not None
             if free and all(earlier.at_once() for earlier in after):
                 self._carry_out(job, by_caller=True)
@@ -182,6 +185,12 @@ class Lane:
 
     def _run(self) -> None:
         torch.multiprocessing._set_thread_name(self._thread.name)  # what a profile calls the thread
+        try:
+            self._work_off()
+        except BaseException as error:  # of the lane itself: nobody may wait for what will never come
+            self._give_up(error)
+
+    def _work_off(self) -> None:
         while True:
             with self._changed:
                 while self._running and not self._waiting:
@@ -193,6 +202,25 @@ class Lane:
                 self._idle = False
                 job = self._take()
             self._carry_out(job)
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            self.error, self._idle, self._running = self.error or error, True, False
+            for job in self._left():
+                self._fail(job, error)
+            self._changed.notify_all()
+
+    def _left(self) -> list[_Job]:
+        """Takes all jobs that were not begun."""
+        left = list(self._jobs)
+        self._jobs.clear()
+        return left
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        if self.stream is None:
+            job.ticket.finish(error)
+        else:
+            job.ticket.queued(None, error)
 
     def _carry_out(self, job: _Job, *, by_caller: bool = False) -> None:
         """An error is its ticket's. by_caller: what only ends programs (Ctrl-C) is not this lane's, and goes on."""
@@ -215,10 +243,7 @@ class Lane:
             ticket.queued(event)
         except BaseException as error:  # handed to whoever waits for the ticket, and to drain
             self.error = self.error or error
-            if self.stream is None:
-                ticket.finish(error)
-            else:
-                ticket.queued(None, error)
+            self._fail(job, error)
             if by_caller and not isinstance(error, Exception):
                 raise
 
@@ -254,13 +279,22 @@ class UpdateLane(Lane):
 
     def _take(self) -> _Job:
         while True:
-            while self._jobs and all(earlier.done() for earlier in self._jobs[0].after):
+            missing = self._missing()
+            while self._jobs and missing is None:
                 self._ready.append(self._jobs.popleft())
+                missing = self._missing()
             if self._ready:
                 job = min(self._ready, key=lambda job: job.priority)
                 self._ready.remove(job)
                 return job
-            self._sleep_until(next(earlier for earlier in self._jobs[0].after if not earlier.done()))
+            assert missing is not None, "a lane takes a job only while it has one"
+            self._sleep_until(missing)
+
+    def _missing(self) -> Ticket | None:
+        """What the oldest job still waits for. Tickets finish at any time, so each is asked once."""
+        if not self._jobs:
+            return None
+        return next((earlier for earlier in self._jobs[0].after if not earlier.done()), None)
 
     def _sleep_until(self, ticket: Ticket) -> None:
         """With the lock open, so that jobs can be submitted meanwhile."""
@@ -274,3 +308,7 @@ class UpdateLane(Lane):
     @property
     def _waiting(self) -> bool:
         return bool(self._jobs or self._ready)
+
+    def _left(self) -> list[_Job]:
+        left, self._ready = self._ready, []
+        return left + super()._left()

@@ -101,7 +101,9 @@ class Planner:
         self.cursor.use(plan)
         self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
         if plan is not None and plan.predicted_model_peak_bytes is not None:
-            self.parts.device.prepare(plan.predicted_model_peak_bytes)
+            movable = (b.index for b in self.parts.layout.bundles if b.movable)
+            largest = max(map(self.parts.layout.bundle_bytes, movable), default=0)
+            self.parts.device.prepare(plan.predicted_model_peak_bytes, largest)
         residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
         if plan is None:
             return

@@ -180,10 +180,12 @@ class Pool:
         self._granules = [g for g in self._granules if not g.empty or not all(t.done() for r in g.free for t in r.tickets)]
 
     def reserve(self, nbytes: int) -> None:
-        """Have one granule of at least `nbytes`, so that blocks of a plan lie in one piece; what is empty goes first."""
+        """Have at least `nbytes` in all, what is missing in one granule, so that a plan's blocks lie together; what is empty
+        goes first."""
         self.trim()
-        if nbytes > max((g.memory.numel() for g in self._granules), default=0):
-            memory = self._new_granule(nbytes)
+        missing = nbytes - self.reserved_bytes
+        if missing > 0:
+            memory = self._new_granule(missing)
             if memory is not None:
                 self._add(memory)
 

@@ -65,6 +65,7 @@ def pose_as_cuda() -> None:
     cuda.host_memory_stats = dict
     for name in ("synchronize", "reset_peak_memory_stats", "set_per_process_memory_fraction"):
         setattr(cuda, name, lambda *args: None)
+    torch._C._accelerator_setAllocatorSettings = lambda env: None
 
     tensor: Any = torch.Tensor
     move = tensor.to

@@ -154,3 +154,48 @@ def test_an_input_that_failed_ends_its_update_and_no_other() -> None:
     with pytest.raises(RuntimeError, match="the copy failed"):
         lane.drain()
     lane.close()
+
+
+class ArrivesOnceAsked:
+    """Finished between one question and the next, as work on a device may."""
+
+    id = 1
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def done(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def wait(self) -> None:
+        return
+
+    def order(self, stream: Any) -> None:
+        return
+
+    def at_once(self) -> bool:
+        return True
+
+
+def test_an_input_may_arrive_while_the_lane_looks() -> None:
+    lane, order = UpdateLane(LaneKind.CPU), []
+    for n in range(50):
+        lane.submit(lambda n=n: order.append(n), [ArrivesOnceAsked(), ArrivesOnceAsked()], id=n)  # type: ignore[misc]
+    lane.drain()
+    assert order == list(range(50))
+    lane.close()
+
+
+@pytest.mark.parametrize("kind", [Lane, UpdateLane])
+def test_a_lane_that_cannot_go_on_tells_whoever_waits(kind: type[Lane], monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = kind(LaneKind.CPU)
+    monkeypatch.setattr(lane, "_take", lambda: (_ for _ in ()).throw(RuntimeError("lost its way")))
+    first = lane.submit(lambda: None, [], id=1)
+    with pytest.raises(RuntimeError, match="lost its way"):
+        first.wait()
+    with pytest.raises(RuntimeError, match="lost its way"):
+        lane.submit(lambda: None, [], id=2).wait()
+    with pytest.raises(RuntimeError, match="lost its way"):
+        lane.drain()
+    lane.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import psutil
 import torch
 
+from systems.cuda_memory import lift_limit, limit_device_memory
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, host_budget
 from systems.sizes import format_size
@@ -43,12 +44,7 @@ class Limits:
         self._device: int | None = None
         if settings.device == "cuda":
             self._device = device_budget(settings)
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            if self._device > total:
-                message = f"--device-memory is {self._device} bytes, the device has {total}: lower it"
-                raise BudgetError(message, tier="device", need=self._device, have=total)
-            torch.cuda.set_per_process_memory_fraction(self._device / total)
-            torch.cuda.reset_peak_memory_stats()
+            limit_device_memory(self._device)
         self._process = psutil.Process()
         self._before = self._process.memory_info().rss
         self._peak = 0
@@ -84,7 +80,7 @@ class Limits:
     def lift(self) -> None:
         """The next engine of this process sets its own."""
         if self._device is not None:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+            lift_limit()
 
 
 def refuse_ranks_and_optimizer(settings: Settings, system: str) -> None:
