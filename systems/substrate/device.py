@@ -229,7 +229,7 @@ class CudaDevice(Device):
     label = "cuda"
     granule_bytes = 32 << 20
     reserve_share, least_reserve = 0.08, 192 << 20  # left to the allocator's fragmentation
-    slab_slack = 2  # blocks: holes between those of different sizes
+    slab_slack = 0.03  # holes between blocks of different sizes, at most two blocks' worth
     warm_up_share = 0.2  # PatrickStar section 6.2: model data in the warm-up step
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
@@ -247,12 +247,12 @@ class CudaDevice(Device):
         return max(self.account.budget - reserve, self.account.budget // 2)
 
     def prepare(self, pool_bytes: int, largest: int) -> None:
-        """One slab: the allocator would round and scatter single blocks. Holes between them take at most a few of those."""
+        """One slab: the allocator would round and scatter single blocks."""
         self.drain()
         self._take_in_peak()
         self.pool.trim()
         torch.cuda.empty_cache()
-        self.pool.reserve(pool_bytes + self.slab_slack * largest)
+        self.pool.reserve(pool_bytes + min(2 * largest, int(pool_bytes * self.slab_slack)))
 
     @property
     def kernel(self) -> AdamKernel:

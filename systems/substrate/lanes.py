@@ -189,6 +189,7 @@ class Lane:
             self._work_off()
         except BaseException as error:  # of the lane itself: nobody may wait for what will never come
             self._give_up(error)
+            raise
 
     def _work_off(self) -> None:
         while True:

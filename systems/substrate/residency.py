@@ -91,9 +91,10 @@ class Residency:
         found: list[Allocation] = []
 
         def fits() -> bool:
-            if self.device.account.pool + nbytes > self.limit and self.evictable():
+            pool = self.device.pool
+            if max(pool.live_bytes + nbytes, pool.reserved_with(nbytes)) > self.limit and self.evictable():
                 return False
-            allocation = self.device.pool.allocate(nbytes, what)
+            allocation = pool.allocate(nbytes, what)
             if allocation is not None:
                 found.append(allocation)
             return allocation is not None

@@ -151,11 +151,19 @@ class Pool:
         self.account.add_pool(nbytes, label)
         return Allocation(granule, start, nbytes, reserved, list(found.tickets))
 
+    def reserved_with(self, nbytes: int) -> int:
+        """Bytes in granules after the pool has grown for a block of nbytes; 0 where it need not grow."""
+        reserved = round_up(max(nbytes, 1), ALIGN_BYTES)
+        return 0 if self._find(reserved) else self.reserved_bytes + reserved
+
+    def _find(self, reserved: int) -> tuple[Granule, _Range] | None:
+        fitting = ((granule, granule.best_fit(reserved)) for granule in self._granules)
+        return next(((granule, found) for granule, found in fitting if found is not None), None)
+
     def _place(self, reserved: int) -> tuple[Granule, _Range, int] | None:
-        for granule in self._granules:
-            found = granule.best_fit(reserved)
-            if found is not None:
-                return granule, found, reserved
+        placed = self._find(reserved)
+        if placed is not None:
+            return *placed, reserved
         memory = self._new_granule(reserved)
         if memory is None:
             return None

@@ -187,6 +187,7 @@ def test_an_input_may_arrive_while_the_lane_looks() -> None:
     lane.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", [Lane, UpdateLane])
 def test_a_lane_that_cannot_go_on_tells_whoever_waits(kind: type[Lane], monkeypatch: pytest.MonkeyPatch) -> None:
     lane = kind(LaneKind.CPU)

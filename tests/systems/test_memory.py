@@ -17,6 +17,7 @@ from torch import nn
 from systems.errors import BudgetError, OutOfMemoryError
 from systems.planning.plan import Tier
 from systems.planning.trace import Phase
+from systems.substrate.device import EmulatedDevice
 from systems.substrate.events import LoggedBytes
 from systems.substrate.planner import Parts
 from systems.system import Engine
@@ -253,4 +254,35 @@ def test_what_was_asked_for_and_does_not_fit_ends_the_run(options: dict[str, Any
     engine = start(system, setup.build(), given, system.Options(**options))
     with pytest.raises(BudgetError):
         one_step(engine, tokens(1, 1)[0])
+    engine.close()
+
+
+@pytest.mark.parametrize("system", ["elixir", "random"])
+@pytest.mark.parametrize("setup", SETUPS[:3], ids=name_of)
+def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small granules and a slab a plan: what the pool takes of the device, holes included, not only what lives in it."""
+    grown: list[tuple[int, int, bool]] = []  # bytes reserved, the limit, whether something could still have been evicted
+
+    def new_granule(self: EmulatedDevice, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(max(nbytes, 1 << 14), dtype=torch.uint8)
+        self.meter.exempt(memory.untyped_storage())
+        if started:
+            residency = parts_of(started[0]).residency
+            grown.append((self.pool.reserved_bytes + nbytes, residency.limit, bool(residency.evictable())))
+        return memory
+
+    def prepare(self: EmulatedDevice, pool_bytes: int, largest: int) -> None:
+        self.drain()
+        self.pool.trim()
+        self.pool.reserve(pool_bytes + min(2 * largest, pool_bytes // 32))
+
+    started: list[Engine] = []
+    monkeypatch.setattr(EmulatedDevice, "_new_granule", new_granule)
+    monkeypatch.setattr(EmulatedDevice, "prepare", prepare)
+    monkeypatch.setattr(EmulatedDevice, "warm_up_share", 0.3)
+    engine = engine_of(setup, system, budget_of(setup, "half"))
+    started.append(engine)
+    run_steps(engine, setup, lambda number: None)
+    assert grown or system == "random", "a slab is taken when a plan comes into force"
+    assert all(reserved <= limit or not evictable for reserved, limit, evictable in grown)
     engine.close()
