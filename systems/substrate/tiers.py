@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +18,7 @@ from systems.planning.layout import ALIGN_BYTES, round_up
 from systems.planning.plan import Tier
 from systems.sizes import format_size
 from systems.substrate.events import EventLog, Extent
+from systems.substrate.granule import Fit, Granule
 from systems.substrate.lanes import Ticket
 from systems.substrate.transfers import Memory
 
@@ -81,35 +81,6 @@ class Account:
         self._log.live_bytes(self.tier.value, live, self.pool, label)
 
 
-@dataclass
-class _Range:
-    """Free bytes [start, stop) of a granule and the tickets of their last owners."""
-
-    start: int
-    stop: int
-    tickets: list[Ticket]
-
-
-class Granule:
-    """A piece of address space that the pool cuts up. memory: uint8 tensor, 256-byte aligned.
-
-    last: ticket of whoever may still be using that memory. A caching allocator hands out what was freed on the host while
-    kernels that read it are still queued; that is safe on its own stream only, and copies run on others.
-    """
-
-    def __init__(self, space: str, memory: torch.Tensor, last: Ticket) -> None:
-        self.space, self.memory = space, memory
-        self.free = [_Range(0, memory.numel(), [last])]
-
-    def best_fit(self, nbytes: int) -> _Range | None:
-        fitting = [r for r in self.free if r.stop - r.start >= nbytes]
-        return min(fitting, key=lambda r: (r.stop - r.start, r.start), default=None)
-
-    @property
-    def empty(self) -> bool:
-        return len(self.free) == 1 and self.free[0].stop - self.free[0].start == self.memory.numel()
-
-
 class Allocation:
     """Device bytes in use. data: uint8 tensor of exactly the bytes asked for; memory: its tickets."""
 
@@ -125,7 +96,7 @@ class Allocation:
 
 
 class Pool:
-    """Best-fit allocation out of granules, under an account's budget.
+    """Allocation out of granules, under an account's budget.
 
     new_granule: makes a granule of at least the given bytes, or returns None when the device has no more.
     mark: a ticket for all compute queued so far.
@@ -143,24 +114,21 @@ class Pool:
         placed = self._place(round_up(max(nbytes, 1), ALIGN_BYTES))
         if placed is None:
             return None
-        granule, found, reserved = placed
-        start = found.start
-        found.start += reserved
-        if found.start == found.stop:
-            granule.free.remove(found)
+        granule, fit, reserved = placed
+        start, tickets = granule.take(fit, reserved)
         self.account.add_pool(nbytes, label)
-        return Allocation(granule, start, nbytes, reserved, list(found.tickets))
+        return Allocation(granule, start, nbytes, reserved, tickets)
 
     def reserved_with(self, nbytes: int) -> int:
         """Bytes in granules after the pool has grown for a block of nbytes; 0 where it need not grow."""
         reserved = round_up(max(nbytes, 1), ALIGN_BYTES)
         return 0 if self._find(reserved) else self.reserved_bytes + reserved
 
-    def _find(self, reserved: int) -> tuple[Granule, _Range] | None:
-        fitting = ((granule, granule.best_fit(reserved)) for granule in self._granules)
-        return next(((granule, found) for granule, found in fitting if found is not None), None)
+    def _find(self, reserved: int) -> tuple[Granule, Fit] | None:
+        fitting = ((granule, granule.find(reserved)) for granule in self._granules)
+        return next(((granule, fit) for granule, fit in fitting if fit is not None), None)
 
-    def _place(self, reserved: int) -> tuple[Granule, _Range, int] | None:
+    def _place(self, reserved: int) -> tuple[Granule, Fit, int] | None:
         placed = self._find(reserved)
         if placed is not None:
             return *placed, reserved
@@ -168,24 +136,19 @@ class Pool:
         if memory is None:
             return None
         granule = self._add(memory)
-        return granule, granule.free[0], reserved
+        fit = granule.find(reserved)
+        assert fit is not None, "a granule is made large enough for what it is made for"
+        return granule, fit, reserved
 
     def free(self, allocation: Allocation, label: str) -> None:
         """Give the bytes back; whoever gets them next waits for the tickets left on them."""
         self.account.add_pool(-allocation.nbytes, label)
-        start, stop = allocation.start, allocation.start + allocation.reserved
-        tickets = list(allocation.memory.tickets())
-        ranges = allocation.granule.free
-        for near in [r for r in ranges if r.stop == start or r.start == stop]:
-            start, stop = min(start, near.start), max(stop, near.stop)
-            tickets += near.tickets
-            ranges.remove(near)
-        unique = {id(t): t for t in tickets if self.account.keeps_log or not t.done()}
-        ranges.append(_Range(start, stop, list(unique.values())))
+        unique = {id(t): t for t in allocation.memory.tickets() if self.account.keeps_log or not t.done()}
+        allocation.granule.give(allocation.start, allocation.start + allocation.reserved, list(unique.values()))
 
     def trim(self) -> None:
         """Give granules that are empty, and that nobody has work in flight on, back to the device's allocator."""
-        self._granules = [g for g in self._granules if not g.empty or not all(t.done() for r in g.free for t in r.tickets)]
+        self._granules = [g for g in self._granules if not g.idle]
 
     def reserve(self, nbytes: int) -> None:
         """Have at least `nbytes` in all, what is missing in one granule, so that a plan's blocks lie together; what is empty
