@@ -93,9 +93,35 @@ class DeepSpeedRun(PackageEngine):
         if self._stage == 3:
             self._deepspeed.zero.Init(module=self.module, config_dict_or_path=config)
         self.runs, *_ = self._deepspeed.initialize(model=self.module, config=config)
+        if self._disk is not None:
+            for number, master in self._masters_on_disk(write=True):
+                master.copy_(masters.value(number, self._device).reshape(-1))
+                masters.forget(number)
+            return
         for number in range(len(self._parameters)):
             self._set_master(number, masters.value(number, self._device))
             masters.forget(number)
+
+    def _masters_on_disk(self, *, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """(number, fp32 master, flat) of every trained parameter, of one sub-group after the other, which is in memory
+        meanwhile and goes back to the disk if it is written.
+
+        DeepSpeed's own way moves a whole sub-group for each of its parameters: hours for a model of some size.
+        """
+        optimizer = self.runs.optimizer
+        number_of = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        for group, parameters in enumerate(optimizer.fp16_groups):
+            swapped = optimizer._swappable_optimizer_subgroup(group)
+            if swapped:
+                optimizer._optimizer_states_and_gradient_swap_in(group)
+            flat = optimizer.fp32_partitioned_groups_flat[group].data
+            for parameter in parameters:
+                _, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                yield number_of[id(parameter)], flat[offset : offset + numel]
+            if swapped and write:
+                optimizer._optimizer_states_and_gradient_swap_out(group)
+            elif swapped:
+                optimizer._release_swap_buffers(group)
 
     def _set_master(self, number: int, value: torch.Tensor) -> None:
         self._deepspeed.utils.safe_set_full_fp32_param(self._parameters[number], value)
@@ -151,8 +177,10 @@ class DeepSpeedRun(PackageEngine):
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         values = {}
+        on_disk = self._masters_on_disk(write=False) if self._disk is not None else ()
+        masters = {self._names[number]: value.float().cpu().clone() for number, value in on_disk}
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            value = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+            value = masters[name] if name in masters else self._deepspeed.utils.safe_get_full_fp32_param(parameter)
             if value is None:  # frozen: there is no master
                 with self._gathered(parameter):
                     value = parameter.detach().clone()
@@ -162,9 +190,12 @@ class DeepSpeedRun(PackageEngine):
             return
         for number, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
             value = values[name].to(self._device)
-            self._set_master(number, value)
+            if self._disk is None:
+                self._set_master(number, value)
             with self._gathered(parameter, write=True), torch.no_grad():
                 parameter.copy_(value)
+        for number, master in self._masters_on_disk(write=True) if self._disk is not None else ():
+            master.copy_(values[self._names[number]].reshape(-1))
 
     def _gathered(self, parameter: nn.Parameter, *, write: bool = False) -> contextlib.AbstractContextManager[Any]:
         if self._stage != 3:
