@@ -20,6 +20,7 @@ from models import registry as models_registry
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
 from systems.planning import hardware
+from systems.planning.allowance import CUDA, EXACT
 from systems.planning.perfetto import to_json
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.meta_step import Unfilled
@@ -60,6 +61,7 @@ def _question(spec: PlanSpec) -> tuple[Question, Observations]:
         recompute=spec.recompute,
         clip=spec.clip,
         seed=spec.seed,
+        allowance=EXACT if spec.device == "cpu" else CUDA,
     )
     with Unfilled():
         model = models_registry.build(shape)
@@ -140,7 +142,7 @@ def _told(found: Forecast, helpful: list[Remedy]) -> dict[str, Any]:
     return {
         "plan": {
             "predicted_step_time_s": simulation.step_time_s,
-            "predicted_device_peak_bytes": simulation.device_peak_bytes,
+            "predicted_device_peak_bytes": found.device_peak_bytes,
         },
         "system": found.system,
         "fits": found.fits,

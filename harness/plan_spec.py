@@ -12,7 +12,8 @@ ALL = "all"
 class PlanSpec(RunSpec):
     """Say whether a model fits a machine that need not be here, under a system, and how fast it would train.
 
-    Budgets are the profile's unless given: --device-memory of one device, --host-memory of one node.
+    Budgets are the profile's unless given: --device-memory of one device, --host-memory of one node. With --device cpu the
+    device is the emulated one, whose memory is counted exactly; else a part of it is left to its allocator.
     """
 
     system: str = Field(description="name of a system, or all: every one that makes plans, the fastest that fits first")

@@ -28,10 +28,13 @@ def check_need(need: Need, context: PlanningContext, system: str, unit_name: Uni
         if need.non_model_bytes:
             parts[1] = f"{format_size(need.gradient_bytes + need.non_model_bytes)} of gradients"
         advice = "activations come on top: raise --device-memory well above this, or give a smaller --option chunk_max"
+    needed, given = context.memory_for(need.total_bytes), context.memory_for(context.device_budget)
+    if needed > need.total_bytes:
+        parts.append(f"{format_size(needed - need.total_bytes)} for the allocator")
     raise BudgetError(
-        f"{system} needs at least {format_size(need.total_bytes)} of device memory for {where} ({', '.join(parts)}), "
-        f"{format_size(context.device_budget)} is given: {advice}",
+        f"{system} needs at least {format_size(needed)} of device memory for {where} ({', '.join(parts)}), "
+        f"{format_size(given)} is given: {advice}",
         tier="device",
-        need=need.total_bytes,
-        have=context.device_budget,
+        need=needed,
+        have=given,
     )

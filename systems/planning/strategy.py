@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel
 
 from systems.errors import UnsupportedError
+from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan, UpdateRule
@@ -23,6 +24,7 @@ class PlanningContext:
     recompute: what the user asked for, "none", "full" or block numbers. hardware: the machine, where a profile says what it
     is; at run time there is none but what traces tell.
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
+    allowance: what was left of the device's memory to its allocator; device_budget is what remains.
     """
 
     device_budget: int
@@ -33,6 +35,11 @@ class PlanningContext:
     seed: int
     recompute: Literal["none", "full"] | tuple[int, ...] = "none"
     hardware: HardwareProfile | None = None
+    allowance: Allowance = EXACT
+
+    def memory_for(self, nbytes: int) -> int:
+        """Device memory that must be given for plans to have nbytes of it."""
+        return self.allowance.budget_for(nbytes)
 
     @property
     def accumulator_itemsize(self) -> int:

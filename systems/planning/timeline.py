@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from systems.planning.allowance import EXACT
 from systems.planning.demand import non_model_profile
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan
@@ -37,6 +38,16 @@ class MemTimeline:
     def total_peak(self) -> int:
         """Never less than the device's peak in a steady step like the traced one."""
         return max(self.device_total_bytes)
+
+
+def with_peaks(plan: Plan, memory: MemTimeline, layout: Layout, context: PlanningContext) -> Plan:
+    """The plan with the peaks that its timeline predicts; of the device, with what the allocator takes on top."""
+    total, allowance = memory.total_peak, context.allowance
+    if allowance != EXACT:
+        largest = max((layout.bundle_bytes(bundle.index) for bundle in layout.bundles if bundle.movable), default=0)
+        slab, others = allowance.slab(memory.pool_peak, largest), max(memory.device_non_model_bytes)
+        total = allowance.expected_peak(slab, others, context.memory_for(context.device_budget))
+    return replace(plan, predicted_device_peak_bytes=total, predicted_model_peak_bytes=memory.pool_peak)
 
 
 def timeline(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> MemTimeline:

@@ -17,6 +17,7 @@ from models.shape import ObjectiveName
 from systems.errors import BudgetError, UnsupportedError
 from systems.managed import ManagedSystem
 from systems.planning.activations import under
+from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.overflow import keep_on_device
@@ -42,7 +43,8 @@ Recompute = Literal["none", "full"] | tuple[int, ...]
 class Question:
     """What is asked about, but for the system. Budgets in bytes: of one device, and of one node's host.
 
-    ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch.
+    ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch. allowance: for the allocator of the
+    device that is meant.
     """
 
     profile: HardwareProfile
@@ -56,6 +58,7 @@ class Question:
     recompute: Recompute = "none"
     clip: float = 0.0
     seed: int = 0
+    allowance: Allowance = EXACT
 
     def __post_init__(self) -> None:
         if self.ranks > self.profile.devices:
@@ -98,6 +101,7 @@ class Observations:
 class Forecast:
     """One system's answer. tiers: device and host.
 
+    device_peak_bytes: what the device's allocator will have reserved.
     least_device_bytes: the smallest device budget in which there is a plan. why_not: one line; None if it fits. Where the
     device is too small, tiers and simulation are of that smallest budget.
     """
@@ -106,6 +110,7 @@ class Forecast:
     question: Question
     tiers: Mapping[str, TierNeed]
     simulation: Simulation
+    device_peak_bytes: int
     least_device_bytes: int
     why_not: str | None
 
@@ -144,7 +149,10 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
     simulation = simulate(planned.layout, planned.trace, planned.plan, planned.context, question.profile)
     buffers = observations.of(question)[1].buffer_bytes
-    device = device_need(schedule, simulation.memory, buffer_bytes=buffers, have_bytes=question.device_memory)
+    kept = planned.context.memory_for(simulation.memory.total_peak) - simulation.memory.total_peak
+    device = device_need(
+        schedule, simulation.memory, buffer_bytes=buffers, allocator_bytes=kept, have_bytes=question.device_memory
+    )
     host = planner.host_need(schedule)
     why_not = refusal
     if why_not is None and not host.fits:
@@ -152,7 +160,9 @@ def forecast(system: System, options: BaseModel, question: Question, observation
             f"{system.name} needs {format_size(host.need_bytes)} of host memory on a node of {question.ranks_on_node} ranks, "
             f"{format_size(host.have_bytes)} is there: raise --host-memory, use more nodes, or take a smaller model"
         )
-    return Forecast(system.name, question, {"device": device, "host": host}, simulation, least, why_not)
+    peak = planned.plan.predicted_device_peak_bytes
+    assert peak is not None, "every policy predicts it"
+    return Forecast(system.name, question, {"device": device, "host": host}, simulation, peak, least, why_not)
 
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
@@ -194,7 +204,7 @@ class _Planner:
     def _plan_within(self, device_budget: int, host_budget: int) -> _Planned:
         question = self.question
         context = PlanningContext(
-            device_budget=device_budget,
+            device_budget=question.allowance.plannable(device_budget),
             host_budget=host_budget,
             itemsize=TORCH_DTYPE[question.dtype].itemsize,
             ranks=question.ranks,
@@ -202,6 +212,7 @@ class _Planner:
             seed=question.seed,
             recompute=question.recompute,
             hardware=question.profile,
+            allowance=question.allowance,
         )
         strategy = self._policy(self._options, context)
         check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
@@ -266,6 +277,6 @@ def _least_budget(planner: _Planner) -> tuple[int, str | None]:
         found = planner.at(budget)
         if isinstance(found, _Planned):
             return budget, why
-        why = None if enough else str(found).replace(f"{format_size(budget)} is given", f"{format_size(have)} is given")
+        why = None if enough else str(found).replace(f"{format_size(found.have)} is given", f"{format_size(have)} is given")
         budget = max(found.need, budget + 1)
     raise UnsupportedError(f"no device memory is enough: {why}")

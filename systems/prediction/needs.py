@@ -6,6 +6,7 @@ Note [Kinds]
     working space  parameters on the device beyond those: fetched ahead, or kept because there is room
     gradients      on the device, in ranges of their own or in autograd's buffers until the update
     master, moments, accumulators    of the optimizer, where the update is
+    allocator              left free: blocks do not lie without holes, see `planning.allowance`
     activations    everything else that forward and backward make, temporaries included; buffers: the module's own
 """
 
@@ -36,8 +37,10 @@ class TierNeed:
         return self.have_bytes - self.need_bytes
 
 
-def device_need(schedule: Schedule, memory: MemTimeline, *, buffer_bytes: int, have_bytes: int) -> TierNeed:
-    """At the moment of the highest total."""
+def device_need(
+    schedule: Schedule, memory: MemTimeline, *, buffer_bytes: int, allocator_bytes: int, have_bytes: int
+) -> TierNeed:
+    """At the moment of the highest total. allocator_bytes: kept free for the allocator."""
     need = memory.total_peak
     moment = memory.device_total_bytes.index(need)
     residence, demand = schedule.residence, schedule.demand
@@ -61,8 +64,9 @@ def device_need(schedule: Schedule, memory: MemTimeline, *, buffer_bytes: int, h
         "activations": other - buffers - gradients,
         "buffers": buffers,
         "working space": parameters - weights,
+        "allocator": allocator_bytes,
     }
-    return TierNeed(need, have_bytes, _present(parts))
+    return TierNeed(need + allocator_bytes, have_bytes, _present(parts))
 
 
 def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int, int]:

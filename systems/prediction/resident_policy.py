@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import BaseModel
 
 from systems.errors import BudgetError, UnsupportedError
 from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Segment, pack
 from systems.planning.plan import Plan, Tier, UpdateRule
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import timeline
+from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import NO_UNIT, Trace
 from systems.sizes import format_size
 
@@ -53,12 +51,13 @@ class ResidentPolicy:
             moment = memory.device_total_bytes.index(memory.total_peak)
             unit = trace.moments[moment].unit
             where = "the step" if unit == NO_UNIT else f"unit {self._unit_names[unit]!r}"
+            needed, given = self._context.memory_for(memory.total_peak), self._context.memory_for(budget)
             raise BudgetError(
-                f"resident needs {format_size(memory.total_peak)} of device memory for {where} "
-                f"({format_size(memory.pool_peak)} of it for model states), {format_size(budget)} is given: raise "
+                f"resident needs {format_size(needed)} of device memory for {where} "
+                f"({format_size(memory.pool_peak)} of it for model states), {format_size(given)} is given: raise "
                 "--device-memory, lower --batch-size, recompute activations, or take a system that offloads",
                 tier="device",
-                need=memory.total_peak,
-                have=budget,
+                need=needed,
+                have=given,
             )
-        return replace(plan, predicted_device_peak_bytes=memory.total_peak, predicted_model_peak_bytes=memory.pool_peak)
+        return with_peaks(plan, memory, layout, self._context)

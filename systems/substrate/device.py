@@ -20,6 +20,7 @@ import torch
 from systems.cuda_memory import lift_limit, limit_device_memory
 from systems.errors import UnsupportedError
 from systems.limits import read_limits
+from systems.planning.allowance import CUDA, EXACT
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
 from systems.substrate.events import EventLog
@@ -51,6 +52,7 @@ class Device(ABC):
     torch_device: torch.device
     label: str
     stopwatch: Stopwatch
+    allowance = EXACT
     warm_up_share = 1.0  # of what is plannable: what bundles that move may fill while the activations are not known yet
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
 
@@ -73,7 +75,7 @@ class Device(ABC):
     @property
     def plannable_bytes(self) -> int:
         """What a plan may fill, activations included."""
-        return self.account.budget
+        return self.allowance.plannable(self.account.budget)
 
     def prepare(self, pool_bytes: int, largest: int) -> None:
         """A plan whose blocks need this many bytes at once comes into force; nothing but pinned blocks is resident.
@@ -228,8 +230,7 @@ class CudaDevice(Device):
 
     label = "cuda"
     granule_bytes = 32 << 20
-    reserve_share, least_reserve = 0.08, 192 << 20  # left to the allocator's fragmentation
-    slab_slack = 0.03  # holes between blocks of different sizes, at most two blocks' worth
+    allowance = CUDA
     warm_up_share = 0.2  # PatrickStar section 6.2: model data in the warm-up step
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
@@ -241,18 +242,13 @@ class CudaDevice(Device):
         super().__init__(budget, log)
         self.start_lanes(jitter)
 
-    @property
-    def plannable_bytes(self) -> int:
-        reserve = max(int(self.account.budget * self.reserve_share), self.least_reserve)
-        return max(self.account.budget - reserve, self.account.budget // 2)
-
     def prepare(self, pool_bytes: int, largest: int) -> None:
         """One slab: the allocator would round and scatter single blocks."""
         self.drain()
         self._take_in_peak()
         self.pool.trim()
         torch.cuda.empty_cache()
-        self.pool.reserve(pool_bytes + min(2 * largest, int(pool_bytes * self.slab_slack)))
+        self.pool.reserve(self.allowance.slab(pool_bytes, largest))
 
     @property
     def kernel(self) -> AdamKernel:

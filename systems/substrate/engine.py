@@ -84,6 +84,7 @@ class ManagedEngine(Engine):
             accumulate=settings.accumulate,
             seed=settings.seed,
             recompute=settings.recompute,
+            allowance=device.allowance,
         )
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)

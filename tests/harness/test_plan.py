@@ -15,7 +15,7 @@ from harness.spec import RunSpec
 from systems import registry
 from systems.planning.perfetto import read_chrome_trace
 
-TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1")
+TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device", "cpu")
 STRATEGIES = {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}
 
 
@@ -34,6 +34,7 @@ def test_a_plan_has_the_keys_of_a_record_and_says_it_to_the_eye(capsys: pytest.C
     assert set(RunSpec.model_fields) <= set(found["spec"])
     assert set(found["plan"]) == {"predicted_step_time_s", "predicted_device_peak_bytes"}
     assert found["plan"]["predicted_device_peak_bytes"] == found["tiers"]["device"]["need_bytes"] <= 6 << 20
+    assert "allocator" not in found["tiers"]["device"]["parts"]
     for tier in found["tiers"].values():
         assert sum(tier["parts"].values()) == tier["need_bytes"]
     tokens = found["resolved"]["tokens_per_step"]
@@ -53,6 +54,20 @@ def test_what_does_not_fit_is_exit_code_1_with_the_minimum_and_who_sets_it(capsy
     assert "does not fit" in shown and "too much" in shown and "would fit" in shown
     assert any(remedy["flag"] == "--device-memory" and remedy["value"] == least for remedy in found["remedies"])
     assert told(capsys, *TINY, "--system", "elixir", "--device-memory", str(least), "--batch-size", "8")[0] == 0
+
+
+def test_a_gpu_keeps_a_part_of_its_memory_for_its_allocator(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left free is part of the need, and the expected peak lies between the bytes of the plan and the budget."""
+    model = ("plan", "--system", "elixir", "--model", "opt-350m", "--hardware", "h100-80g-x1", "--batch-size", "1")
+    code, found, shown = told(capsys, *model, "--device-memory", "4GiB")
+    need, parts = found["tiers"]["device"]["need_bytes"], found["tiers"]["device"]["parts"]
+    assert code == 0 and sum(parts.values()) == need <= 4 << 30
+    assert 0 < parts["allocator"] < 0.1 * (4 << 30) and "allocator" in shown
+    assert need - parts["allocator"] <= found["plan"]["predicted_device_peak_bytes"] <= 4 << 30
+    least = found["least_device_bytes"]
+    code, below, _ = told(capsys, *model, "--device-memory", str(least - (1 << 20)))
+    assert code == 1 and least == below["least_device_bytes"] <= below["tiers"]["device"]["need_bytes"]
+    assert told(capsys, *model, "--device-memory", str(least))[0] == 0
 
 
 def test_all_ranks_every_system_that_plans(capsys: pytest.CaptureFixture[str]) -> None:

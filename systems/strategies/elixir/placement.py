@@ -64,13 +64,14 @@ class Placer:
         if whole and peak <= self.context.device_budget:
             return None
         if not self.options.offload:
+            needed, given = self.context.memory_for(peak), self.context.memory_for(self.context.device_budget)
             raise BudgetError(
-                f"elixir with offload=false needs {format_size(peak)} of device memory for parameters, gradients, "
-                f"optimizer state and activations, {format_size(self.context.device_budget)} is given: raise "
+                f"elixir with offload=false needs {format_size(needed)} of device memory for parameters, gradients, "
+                f"optimizer state and activations, {format_size(given)} is given: raise "
                 "--device-memory or allow offload",
                 tier="device",
-                need=peak,
-                have=self.context.device_budget,
+                need=needed,
+                have=given,
                 final=True,
             )
         base = Residence(self.layout, self.context, unmovable(self.layout), self.rule)

@@ -15,6 +15,7 @@ from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
+from systems.planning.timeline import with_peaks
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.elixir.chunks import Chunker
@@ -92,7 +93,7 @@ class Elixir:
         memory = validate(layout, trace, plan, self._context)
         if self._statistics is not None:
             self._statistics = self._statistics.model_copy(update=plan.notes)
-        return replace(plan, predicted_device_peak_bytes=memory.total_peak, predicted_model_peak_bytes=memory.pool_peak)
+        return with_peaks(plan, memory, layout, self._context)
 
     def statistics(self) -> BaseModel:
         assert self._statistics is not None, "statistics are there once layout() was called"

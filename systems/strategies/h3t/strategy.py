@@ -15,6 +15,7 @@ from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
+from systems.planning.timeline import with_peaks
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.h3t.eviction import FarthestNextUse
@@ -81,20 +82,15 @@ class H3T:
         )
         search = Search(asked, layout, measured)
         if self._profiler.wants_more(measured):
-            return self._provisional(search, measured)
+            return self._provisional(search, layout, measured)
         began = time.perf_counter()
         found = search.candidates()
         best = fastest(layout, found)
         self._note(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
-        return replace(
-            best.plan,
-            predicted_device_peak_bytes=memory.total_peak,
-            predicted_model_peak_bytes=memory.pool_peak,
-            predicted_step_time_s=best.step_time_s,
-        )
+        return replace(with_peaks(best.plan, memory, layout, self._context), predicted_step_time_s=best.step_time_s)
 
-    def _provisional(self, search: Search, measured: Measured) -> Plan:
+    def _provisional(self, search: Search, layout: Layout, measured: Measured) -> Plan:
         """Every switch on, but for the layers that this step measures: as many of them as fit."""
         waiting = list(self._profiler.to_open(measured))
         while True:
@@ -108,12 +104,7 @@ class H3T:
             found = search.unchecked(switches, "held", "profiler")
             if self._context.hardware is None:
                 search.check_minimum()
-        return replace(
-            found.plan,
-            provisional=True,
-            predicted_device_peak_bytes=found.memory.total_peak,
-            predicted_model_peak_bytes=found.memory.pool_peak,
-        )
+        return replace(with_peaks(found.plan, found.memory, layout, self._context), provisional=True)
 
     def statistics(self) -> BaseModel:
         assert self._statistics is not None, "statistics are there once layout() was called"

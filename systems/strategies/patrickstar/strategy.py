@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import BaseModel
@@ -14,6 +13,7 @@ from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
+from systems.planning.timeline import with_peaks
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.patrickstar.chunks import Chunker
@@ -94,7 +94,7 @@ class PatrickStar:
         memory = validate(layout, trace, plan, self._context)
         residence = Residence(layout, self._context, placement.on_device, self.update_rule, placement.in_place)
         self._note(layout, trace, plan, placement, max(gradient_profile(demand, residence)))
-        return replace(plan, predicted_device_peak_bytes=memory.total_peak, predicted_model_peak_bytes=memory.pool_peak)
+        return with_peaks(plan, memory, layout, self._context)
 
     def statistics(self) -> BaseModel:
         assert self._statistics is not None, "statistics are there once layout() was called"

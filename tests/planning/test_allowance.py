@@ -1,0 +1,34 @@
+"""What is left to an allocator: budgets and what plans may fill of them are inverses, and a slab stays near what it holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from systems.planning.allowance import CUDA, EXACT, Allowance
+
+SIZES = st.integers(0, 1 << 40)
+
+
+@pytest.mark.parametrize("allowance", [EXACT, CUDA])
+@given(nbytes=SIZES)
+def test_the_smallest_budget_for_what_a_plan_fills(allowance: Allowance, nbytes: int) -> None:
+    budget = allowance.budget_for(nbytes)
+    assert allowance.plannable(budget) >= nbytes
+    assert budget == 0 or allowance.plannable(budget - 1) < nbytes
+
+
+@given(pool=SIZES, largest=SIZES, others=SIZES, budget=SIZES)
+def test_the_expected_peak_holds_the_slab_and_the_rest(pool: int, largest: int, others: int, budget: int) -> None:
+    slab = CUDA.slab(pool, largest)
+    assert pool <= slab <= pool + 2 * largest and slab <= 1.03 * pool
+    peak = CUDA.expected_peak(slab, others, budget)
+    assert slab + others <= peak <= max(1.06 * (slab + others), budget)
+    assert EXACT.slab(pool, largest) == EXACT.expected_peak(pool, 0, budget) == pool
+
+
+def test_plans_fill_most_of_a_large_device_and_half_of_a_tiny_one() -> None:
+    assert CUDA.plannable(80 << 30) == (80 << 30) - int(0.08 * (80 << 30))
+    assert CUDA.plannable(1 << 20) == 1 << 19
+    assert EXACT.plannable(7) == 7
