@@ -132,6 +132,9 @@ def _measure_compute(figures: Figures, kind: Devices, sizes: DeviceSizes) -> Non
     products, memory = on_device.product_rate(kind, sizes), on_device.memory_rate(kind, sizes)
     what = f"a block's products forward and backward, {shape}, over the large product"
     figures.put("matmul_efficiency", min(products / rates["bf16"], 1.0), what)
+    heads = [(head, on_device.attention_rate(kind, head, sizes)) for head in sizes.heads]
+    what = f"fused causal attention forward and backward, sequences of {sizes.sequence}, bf16"
+    figures.fields["attention_by_width"] = {"points": heads, "source": figures.source(what)}
     figures.put("device_dram_bytes_per_s", memory, "copy, bytes read and written")
     what = f"a block's norm, activation and residual, {shape}, over the copy"
     figures.put("device_dram_efficiency", min(on_device.other_rate(kind, sizes) / memory, 1.0), what)

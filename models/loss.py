@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from models.objective import IGNORED, OBJECTIVES
 from models.shape import ObjectiveName
 
 _SLAB_ELEMENTS = 1 << 24  # 64 MiB of fp32
+_PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0"})
+_VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0"})
 
 
 def count_labels(batch: Mapping[str, torch.Tensor], *, objective: ObjectiveName = "causal") -> int:
@@ -48,7 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
     """(rows, vocab) logits and (rows,) targets to (rows,) fp32 losses, 0 for ignored rows."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         losses = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
         normalizers = torch.empty_like(losses)
         for rows in _slabs(logits):
@@ -57,20 +59,35 @@ class _CrossEntropy(torch.autograd.Function):
             picked = part.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
             losses[rows] = (normalizers[rows] - picked).masked_fill_(target == IGNORED, 0.0)
         ctx.save_for_backward(logits, targets, normalizers)
+        ctx.overwrite = _only_used_here(logits)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Softmax minus one at the target, times the incoming gradient, rounded once to the logits' dtype."""
+        """Softmax minus one at the target, times the incoming gradient, rounded once to the logits' dtype.
+
+        Written over the logits where nobody else needs them: with a large vocabulary they are what sets a step's peak.
+        """
         logits, targets, normalizers = ctx.saved_tensors
-        grad = torch.empty_like(logits)
+        grad = logits if ctx.overwrite else torch.empty_like(logits)
         for rows in _slabs(logits):
             target = targets[rows]
-            part = logits[rows].float().sub_(normalizers[rows].unsqueeze(1)).exp_()
+            part = (logits[rows] - normalizers[rows].unsqueeze(1)).exp_()  # fp32, as the normalizers are
             part.scatter_add_(1, target.clamp(min=0).unsqueeze(1), torch.full_like(part[:, :1], -1.0))
             grad[rows] = part.mul_(grad_losses[rows].masked_fill(target == IGNORED, 0.0).unsqueeze(1))
         return grad, None
+
+
+def _only_used_here(logits: torch.Tensor) -> bool:
+    """True if a matrix product made the logits, whose backward does without them, as that of a tanh would not.
+
+    Functions on the way that a package wrapped around modules hand on what they are given.
+    """
+    node = logits.grad_fn
+    while node is not None and (node.name() in _VIEWS or isinstance(node, BackwardCFunction)):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _PRODUCTS
 
 
 def _slabs(logits: torch.Tensor) -> Iterator[slice]:

@@ -34,7 +34,8 @@ class DeviceSizes:
     """How much is moved, in bytes unless named otherwise. over_s: how long each thing is measured.
 
     copies: by size, ascending; the last is "large". issued: bytes that copies of one size move between two waits.
-    matmul: side of the square matrices. width, tokens: of the transformer block, sequences of `sequence` tokens.
+    matmul: side of the square matrices. width, tokens: of the transformer block, sequences of `sequence` tokens. heads: their
+    widths, in elements.
     """
 
     copies: tuple[int, ...] = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
@@ -45,6 +46,7 @@ class DeviceSizes:
     width: int = 4096
     tokens: int = 8192
     sequence: int = 1024
+    heads: tuple[int, ...] = (64, 80, 96, 128, 144, 192, 256)
     units: int = 32
     over_s: float = 0.5
 
@@ -212,33 +214,48 @@ def peer_rate(kind: Devices, sizes: DeviceSizes) -> float | None:
 
 
 class _Products(nn.Module):
-    """The products of a block as OPT's and GPT's, attention among them, causal, heads 128 wide, and nothing else."""
+    """The products of a block as OPT's and GPT's, and nothing else: no attention either."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = max(width // 128, 1)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return self.down(self.up(self.out(attended)))
+        return self.down(self.up(self.out(self.qkv(x)[..., : x.shape[-1]])))
 
 
 def product_rate(kind: Devices, sizes: DeviceSizes) -> float:
-    """Operations a second of a block's matrix products, forward and backward in bf16, the causal half counted."""
+    """Operations a second of a block's matrix products, forward and backward in bf16."""
     width, sequence = sizes.width, sizes.sequence
     block = _Products(width).to(device=kind.first, dtype=torch.bfloat16)
     shape = (sizes.tokens // sequence, sequence, width)
     x = torch.randn(shape, dtype=torch.bfloat16, device=kind.first, requires_grad=True)
     gradient = torch.randn_like(x)
-    operations = 3 * shape[0] * sequence * (24 * width**2 + 2 * sequence * width)
+    operations = 3 * shape[0] * sequence * 24 * width**2
 
     def step() -> None:
         for tensor in (x, *block.parameters()):
             tensor.grad = None
         block(x).backward(gradient)
+
+    return operations / median_s(step, wait=kind.wait, over_s=sizes.over_s)
+
+
+def attention_rate(kind: Devices, head: int, sizes: DeviceSizes) -> float:
+    """Operations a second of fused causal attention in bf16, forward and backward, half of the pairs counted."""
+    batch, sequence, heads = sizes.tokens // sizes.sequence, sizes.sequence, max(sizes.width // head, 1)
+    query, key, value = (
+        torch.randn(batch, heads, sequence, head, dtype=torch.bfloat16, device=kind.first, requires_grad=True) for _ in range(3)
+    )
+    gradient = torch.randn_like(query)
+    forward = 2 * batch * heads * sequence**2 * head
+    operations = forward + forward * 5 // 2  # the backward makes the scores again
+
+    def step() -> None:
+        for tensor in (query, key, value):
+            tensor.grad = None
+        functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
 
     return operations / median_s(step, wait=kind.wait, over_s=sizes.over_s)
 

@@ -72,12 +72,34 @@ class BySize(_Sourced):
         return 0.0
 
 
+class ByWidth(_Sourced):
+    """Rate of fused attention by the width of a head: points (elements, operations a second), widths ascending.
+
+    Forward and backward together; of a causal mask half of the pairs count.
+    """
+
+    points: tuple[tuple[int, float], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> ByWidth:
+        if any(width <= 0 or rate <= 0 for width, rate in self.points):
+            raise ValueError("points are (elements, operations a second), both above 0")
+        if any(b[0] <= a[0] for a, b in pairwise(self.points)):
+            raise ValueError("points must have ascending widths")
+        return self
+
+    def rate(self, width: int) -> float:
+        """Kernels pad a head to the next width that they know, so that of the next wider point; of the last beyond it."""
+        return next((rate for known, rate in self.points if known >= width), self.points[-1][1])
+
+
 class HardwareProfile(BaseModel):
     """One kind of machine, or several nodes of it. See Note [Bandwidths].
 
     device_memory_bytes, host_memory_bytes (per node), disk_bytes (per node, None: no disk to offload to).
     matmul_flops_per_s: per dtype the device multiplies in, a large square product; matmul_efficiency: the share of that
-    rate which a transformer's products reach in training. device_dram_efficiency: the same of the device's DRAM for all its
+    rate which a transformer's products reach in training; attention_by_width: None if fused attention is as fast as they are.
+    device_dram_efficiency: the same of the device's DRAM for all its
     other operations, one kernel each; None: all of it, which flatters.
     copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
     device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
@@ -100,6 +122,7 @@ class HardwareProfile(BaseModel):
     disk_write_bytes_per_s: Figure | None = None
     matmul_flops_per_s: Mapping[DTypeName, Figure] = Field(min_length=1)
     matmul_efficiency: Share
+    attention_by_width: ByWidth | None = None
     device_dram_bytes_per_s: Figure
     device_dram_efficiency: Share | None = None
     h2d_bytes_per_s: Figure

@@ -18,13 +18,15 @@ from systems.planning.trace import Moment, Phase, Trace
 class Interval:
     """From one event of the micro-step to the next.
 
-    matmul_flops, matmul_bytes: of matrix products and fused attention; other_bytes: what all other operations read and write.
+    matmul_flops: of matrix products; attention: (width of a head, operations) of fused attention; matmul_bytes: of both;
+    other_bytes: what all other operations read and write.
     kernels: operations that are launched.
     peak_bytes: highest of activations, temporaries and gradients in autograd's buffers; kept_peak_bytes: the same had the
     gradients made in the interval stayed there. fired: parameters whose gradient came.
     """
 
     matmul_flops: int = 0
+    attention: tuple[tuple[int, int], ...] = ()
     matmul_bytes: int = 0
     other_bytes: int = 0
     kernels: int = 0
@@ -50,19 +52,24 @@ class StepWork:
 
     @property
     def matmul_flops(self) -> int:
-        return sum(interval.matmul_flops for interval in self.intervals)
+        """Of products and fused attention."""
+        return sum(interval.matmul_flops + sum(flops for _, flops in interval.attention) for interval in self.intervals)
 
 
 def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval], float]:
-    """Time of compute: products at their rate or at the device's DRAM's, whichever is slower, and the rest at what other
-    operations reach of the DRAM's.
+    """Time of compute: products and attention at their rates or at the device's DRAM's, whichever is slower, and the rest at
+    what other operations reach of the DRAM's.
     """
     rate, dram = profile.matmul_rate(dtype), profile.device_dram_bytes_per_s.value
     other = dram * (profile.device_dram_efficiency.value if profile.device_dram_efficiency is not None else 1.0)
     launch = profile.kernel_launch_s.value if profile.kernel_launch_s is not None else 0.0
 
+    def attention_rate(width: int) -> float:
+        return rate if profile.attention_by_width is None else profile.attention_by_width.rate(width)
+
     def seconds(interval: Interval) -> float:
-        products = max(interval.matmul_flops / rate, interval.matmul_bytes / dram)
+        attention = sum(flops / attention_rate(width) for width, flops in interval.attention)
+        products = max(interval.matmul_flops / rate + attention, interval.matmul_bytes / dram)
         return max(products + interval.other_bytes / other, interval.kernels * launch)
 
     return seconds
@@ -101,6 +108,7 @@ def _joined(one: Interval, other: Interval) -> Interval:
     """The end of one micro-step and the beginning of the next."""
     return Interval(
         matmul_flops=one.matmul_flops + other.matmul_flops,
+        attention=one.attention + other.attention,
         matmul_bytes=one.matmul_bytes + other.matmul_bytes,
         other_bytes=one.other_bytes + other.other_bytes,
         kernels=one.kernels + other.kernels,

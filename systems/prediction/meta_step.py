@@ -170,12 +170,14 @@ class _Meter(TorchDispatchMode):
         self.buffer_bytes = sum(buffers.values())
         self._live = self._peak = self._kept = self.buffer_bytes + batch_bytes
         self._handed_over = self._flops = self._matmul = self._other = self._kernels = 0
+        self._attention: dict[int, int] = {}
         self._fired: list[int] = []
 
     def interval(self) -> Interval:
         """What was since the last call."""
         found = Interval(
             matmul_flops=self._flops,
+            attention=tuple(sorted(self._attention.items())),
             matmul_bytes=self._matmul,
             other_bytes=self._other,
             kernels=self._kernels,
@@ -185,7 +187,7 @@ class _Meter(TorchDispatchMode):
         )
         self._peak = self._kept = self._live
         self._handed_over = self._flops = self._matmul = self._other = self._kernels = 0
-        self._fired = []
+        self._attention, self._fired = {}, []
         return found
 
     def gradient(self, parameter: int, nbytes: int) -> None:
@@ -199,10 +201,16 @@ class _Meter(TorchDispatchMode):
         self._flops += flops
         self._matmul += sum(t.nbytes for t in tensors)
 
+    def _attended(self, flops: int, tensors: Sequence[torch.Tensor]) -> None:
+        """tensors: the query first."""
+        width = tensors[0].shape[-1]
+        self._attention[width] = self._attention.get(width, 0) + flops
+        self.multiply(0, tensors)
+
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
     ) -> torch.Tensor:
-        result: torch.Tensor = _Fused.apply(self.multiply, query, key, value, mask, causal)
+        result: torch.Tensor = _Fused.apply(self._attended, query, key, value, mask, causal)
         return result
 
     def __torch_dispatch__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,51 @@ def test_only_labels_stay_behind(make_m0: MakeModel) -> None:
     batch = {k: torch.zeros(2, 4, dtype=torch.int64) for k in ("input_ids", "attention_mask", "labels")}
     assert token_loss(model, batch, 6).item() == pytest.approx(2.302585)
     assert seen == [{"input_ids", "attention_mask"}]
+
+
+class Handed(torch.autograd.Function):
+    """What packages wrap around modules to hear of their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+HEADS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "product": (lambda logits: logits, True),
+    "handed on": (Handed.apply, True),
+    "a copy": (lambda logits: logits.clone(), True),
+    "capped": (lambda logits: 30 * torch.tanh(logits / 30), False),
+    "capped and handed on": (lambda logits: Handed.apply(torch.tanh(logits)), False),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+def test_the_gradient_takes_the_place_of_logits_that_nobody_else_needs(head: str, bias: bool) -> None:
+    after, overwritten = HEADS[head]
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 50, bias=bias)
+    hidden = torch.randn(3, 9, 8, requires_grad=True)
+    batch = {"input_ids": torch.randint(0, 50, (3, 9)), "labels": torch.randint(0, 50, (3, 9))}
+    made: list[torch.Tensor] = []
+
+    def model(**_: torch.Tensor) -> torch.Tensor:
+        made.append(after(linear(hidden)))
+        return made[-1]
+
+    token_loss(model, batch, 24).backward()
+    found = [p.grad.clone() for p in (hidden, *linear.parameters()) if p.grad is not None]
+    logits = after(linear(hidden)).detach()
+    assert torch.equal(made[0], logits) != overwritten
+    linear.zero_grad()
+    hidden.grad = None
+    rows, targets = after(linear(hidden))[:, :-1].reshape(-1, 50), batch["labels"][:, 1:].reshape(-1)
+    (nn.functional.cross_entropy(rows, targets, reduction="sum") / 24).backward()
+    expected = [p.grad for p in (hidden, *linear.parameters()) if p.grad is not None]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

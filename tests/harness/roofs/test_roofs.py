@@ -23,7 +23,7 @@ from systems.substrate.adam import cpu_kernel
 HOST_SIZES = HostSizes(memory=1 << 16, adam_parameters=1 << 12, disk=1 << 16, disk_block=1 << 13, rebinds=4, over_s=0.0)
 SIZES = DeviceSizes(
     copies=(1 << 10, 1 << 14), issued=1 << 14, memory=1 << 16, pinned=1 << 16, matmul=16, width=32, tokens=16, sequence=8,
-    units=3, over_s=0.0,
+    heads=(8, 16), units=3, over_s=0.0,
 )  # fmt: skip
 
 
@@ -141,8 +141,8 @@ def test_rates_of_compute_are_operations_over_time(monkeypatch: pytest.MonkeyPat
     kind = host_as_devices(2)
     monkeypatch.setattr(device, "median_s", lambda work, **_: (work(), 2.0)[1])
     assert [device.matmul_rate(kind, dtype, SIZES) for dtype in device.DTYPES.values()] == [16**3] * 3
-    linear, attention = 24 * 32**2, 2 * 8 * 32  # a token, forward
-    assert device.product_rate(kind, SIZES) == 3 * 16 * (linear + attention) / 2
+    assert device.product_rate(kind, SIZES) == 3 * 16 * 24 * 32**2 / 2
+    assert device.attention_rate(kind, 16, SIZES) == 3.5 * 16 * 2 * 8 * 32 / 2
     assert device.other_rate(kind, SIZES) == 7 * 16 * 32 * 2 / 2
     assert device.kernel_launch_s(kind, SIZES) == 2.0 / device.LAUNCHES
     assert device.memory_rate(kind, SIZES) == 1 << 16
