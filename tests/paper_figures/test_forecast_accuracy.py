@@ -1,0 +1,67 @@
+"""Which runs a forecast is held to, and that their cells come out of the records that are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from harness import store
+from harness.record import Record
+from paper_figures import forecast_accuracy
+from paper_figures.forecast_accuracy import cells_of, compare, counts, main
+from systems.planning import hardware
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return store.read_all(RESULTS)[0]
+
+
+def test_runs_that_count(records: list[Record]) -> None:
+    profile = hardware.load("h100-80g-x1")
+    record = next(r for r in records if counts(r, profile))
+    assert record.status == "ok" and record.resolved.device == "cuda"
+    other = profile.model_copy(update={"device_name": "another device"})
+    short = record.model_copy(update={"resolved": record.resolved.model_copy(update={"timed_steps": 3})})
+    ranks = record.model_copy(update={"spec": record.spec.model_copy(update={"ranks": 2})})
+    package = record.model_copy(update={"spec": record.spec.model_copy(update={"system": "torch-ddp"})})
+    assert not counts(record, other)
+    assert not any(counts(r, profile) for r in (short, ranks, package, record.model_copy(update={"status": "failed"})))
+
+
+def test_a_cell_is_its_last_runs_and_is_compared_as_it_was_run(records: list[Record]) -> None:
+    profile = hardware.load("h100-80g-x1")
+    cells = cells_of(records, profile)
+    runs = [run.run_id for cell in cells for run in cell]
+    assert len(cells) >= 3 and len(runs) == len(set(runs))
+    cell = next(cell for cell in cells if (cell[-1].spec.system, cell[-1].spec.model) == ("resident", "opt-1.3b"))
+    found = compare(cell, profile)
+    assert found.runs == len(cell) and found.tokens == cell[-1].resolved.tokens_per_step
+    assert min(run.metrics.mean_step_time_s or 0 for run in cell) <= found.measured_s
+    assert found.device_budget == cell[-1].memory.device_budget_bytes
+    assert abs(found.step_error) < 0.2 and found.step_error == found.predicted_s / found.measured_s - 1
+
+
+def test_it_writes_what_it_shows(
+    records: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = hardware.load("h100-80g-x1")
+    cell = cells_of(records, profile)[0]
+    monkeypatch.setattr(forecast_accuracy, "cells_of", lambda *_: [cell])
+    out = tmp_path / "cells.csv"
+    assert main(["--out", str(out), "--results", str(RESULTS)]) == 0
+    rows = pd.read_csv(out)
+    assert list(rows["model"]) == [cell[-1].spec.model] and {"step_error", "peak_error"} <= set(rows)
+    shown = capsys.readouterr().out
+    assert "1 cells" in shown and cell[-1].spec.model in shown
+
+
+def test_bad_input_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--hardware", "no-such-machine"]) == 2
+    assert "no-such-machine" in capsys.readouterr().out
+    assert main(["--results", str(tmp_path)]) == 1
+    assert "no record" in capsys.readouterr().out
