@@ -149,27 +149,33 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     known.measured = measurement.measured
     measurement.run()
     known.watch.look()
-    if job.spec.trace is not None and job.replicate == 0:
-        _trace(measurement, Path(job.spec.trace), channel, known)
-    if job.spec.phases:
-        _phases(measurement, channel, known)
+    for name, asked, take in (
+        ("trace", job.spec.trace is not None and job.replicate == 0, _trace),
+        ("phases", job.spec.phases, _phases),
+    ):
+        if not asked:
+            continue
+        known.take_figures()
+        channel.enter(name)
+        try:
+            with known.timing(name):
+                take(job, measurement, known)
+        except Exception as error:  # noqa: BLE001 - what was measured stands, whatever befalls one more step
+            traceback.print_exc()
+            known.notes.append(f"--{name}: none was taken: {one_line(str(error)) or type(error).__name__}")
+            return
 
 
-def _trace(measurement: Measurement, path: Path, channel: Channel, known: Known) -> None:
+def _trace(job: Job, measurement: Measurement, known: Known) -> None:
     """See harness/trace.py. Every figure of the record is taken before."""
-    known.take_figures()
-    channel.enter("trace")
-    with known.timing("trace"):
-        trace.take(measurement.extra_step, path, known.resolved.device or "cpu")
+    path = Path(str(job.spec.trace))
+    trace.take(measurement.extra_step, path, known.resolved.device or "cpu")
     known.notes.append(f"a trace of one more step is in {path}")
 
 
-def _phases(measurement: Measurement, channel: Channel, known: Known) -> None:
+def _phases(job: Job, measurement: Measurement, known: Known) -> None:
     """Where the time of one more step goes, phase by phase. Every figure of the record is taken before."""
-    known.take_figures()
-    channel.enter("phases")
-    with known.timing("phases"):
-        found = measurement.engine.phases_s(measurement.extra_step)
+    found = measurement.engine.phases_s(measurement.extra_step)
     known.phases_s |= {f"phase.{name}": seconds for name, seconds in found.items()}
     known.notes.append(
         "phases_s.phase.* are of one more step in which nothing overlaps; a conversion that is part of a pass of Adam has no "

@@ -88,6 +88,20 @@ def test_resident_is_traced_too(tmp_path: Path, run_here: Callable[..., Record])
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("the profiler gave up")])
+def test_what_befalls_the_traced_step_takes_no_figure_away(
+    error: Exception, tmp_path: Path, run_here: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(trace, "take", take)
+    record = run_here(make_spec(**SMALL | {"system": "elixir", "trace": str(tmp_path / "step.json")}))
+    assert record.status == "ok" and record.metrics.mean_step_time_s is not None and record.memory.device_peak_bytes
+    assert record.notes[-1] == f"--trace: none was taken: {error}"
+    assert record.phases_s["close"] >= 0
+
+
 def test_a_system_without_labels_says_so_before_the_work(tmp_path: Path, run_here: Callable[..., Record]) -> None:
     with pytest.raises(BadInputError, match="--trace: dummy does not label its phases: use resident or"):
         run_here(make_spec(trace=str(tmp_path / "x.json")))
