@@ -97,8 +97,11 @@ class Ranges:
 
     def view(self, block: Allocation, parameter: int) -> torch.Tensor:
         """The parameter's place in a block of its bundle, flat."""
-        _, offset, place = self.places[parameter]
-        return block.view(self.store.dtype, offset, place.numel)
+        found = block.views.get(parameter)
+        if found is None:
+            _, offset, place = self.places[parameter]
+            found = block.views[parameter] = block.view(self.store.dtype, offset, place.numel)
+        return found
 
     def offload(self, bundle: int, block: Allocation) -> None:
         """Copy a gradient into the host slots of its parameters."""

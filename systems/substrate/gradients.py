@@ -60,6 +60,7 @@ class Gradients:
             if bundle in parameters:
                 parameters[bundle].append(parameter)
         self.bundles = {b: BundleGradient(tuple(found), frozenset(found)) for b, found in parameters.items()}
+        self._summed: set[int] = set()  # bundles whose sums are left already, ahead of their flush
         self._ranges = Ranges(residency, self._places)
         self._accumulators = Accumulators(residency)
         self.in_place = InPlace(self._ranges, layout.in_place, user, lambda bundle: accumulate > 1 or self.adopts(bundle))
@@ -142,14 +143,9 @@ class Gradients:
         if self.adopts(bundle) and gradient.range is None:
             gradient.flushed = True
             return
-        if not self.adopts(bundle):
-            self.in_place.assemble(bundle, gradient)
+        self.sum_complete([bundle])
+        self._summed.discard(bundle)
         on_device = self.store.segments[self.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
-        if self.accumulate == 1:
-            fired = sorted(gradient.fired)
-            with labelled(f"norm of bundle {bundle}"):
-                sums = self.device.kernel.sum_squares_all([self.on_device(parameter) for parameter in fired])
-            self.partials[bundle] = tuple(fired), sums
         if gradient.range is not None:
             self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} ends")
         if gradient.range is None:
@@ -166,6 +162,30 @@ class Gradients:
             self._accumulators.add(bundle, gradient, last=self.last_micro_step)
         self._ranges.free(bundle, gradient)
         gradient.flushed = True
+
+    def sum_complete(self, bundles: Sequence[int]) -> None:
+        """Leave the sums of squares of gradients that are about to be flushed for the norm, in one pass."""
+        wanted: list[tuple[int, list[int]]] = []
+        for bundle in bundles:
+            gradient = self.bundles[bundle]
+            stays = self.adopts(bundle) and gradient.range is None
+            if bundle in self._summed or gradient.parked or stays or not gradient.fired:
+                continue
+            if not self.adopts(bundle):
+                self.in_place.assemble(bundle, gradient)
+            if self.accumulate == 1:
+                wanted.append((bundle, sorted(gradient.fired)))
+        if wanted:
+            self._leave_sums(wanted, "norm of gradients")
+            self._summed.update(bundle for bundle, _ in wanted)
+
+    def _leave_sums(self, found: Sequence[tuple[int, list[int]]], label: str) -> None:
+        with labelled(label):
+            sums = self.device.kernel.sum_squares_all([self.on_device(p) for _, mine in found for p in mine])
+        end = 0
+        for bundle, mine in found:
+            start, end = end, end + len(mine)
+            self.partials[bundle] = tuple(mine), sums[start:end]
 
     def on_device(self, parameter: int) -> torch.Tensor:
         """The flat gradient of a parameter that is on the device: adopted, in its range, or in its own place."""
@@ -216,13 +236,7 @@ class Gradients:
     def sum_adopted(self, bundles: Iterable[int] | None = None) -> None:
         """Leave the sums of squares of adopted gradients for the norm, in one pass. Of all bundles, if none are given."""
         wanted = [b for b in (self.bundles if bundles is None else bundles) if self.bundles[b].adopted]
-        found = [(b, sorted(self.bundles[b].adopted)) for b in wanted]
-        with labelled("norm of adopted gradients"):
-            sums = self.device.kernel.sum_squares_all([self.on_device(p) for _, mine in found for p in mine])
-        end = 0
-        for bundle, mine in found:
-            start, end = end, end + len(mine)
-            self.partials[bundle] = tuple(mine), sums[start:end]
+        self._leave_sums([(b, sorted(self.bundles[b].adopted)) for b in wanted], "norm of adopted gradients")
 
     def start_micro_step(self, *, last: bool) -> None:
         self.last_micro_step = last
@@ -247,6 +261,7 @@ class Gradients:
             gradient.flushed = gradient.parked = False
         self.in_place.start()
         self.partials.clear()
+        self._summed.clear()
 
     def fired(self) -> list[int]:
         """Parameters that have a gradient in this step, in model order."""

@@ -56,6 +56,12 @@ class Granule:
 
     def find(self, nbytes: int) -> Fit | None:
         """Where nbytes would go; see Note [Which free bytes]. Nothing is taken yet."""
+        oldest, where = -1, -1
+        for number, piece in enumerate(self._pieces):
+            if piece.stop - piece.start == nbytes and (where < 0 or piece.freed < oldest):
+                oldest, where = piece.freed, number
+        if where >= 0:
+            return Fit(where, where, (False, 0, oldest, self._pieces[where].start))
         return min(self._fits(nbytes), key=lambda fit: fit.rank, default=None)
 
     def take(self, fit: Fit, nbytes: int) -> tuple[int, list[Ticket]]:

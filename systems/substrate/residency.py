@@ -92,9 +92,11 @@ class Residency:
 
         def fits() -> bool:
             pool = self.device.pool
-            if max(pool.live_bytes + nbytes, pool.reserved_with(nbytes)) > self.limit and self.evictable():
+            if pool.live_bytes + nbytes > self.limit and self.evictable():
                 return False
-            allocation = pool.allocate(nbytes, what)
+            allocation = pool.allocate(nbytes, what, limit=self.limit)
+            if allocation is None and not self.evictable():
+                allocation = pool.allocate(nbytes, what)
             if allocation is not None:
                 found.append(allocation)
             return allocation is not None

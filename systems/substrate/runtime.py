@@ -132,14 +132,15 @@ class Runtime:
             for bundle in self._bundles(unit):
                 self.parts.gradients.exit(bundle, unit)
         self._moment(Phase.BACKWARD_EXIT, unit)
-        for bundle in self._bundles(unit):
-            users = self.parts.layout.bundles[bundle].units
-            if any(self._pending.get(u, 0) for u in users):
-                continue
-            if self.parts.gradients.complete(bundle):
+        gradients, users = self.parts.gradients, self.parts.layout.bundles
+        ended = [b for b in self._bundles(unit) if not any(self._pending.get(u, 0) for u in users[b].units)]
+        complete = [bundle for bundle in ended if gradients.complete(bundle)]
+        gradients.sum_complete(complete)
+        for bundle in ended:
+            if bundle in complete:
                 self._flush(bundle)
-            elif bundle in self.parts.gradients.bundles:
-                self.recorder.waits(bundle, self.parts.gradients.bundles[bundle].fired)
+            elif bundle in gradients.bundles:
+                self.recorder.waits(bundle, gradients.bundles[bundle].fired)
         self._carry_out_plan()
         self._spans.end("backward", unit)
 

@@ -88,6 +88,7 @@ class Allocation:
         self.granule, self.start, self.nbytes, self.reserved = granule, start, nbytes, reserved
         self.data = granule.memory[start : start + nbytes]
         self.memory = Memory(Extent(granule.space, start, start + reserved), tickets)
+        self.views: dict[int, torch.Tensor] = {}  # of parameters, made once
 
     def view(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
         """`numel` elements from element `offset` on, as a flat tensor."""
@@ -107,11 +108,14 @@ class Pool:
         self._granules: list[Granule] = []
         self._made = 0
 
-    def allocate(self, nbytes: int, label: str) -> Allocation | None:
-        """None if it does not fit now: the caller makes room and asks again."""
+    def allocate(self, nbytes: int, label: str, *, limit: int | None = None) -> Allocation | None:
+        """None if it does not fit now: the caller makes room and asks again.
+
+        limit: bytes of granules that the pool does not grow beyond for it.
+        """
         if nbytes > self.account.room:
             return None
-        placed = self._place(round_up(max(nbytes, 1), ALIGN_BYTES))
+        placed = self._place(round_up(max(nbytes, 1), ALIGN_BYTES), limit)
         if placed is None:
             return None
         granule, fit, reserved = placed
@@ -119,19 +123,13 @@ class Pool:
         self.account.add_pool(nbytes, label)
         return Allocation(granule, start, nbytes, reserved, tickets)
 
-    def reserved_with(self, nbytes: int) -> int:
-        """Bytes in granules after the pool has grown for a block of nbytes; 0 where it need not grow."""
-        reserved = round_up(max(nbytes, 1), ALIGN_BYTES)
-        return 0 if self._find(reserved) else self.reserved_bytes + reserved
-
-    def _find(self, reserved: int) -> tuple[Granule, Fit] | None:
-        fitting = ((granule, granule.find(reserved)) for granule in self._granules)
-        return next(((granule, fit) for granule, fit in fitting if fit is not None), None)
-
-    def _place(self, reserved: int) -> tuple[Granule, Fit, int] | None:
-        placed = self._find(reserved)
-        if placed is not None:
-            return *placed, reserved
+    def _place(self, reserved: int, limit: int | None) -> tuple[Granule, Fit, int] | None:
+        for granule in self._granules:
+            fit = granule.find(reserved)
+            if fit is not None:
+                return granule, fit, reserved
+        if limit is not None and self.reserved_bytes + reserved > limit:
+            return None
         memory = self._new_granule(reserved)
         if memory is None:
             return None

@@ -21,7 +21,7 @@ COMPUTE = "compute (the thread that runs the step)"
 SMALL = {"model": "opt-tiny", "device": "cpu", "set": ("num_layers=2",), "steps": 4, "warmup": 2, "option": ()}
 PHASES: Mapping[str, set[str]] = {
     COMPUTE: {
-        "forward", "backward", "step", "norm", "norm of bundle N", "wait for bundles", "drop bundle N",
+        "forward", "backward", "step", "norm", "norm of gradients", "wait for bundles", "drop bundle N",
         "update N segments from N on",
         "issue fetch bundle N", "issue offload gradient of bundle N", "issue update segment N",
     },
