@@ -96,7 +96,7 @@ class Gradients:
         bundle = self._places[parameter][0]
         mine = self.bundles[bundle]
         again = parameter in mine.fired
-        if self.adopts(bundle) and mine.range is None:
+        if mine.range is None and self.adopts(bundle):
             if again:
                 mine.adopted[parameter].add_(gradient)
             else:
