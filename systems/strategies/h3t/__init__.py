@@ -33,6 +33,7 @@ Where this departs from the paper, and why
   they read and write; memory is the same with a barrier and time is no less, so a plan has none, whatever the switch says.
 * A hidden state leaves only where its layer rematerialises; otherwise it is the least of what the layer keeps.
 * `--recompute full` or block numbers hold the switch of those layers on; without, the solver decides for every layer.
+* A layer that edits its own input in place cannot be recomputed, which the profiler's first step does: it is refused.
 * Parameters outside the layers (embedding, head) are no layers: they are resident, fetched early, or on the device only while
   held, whichever is fastest by simulated time.
 * Updates begin when the norm is known (option nonfinite), and first layers' first; the paper updates without a norm.

@@ -30,13 +30,16 @@ class Compiler:
     blocks: frozenset[int]
 
     def plan(self, switches: Mapping[int, Switches], *, others: str, on_device: frozenset[int] = frozenset()) -> Plan:
-        """switches: per layer's unit. others: a key of OTHERS. on_device: bundles that are updated there, and stay."""
+        """switches: per layer's unit; one that has none is no layer of this step, and its bundle is there only while held.
+
+        others: a key of OTHERS. on_device: bundles that are updated there, and stay.
+        """
         demand = demand_of(self.layout, self.trace, self.context)
         layers = layer_of_bundle(self.layout, self.blocks)
         fetched: list[tuple[int, int, int, Operation]] = []
         resident = set(on_device)
         for bundle in (b.index for b in self.layout.bundles if b.index not in on_device):
-            mine = switches[layers[bundle]] if bundle in layers else OTHERS[others]
+            mine = switches.get(layers[bundle], HELD) if bundle in layers else OTHERS[others]
             fetched += self._operations(demand, bundle, mine)
             if not mine.lazy_prefetch and demand.hold_spans.get(bundle):
                 resident.add(bundle)

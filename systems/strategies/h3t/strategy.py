@@ -9,14 +9,17 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from systems.planning import hardware
+from systems.planning.activations import windows
 from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
+from systems.planning.timeline import timeline
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
+from systems.strategies.h3t.compiling import Compiler
 from systems.strategies.h3t.eviction import FarthestNextUse
 from systems.strategies.h3t.layers import layer_layout
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
@@ -68,7 +71,9 @@ class H3T:
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """A validated plan. Raises BudgetError if not even the one with every switch on fits."""
-        layers = [unit for unit in sorted(self._blocks) if any(m.unit == unit for m in trace.moments)]
+        layers = [unit for unit in sorted(self._blocks) if any(windows(trace, unit))]
+        if not self._profiler.can_use(trace, layers):
+            return self._measuring(layout, trace, layers)
         measured = self._profiler.add(trace, layers)
         asked = Asked(
             self._context,
@@ -92,6 +97,18 @@ class H3T:
             predicted_device_peak_bytes=memory.total_peak,
             predicted_model_peak_bytes=memory.pool_peak,
             predicted_step_time_s=best.step_time_s,
+        )
+
+    def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
+        """Every switch on, for a kind of step that no usable trace tells of yet. What it takes is bounded by this step's."""
+        compiler = Compiler(layout, trace, self._context, self.update_rule, self._blocks)
+        plan = compiler.plan(dict.fromkeys(layers, ALL_ON), others="held", on_device=unmovable(layout))
+        memory = timeline(layout, trace, plan, self._context)
+        return replace(
+            plan,
+            provisional=True,
+            predicted_device_peak_bytes=memory.total_peak,
+            predicted_model_peak_bytes=memory.pool_peak,
         )
 
     def _provisional(self, search: Search, measured: Measured) -> Plan:
