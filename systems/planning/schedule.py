@@ -171,7 +171,7 @@ class _Expansion:
         self.moment = 0
         leaving = plan.offload_inputs or frozenset()
         self._input_bytes = {unit: size for unit, size in trace.input_bytes if unit in leaving and size}
-        self._inputs: list[int] = []  # units whose input has left and is not fetched, in order of forward
+        self._inputs: list[list[int]] = []  # [unit, 1 if fetched] of inputs that no backward has taken, in order of forward
         self._opening: dict[int, list[int]] = {}
         for bundle, spans in demand.gradient_spans.items():
             for span in spans:
@@ -218,17 +218,19 @@ class _Expansion:
             self._compute()
 
     def _offload_input(self, unit: int) -> None:
-        self._inputs.append(unit)
+        self._inputs.append([unit, 0])
         size, reads, writes = self._input_bytes[unit], (f"hidden:{unit}",), (f"host:hidden:{unit}",)
         self._add(Work.OFFLOAD_INPUT, LaneKind.D2H, bytes=size, reads=reads, writes=writes)
 
     def _fetch_inputs(self, unit: int) -> None:
-        """Its own, if that was not fetched ahead, then the one before it."""
-        wanted = self._inputs[-2:] if self._inputs and self._inputs[-1] == unit else self._inputs[-1:]
-        for each in reversed(wanted):
-            self._inputs.remove(each)
-            size, reads, writes = self._input_bytes[each], (f"host:hidden:{each}",), (f"hidden:{each}",)
-            self._add(Work.FETCH_INPUT, LaneKind.H2D, bytes=size, reads=reads, writes=writes)
+        """Its own, then the one before it; of another unit, the last. Those that are there, or on their way, are not again."""
+        mine = max((place for place, (each, _) in enumerate(self._inputs) if each == unit), default=len(self._inputs))
+        for entry in reversed(self._inputs[max(mine - 1, 0) : mine + 1]):
+            if not entry[1]:
+                each, entry[1] = entry[0], 1
+                size, reads, writes = self._input_bytes[each], (f"host:hidden:{each}",), (f"hidden:{each}",)
+                self._add(Work.FETCH_INPUT, LaneKind.H2D, bytes=size, reads=reads, writes=writes)
+        del self._inputs[mine : mine + 1]
 
     def _planned_operations(self) -> None:
         entering = self.trace.moments[self.moment].phase in ENTER  # then its own holds come after the plan's operations

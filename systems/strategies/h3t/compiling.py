@@ -10,6 +10,7 @@ from systems.planning.layout import Layout
 from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, UpdateRule, optimizer_tiers
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, Phase, Trace
+from systems.strategies.h3t.barriers import barriers
 from systems.strategies.h3t.layers import layer_of_bundle
 from systems.strategies.h3t.switches import Switches
 
@@ -57,6 +58,7 @@ class Compiler:
             update_rule=self.rule,
             rematerialise=rematerialise,
             offload_inputs=hidden & rematerialise,
+            barriers=barriers(self.trace, switches),
         )
 
     def _operations(self, demand: Demand, bundle: int, s: Switches) -> Iterator[tuple[int, int, int, Operation]]:

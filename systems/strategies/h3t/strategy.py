@@ -15,6 +15,7 @@ from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
+from systems.planning.simulator import simulate
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.timeline import timeline
 from systems.planning.trace import Trace
@@ -89,6 +90,9 @@ class H3T:
             return self._provisional(search, measured)
         began = time.perf_counter()
         found = search.candidates()
+        if self._options.solver == "best":
+            waiting = [each for each in found if each.plan.barriers]
+            found = [self._without_barriers(layout, each) for each in waiting] + found  # which are as good, if equally fast
         best = fastest(layout, found)
         self._note(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
@@ -99,20 +103,28 @@ class H3T:
             predicted_step_time_s=best.step_time_s,
         )
 
+    def _without_barriers(self, layout: Layout, found: Candidate) -> Candidate:
+        """The same but for one switch. It takes the same memory: what leaves the device frees its room at once either way."""
+        plan = replace(found.plan, barriers=frozenset())
+        switches = {unit: replace(each, synchronise=False) for unit, each in found.switches.items()}
+        seconds = simulate(layout, found.trace, plan, self._context, self._hardware).step_time_s
+        return replace(found, plan=plan, switches=switches, step_time_s=seconds)
+
     def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
-        """Every switch on, for a kind of step that no usable trace tells of yet. What it takes is bounded by this step's."""
+        """Every switch on but synchronisation, for a kind of step of which no trace tells enough; this one bounds it."""
         compiler = Compiler(layout, trace, self._context, self.update_rule, self._blocks)
         plan = compiler.plan(dict.fromkeys(layers, ALL_ON), others="held", on_device=unmovable(layout))
         memory = timeline(layout, trace, plan, self._context)
         return replace(
             plan,
             provisional=True,
+            barriers=frozenset(),
             predicted_device_peak_bytes=memory.total_peak,
             predicted_model_peak_bytes=memory.pool_peak,
         )
 
     def _provisional(self, search: Search, measured: Measured) -> Plan:
-        """Every switch on, but for the layers that this step measures: as many of them as fit."""
+        """Every switch on but synchronisation, and those of the layers that this step measures: as many as fit."""
         waiting = list(self._profiler.to_open(measured))
         while True:
             switches = dict.fromkeys(measured.layers, ALL_ON)
@@ -128,6 +140,7 @@ class H3T:
         return replace(
             found.plan,
             provisional=True,
+            barriers=frozenset(),
             predicted_device_peak_bytes=found.memory.total_peak,
             predicted_model_peak_bytes=found.memory.pool_peak,
         )
@@ -156,6 +169,7 @@ class H3T:
                 "switch_on_ratios": ratios,
                 "other_modules": best.others,
                 "optimizer_share_on_device": on_device / max(1, sum(s.used for s in trainable)),
+                "barriers_per_step": len(best.plan.barriers),
                 "fetches_per_step": len(fetched),
                 "fetched_bytes_per_step": sum(map(layout.bundle_bytes, fetched)),
             }
