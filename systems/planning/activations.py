@@ -5,7 +5,7 @@ Only for units that a strategy may recompute (Strategy.rematerialised). What com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from systems.planning.trace import ENTER, Phase, Trace
@@ -63,11 +63,11 @@ def under(trace: Trace, kept: Mapping[int, int], *, recomputed: frozenset[int], 
     for unit in trace.offloaded - offloaded:
         for w in windows(trace, unit):
             _add(added, w.exit, w.back, sizes.get(unit, 0))
+    gone = [w for unit in offloaded for w in windows(trace, unit)]
     for unit in offloaded - trace.offloaded:
         for w in windows(trace, unit):
             left = next(m for m in range(w.exit, len(trace)) if trace.moments[m].phase in ENTER)
-            back = max(m for m in range(w.back) if trace.moments[m].phase in ENTER)
-            _add(added, left + 1, back, -sizes.get(unit, 0))
+            _add(added, left + 1, _comes_back(trace, w, gone), -sizes.get(unit, 0))
     return replace(
         trace,
         non_model_bytes=tuple(max(a + b, 0) for a, b in zip(trace.non_model_bytes, added, strict=True)),
@@ -76,6 +76,16 @@ def under(trace: Trace, kept: Mapping[int, int], *, recomputed: frozenset[int], 
         recomputed=recomputed,
         offloaded=offloaded,
     )
+
+
+def _comes_back(trace: Trace, mine: Window, gone: Sequence[Window]) -> int:
+    """The moment at which an input is fetched: where the backward begins whose input left next after it, or, of the last that
+    left, the first backward of all (`schedule` and the substrate's offloaded_inputs).
+    """
+    later = [w for w in gone if mine.enter < w.enter < mine.back]
+    if later:
+        return min(min(later, key=lambda w: w.enter).back, mine.back)
+    return next(m for m in range(mine.exit, mine.back + 1) if trace.moments[m].phase is Phase.BACKWARD_ENTER)
 
 
 def _add(added: list[int], begin: int, end: int, size: int) -> None:

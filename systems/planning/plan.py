@@ -34,6 +34,9 @@ class LaneKind(Enum):
     DISK_WRITE = "disk-write"
 
 
+DEVICE_LANES = (LaneKind.COMPUTE, LaneKind.H2D, LaneKind.D2H, LaneKind.GATHER, LaneKind.REDUCE)  # what a barrier joins
+
+
 class OpKind(Enum):
     FETCH = "fetch"  # host shard to device, gathered over the group: H2D, then GATHER if the group has several ranks
     DROP = "drop"  # free the device copy; the host's is authoritative, nothing is written
@@ -68,6 +71,8 @@ class Plan:
     steps under this plan; None leaves it to the settings and to the strategy.
     provisional: the strategy wants to see a step under this plan, and plans again then.
     in_place: bundles updated on the host whose gradients take their parameters' place on the device (of Layout.in_place).
+    barriers: moments at which, before anything else there, the device's lanes wait for each other: what any of them is given
+    later comes after all that the others were given before. The host's updates go on, and the host does not wait.
     sources of predictions: timeline and simulator; None where nothing was predicted.
     """
 
@@ -84,6 +89,7 @@ class Plan:
     rematerialise: frozenset[int] | None = None
     offload_inputs: frozenset[int] | None = None
     provisional: bool = False
+    barriers: frozenset[int] = frozenset()
 
 
 def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:

@@ -5,6 +5,7 @@ or timed from a schedule holds for the run: the timeline adds up its bytes, the 
 detector replays its waits, the simulator gives its lanes a clock.
 
 Note [What happens at a moment]
+    first   a barrier, if the plan has one there
     ENTER   planned operations; holds (a bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
     EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate,
             update if the rule allows; stale device copies go; planned operations
@@ -24,16 +25,17 @@ Note [Resources]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from systems.planning.demand import Demand, Residence, demand_of, in_order_of_use
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, OpKind, Plan, UpdateRule
+from systems.planning.plan import DEVICE_LANES, LaneKind, OpKind, Plan, UpdateRule
 from systems.planning.races import IssuedOperation
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, NO_UNIT, Phase, Trace
-from systems.planning.waits import Accesses, Room, Waits, merge
+from systems.planning.waits import Accesses, Barriers, Room, Waits, merge
 
 
 class Work(Enum):
@@ -58,6 +60,7 @@ class Work(Enum):
     DROP = "drop"
     ALLOCATE = "allocate"  # a gradient range
     FREE = "free"
+    BARRIER = "barrier"  # the device's lanes wait for each other
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
     for moment in range(len(trace)):
         expansion.step(moment)
     initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.on_device)
-    operations = _with_waits(expansion.operations, context.device_budget - initial, expansion.late)
+    operations = with_waits(expansion.operations, context.device_budget - initial, expansion.late)
     return Schedule(
         operations=tuple(operations),
         flaws=tuple(expansion.flaws),
@@ -168,7 +171,7 @@ class _Expansion:
         self.moment = 0
         leaving = plan.offload_inputs or frozenset()
         self._input_bytes = {unit: size for unit, size in trace.input_bytes if unit in leaving and size}
-        self._inputs: list[int] = []  # units whose input has left and is not fetched, in order of forward
+        self._inputs: list[list[int]] = []  # [unit, 1 if fetched] of inputs that no backward has taken, in order of forward
         self._opening: dict[int, list[int]] = {}
         for bundle, spans in demand.gradient_spans.items():
             for span in spans:
@@ -184,6 +187,8 @@ class _Expansion:
         self.moment = moment
         entering = self.trace.moments[moment]
         bundles = self.layout.bundles_of_unit.get(entering.unit, ()) if entering.unit != NO_UNIT else ()
+        if moment in self.plan.barriers:
+            self._add(Work.BARRIER, None)
         if entering.phase in ENTER:
             if entering.phase is Phase.BACKWARD_ENTER and self._input_bytes:
                 self._fetch_inputs(entering.unit)
@@ -213,17 +218,19 @@ class _Expansion:
             self._compute()
 
     def _offload_input(self, unit: int) -> None:
-        self._inputs.append(unit)
+        self._inputs.append([unit, 0])
         size, reads, writes = self._input_bytes[unit], (f"hidden:{unit}",), (f"host:hidden:{unit}",)
         self._add(Work.OFFLOAD_INPUT, LaneKind.D2H, bytes=size, reads=reads, writes=writes)
 
     def _fetch_inputs(self, unit: int) -> None:
-        """Its own, if that was not fetched ahead, then the one before it."""
-        wanted = self._inputs[-2:] if self._inputs and self._inputs[-1] == unit else self._inputs[-1:]
-        for each in reversed(wanted):
-            self._inputs.remove(each)
-            size, reads, writes = self._input_bytes[each], (f"host:hidden:{each}",), (f"hidden:{each}",)
-            self._add(Work.FETCH_INPUT, LaneKind.H2D, bytes=size, reads=reads, writes=writes)
+        """Its own, then the one before it; of another unit, the last. Those that are there, or on their way, are not again."""
+        mine = max((place for place, (each, _) in enumerate(self._inputs) if each == unit), default=len(self._inputs))
+        for entry in reversed(self._inputs[max(mine - 1, 0) : mine + 1]):
+            if not entry[1]:
+                each, entry[1] = entry[0], 1
+                size, reads, writes = self._input_bytes[each], (f"host:hidden:{each}",), (f"hidden:{each}",)
+                self._add(Work.FETCH_INPUT, LaneKind.H2D, bytes=size, reads=reads, writes=writes)
+        del self._inputs[mine : mine + 1]
 
     def _planned_operations(self) -> None:
         entering = self.trace.moments[self.moment].phase in ENTER  # then its own holds come after the plan's operations
@@ -420,14 +427,15 @@ class _Expansion:
         )
 
 
-def _with_waits(
-    operations: list[ScheduledOperation], unused_bytes: int, late: list[tuple[int, int]]
+def with_waits(
+    operations: Sequence[ScheduledOperation], unused_bytes: int = 0, late: Sequence[tuple[int, int]] = ()
 ) -> list[ScheduledOperation]:
     """Derive waits over two steps in a row and keep those of the second, whose past is a whole step.
 
     late: fetches that need an update issued after them (a flaw); their wait points forward, so that the cycle shows.
     """
     accesses, room = Accesses(), Room(max(0, unused_bytes))
+    barriers = Barriers(lane.value for lane in DEVICE_LANES)
     count, found = len(operations), []
     updates = {o.bundle: o.ticket for o in operations if o.kind is Work.UPDATE}
     forward = {ticket: updates[bundle] for ticket, bundle in late if updates.get(bundle, -1) > ticket}
@@ -441,6 +449,8 @@ def _with_waits(
             elif o.device_delta < 0:
                 resource = grad(o.bundle) if o.kind is Work.FREE else param(o.bundle)
                 room.free(-o.device_delta, accesses.latest(resource))
+            if o.kind is Work.BARRIER:
+                barriers.join()
             if o.lane is None:
                 merge(awaited, taken)
                 if step:
@@ -451,6 +461,7 @@ def _with_waits(
                 merge(taken, awaited)
                 awaited = {}
             waits = accesses.record(ticket, lane, o.reads, o.writes)
+            merge(waits, barriers.record(ticket, lane))
             taken.pop(lane, None)
             if step:
                 data = [t - count for t in waits.values() if t >= count] + [forward[t] for t in (o.ticket,) if t in forward]

@@ -28,7 +28,7 @@ from systems.planning.layout import Layout
 from systems.planning.perfetto import TimedEvent
 from systems.planning.plan import LaneKind, Plan, UpdateRule
 from systems.planning.rates import HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
-from systems.planning.schedule import Schedule, ScheduledOperation, Work, expand
+from systems.planning.schedule import ScheduledOperation, Work, expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import MemTimeline, timeline_of
 from systems.planning.trace import Phase, Trace
@@ -82,27 +82,46 @@ def simulate(
     A plan that can never end raises CircularWaitError; the validator says why.
     """
     schedule = expand(layout, trace, plan, context)
-    rates = Rates(profile, context.ranks)
-    costs = Costs(layout, context, rates, {**default_queues(profile), **(queues or {})})
+    costs = Costs(layout, context, Rates(profile, context.ranks), {**default_queues(profile), **(queues or {})})
+    timed = clocked(schedule.operations, len(trace), costs)
+    events = tuple(
+        TimedEvent(_lane(operation), label_of(operation), span.start_s, span.end_s - span.start_s)
+        for operation, span in timed.operations
+    )
+    return Simulation(
+        step_time_s=timed.step_time_s,
+        events=events,
+        busy_s=_busy(events),
+        bytes=_moved(timed.work, costs),
+        bounds_s=_bounds(timed.work, trace, plan, costs),
+        memory=timeline_of(schedule, trace),
+    )
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One steady step of given operations. operations: those that take time, with when they run, from the step's begin.
+
+    work: of the step, with the jobs they became.
+    """
+
+    step_time_s: float
+    operations: tuple[tuple[ScheduledOperation, Span], ...]
+    work: tuple[tuple[ScheduledOperation, Job], ...]
+
+
+def clocked(operations: Sequence[ScheduledOperation], moments: int, costs: Costs) -> TimedStep:
+    """Give the operations of a steady step, waits and all, a clock. moments: of the step."""
     for steps in STEPS:
-        run_steps = _Steps(schedule, len(trace), costs, steps)
-        spans = run(run_steps.jobs, rates.resources())
+        run_steps = _Steps(operations, moments, costs, steps)
+        spans = run(run_steps.jobs, costs.rates.resources())
         ends = run_steps.ends(spans)
         step_time_s = _period(ends, steps - 2, steps - 1)
         if abs(step_time_s - _period(ends, steps - 3, steps - 2)) <= STEADY * step_time_s:
             break
     else:
         step_time_s = _period(ends, steps // 2 - 1, steps - 1)
-    events = tuple(run_steps.events(spans))
-    work = run_steps.one_step()
-    return Simulation(
-        step_time_s=step_time_s,
-        events=events,
-        busy_s=_busy(events),
-        bytes=_moved(work, costs),
-        bounds_s=_bounds(work, trace, plan, costs),
-        memory=timeline_of(schedule, trace),
-    )
+    return TimedStep(step_time_s, tuple(run_steps.timed(spans)), tuple(run_steps.one_step()))
 
 
 def _period(ends: Sequence[Mapping[str, float]], first: int, last: int) -> float:
@@ -113,8 +132,8 @@ def _period(ends: Sequence[Mapping[str, float]], first: int, last: int) -> float
 class _Steps:
     """The jobs of several steps in a row, step by step: the host's moments and the operations on lanes, in issue order."""
 
-    def __init__(self, schedule: Schedule, moments: int, costs: Costs, steps: int) -> None:
-        self._operations = [o for o in schedule.operations if o.lane is not None]
+    def __init__(self, operations: Sequence[ScheduledOperation], moments: int, costs: Costs, steps: int) -> None:
+        self._operations = [o for o in operations if o.lane is not None]
         self._event_s = costs.rates.profile.unit_event_s.value
         self._moments, self._costs, self._steps = moments, costs, steps
         self.jobs: list[Job] = []
@@ -177,14 +196,13 @@ class _Steps:
     def one_step(self) -> list[tuple[ScheduledOperation, Job]]:
         return [(operation, self.jobs[number]) for number, operation in self._shown]
 
-    def events(self, spans: list[Span]) -> Iterator[TimedEvent]:
+    def timed(self, spans: list[Span]) -> Iterator[tuple[ScheduledOperation, Span]]:
         """Of the last step; operations of no length are left out."""
         first = min(spans[number].start_s for number, _ in self._shown)
         for number, operation in self._shown:
             span = spans[number]
             if span.end_s > span.start_s:
-                start = span.start_s - first
-                yield TimedEvent(_lane(operation), label_of(operation), start, span.end_s - span.start_s)
+                yield operation, Span(span.start_s - first, span.end_s - first)
 
 
 def _lane(operation: ScheduledOperation) -> str:

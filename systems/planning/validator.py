@@ -54,6 +54,9 @@ def check_shape(layout: Layout, trace: Trace, plan: Plan) -> None:
             raise PlanError(f"bundle {bundle.index} has segments updated on different tiers")
         if not bundle.movable and tiers != {Tier.DEVICE}:
             raise PlanError(f"bundle {bundle.index} never moves, yet its update is on the {tiers.pop().value}")
+    for moment in sorted(plan.barriers):
+        if not 0 <= moment < len(trace):
+            raise PlanError(f"a barrier is at moment {moment} of {len(trace)} moments")
     places: set[tuple[int, int]] = set()
     for p in plan.operations:
         if not 0 <= p.trigger < len(trace):

@@ -52,6 +52,26 @@ class Accesses:
             merge(waits, {lane: ticket})
 
 
+class Barriers:
+    """Lanes that now and then wait for each other."""
+
+    def __init__(self, lanes: Iterable[str]) -> None:
+        self._last: Waits = {}
+        self._owed: dict[str, Waits] = {lane: {} for lane in lanes}
+
+    def join(self) -> None:
+        """What each lane is given from now on waits for the last that the others were given."""
+        for lane, owed in self._owed.items():
+            merge(owed, {other: ticket for other, ticket in self._last.items() if other != lane})
+
+    def record(self, ticket: int, lane: str) -> Waits:
+        """Register an operation; what it must wait for because of barriers."""
+        if lane not in self._owed:
+            return {}
+        owed, self._owed[lane], self._last[lane] = self._owed[lane], {}, ticket
+        return owed
+
+
 class Room:
     """Freed memory in order of freeing: new ranges take what was never used, then what was freed longest ago."""
 

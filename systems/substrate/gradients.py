@@ -15,13 +15,15 @@ Note [Life of a gradient]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.accumulators import Accumulators
+from systems.substrate.adam import AdamKernel
 from systems.substrate.device import Device
 from systems.substrate.events import Extent
 from systems.substrate.gradient_ranges import BundleGradient, Ranges, places_of
@@ -176,16 +178,9 @@ class Gradients:
             if self.accumulate == 1:
                 wanted.append((bundle, sorted(gradient.fired)))
         if wanted:
-            self._leave_sums(wanted, "norm of gradients")
+            with labelled("norm of gradients"):
+                self.partials |= _sums(self.device.kernel, wanted, self.on_device)
             self._summed.update(bundle for bundle, _ in wanted)
-
-    def _leave_sums(self, found: Sequence[tuple[int, list[int]]], label: str) -> None:
-        with labelled(label):
-            sums = self.device.kernel.sum_squares_all([self.on_device(p) for _, mine in found for p in mine])
-        end = 0
-        for bundle, mine in found:
-            start, end = end, end + len(mine)
-            self.partials[bundle] = tuple(mine), sums[start:end]
 
     def on_device(self, parameter: int) -> torch.Tensor:
         """The flat gradient of a parameter that is on the device: adopted, in its range, or in its own place."""
@@ -236,7 +231,9 @@ class Gradients:
     def sum_adopted(self, bundles: Iterable[int] | None = None) -> None:
         """Leave the sums of squares of adopted gradients for the norm, in one pass. Of all bundles, if none are given."""
         wanted = [b for b in (self.bundles if bundles is None else bundles) if self.bundles[b].adopted]
-        self._leave_sums([(b, sorted(self.bundles[b].adopted)) for b in wanted], "norm of adopted gradients")
+        found = [(b, sorted(self.bundles[b].adopted)) for b in wanted]
+        with labelled("norm of adopted gradients"):
+            self.partials |= _sums(self.device.kernel, found, self.on_device)
 
     def start_micro_step(self, *, last: bool) -> None:
         self.last_micro_step = last
@@ -269,3 +266,12 @@ class Gradients:
 
     def open_bundles(self) -> Sequence[int]:
         return [i for i, g in self.bundles.items() if g.open]
+
+
+def _sums(
+    kernel: AdamKernel, found: Sequence[tuple[int, list[int]]], flat: Callable[[int], torch.Tensor]
+) -> dict[int, Partials]:
+    """Of bundles with the parameters that they have gradients of, in one pass. flat: a parameter's gradient."""
+    sums = kernel.sum_squares_all([flat(parameter) for _, mine in found for parameter in mine])
+    ends = accumulate(len(mine) for _, mine in found)
+    return {bundle: (tuple(mine), sums[end - len(mine) : end]) for (bundle, mine), end in zip(found, ends, strict=True)}

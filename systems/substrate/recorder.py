@@ -145,6 +145,11 @@ class Cursor:
         self.following = False
         return False
 
+    @property
+    def at_barrier(self) -> bool:
+        """True if the plan wants the device's lanes to wait for each other at the current moment."""
+        return self.following and self.plan is not None and self.position in self.plan.barriers
+
     def operations(self) -> Iterator[Operation]:
         """What the plan wants done at the current moment."""
         if self.following:

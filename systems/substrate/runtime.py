@@ -1,6 +1,7 @@
 """The runtime: carries out any plan, and gets along without one. It alone decides when mechanism acts; policy is data.
 
 Note [Order at a moment]
+    first   a barrier of the plan
     enter   operations of the plan, then holds (fetching what is absent), then gradient ranges
     exit    releases, then flushes of complete gradients, then operations of the plan
 The timeline and the validator replay exactly this order (planning/schedule.py).
@@ -228,6 +229,8 @@ class Runtime:
         self.recorder.moment(moment)
         if not self.cursor.advance(moment):
             self.parts.device.log.count("fallbacks")
+        elif self.cursor.at_barrier:
+            self.parts.device.transfers.barrier(label=f"barrier at moment {self.cursor.position}")
 
     def _carry_out_plan(self) -> None:
         residency = self.parts.residency

@@ -4,14 +4,16 @@ Note [Derived waits]
     Every operation names the memory it reads and writes. Before it is issued, its lane is made to wait for the last writer
     of each, and for all readers of what it writes; after issue its ticket is left there. Freed memory keeps its tickets,
     so the next owner's first write waits for whatever the last owner had in flight. Compute is one more lane: `compute`
-    orders it after the tickets and leaves one. Nobody else ever waits, records or synchronises.
+    orders it after the tickets and leaves one. A plan's barrier is no other way to wait: compute is ordered after the last
+    ticket of every lane of the device, and what a lane is given next after compute. Nobody else ever waits, records or
+    synchronises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from systems.planning.plan import LaneKind
+from systems.planning.plan import DEVICE_LANES, LaneKind
 from systems.substrate.events import EventLog, Extent
 from systems.substrate.labels import issuing
 from systems.substrate.lanes import Lane, Ticket
@@ -46,6 +48,8 @@ class Transfers:
 
     def __init__(self, lanes: Mapping[LaneKind, Lane], compute: ComputeLane, log: EventLog) -> None:
         self._lanes, self._compute, self._log = lanes, compute, log
+        self._last: dict[LaneKind, Ticket] = {}  # of the device's lanes
+        self._owed: dict[LaneKind, Ticket] = {}  # what a lane's next operation waits for since the last barrier
 
     def issue(
         self,
@@ -59,8 +63,12 @@ class Transfers:
     ) -> Ticket:
         """Queue `work` on `lane` after everything it depends on. See Note [Derived waits]."""
         waits = _waits(reads, writes)
+        if lane in self._owed:
+            waits.append(self._owed.pop(lane))
         with issuing(label):
             ticket = self._lanes[lane].submit(work, waits, id=self._log.next_ticket(), priority=priority, label=label)
+        if lane in DEVICE_LANES:
+            self._last[lane] = ticket
         self._leave(ticket, lane, label, reads, writes, waits)
         return ticket
 
@@ -82,6 +90,15 @@ class Transfers:
             return
         mark = self._compute.mark(self._log.next_ticket())
         self._leave(mark, LaneKind.COMPUTE, label, reads, writes, waits)
+
+    def barrier(self, *, label: str) -> None:
+        """The device's lanes wait for each other: what any of them is given from now on comes after all given before."""
+        last = list(self._last.values())
+        for ticket in last:
+            self._compute.order(ticket)
+        mark = self._compute.mark(self._log.next_ticket())
+        self._owed = {lane: mark for lane in self._lanes if lane in DEVICE_LANES}
+        self._log.operation(mark.id, LaneKind.COMPUTE.value, label, [], [], [t.id for t in last])
 
     def _leave(
         self,

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from models.data import open_dataset
 from models.loss import count_labels, token_loss
@@ -21,7 +23,9 @@ from systems.strategies.h3t import STRATEGY
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.switches import NAMES
 from systems.substrate.engine import ManagedEngine
-from tests.systems.running import RESIDENT, Run, assert_equal, finished, start
+from tests.systems.models_plain import Stack, squared_error
+from tests.systems.models_small import tokens
+from tests.systems.running import RESIDENT, Run, assert_equal, finished, one_step, start
 from tests.systems.running import settings as settings_of
 from tests.systems.setups import Setup, reference
 
@@ -155,3 +159,21 @@ def test_a_device_that_is_too_small_is_refused() -> None:
 def test_a_wrong_hardware_profile_is_named() -> None:
     with pytest.raises(ValueError, match="hardware profile"):
         options(hardware="h100-80g")
+
+
+def test_a_kind_of_step_met_under_another_s_plan_is_measured_with_every_switch_on_and_then_solved() -> None:
+    """Its first step had layers that were not rematerialised, and one layer less: it tells too little for the cost model."""
+    torch.manual_seed(0)
+    model = Stack()
+    engine = start(H3T, model, settings_of(), options(profile_steps=1))
+    assert isinstance(engine, ManagedEngine)
+    blocks, seen = list(model.blocks), []
+    for number, batch in enumerate(tokens(6, 1)):
+        model.blocks = nn.ModuleList(blocks if number < 2 else blocks[:-1])
+        before = engine.counters()["fallbacks"]
+        one_step(engine, batch, squared_error)
+        plan = engine.runtime.cursor.plan
+        assert plan is not None
+        seen.append((engine.counters()["fallbacks"] - before, plan.provisional, len(plan.rematerialise or ())))
+    engine.close()
+    assert seen == [(0, False, 0), (0, False, 0), (1, True, 3), (0, False, 0), (0, False, 0), (0, False, 0)]

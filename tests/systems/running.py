@@ -62,6 +62,17 @@ def patrickstar() -> ManagedSystem:
     return ManagedSystem(STRATEGY)
 
 
+def h3t() -> ManagedSystem:
+    """Profiles one step, not ten, so that the second one has a plan."""
+    from systems.strategies.h3t import STRATEGY
+    from systems.strategies.h3t.options import H3TOptions
+
+    class Soon(H3TOptions):
+        profile_steps: int = 1
+
+    return ManagedSystem(type("H3TSoon", (STRATEGY,), {"Options": Soon}))
+
+
 def start(
     system: Any, model: nn.Module, asked: Settings, options: BaseModel | None = None, jitter: Callable[[], None] | None = None
 ) -> Engine:
@@ -208,6 +219,7 @@ __all__ = [
     "Run",
     "assert_equal",
     "elixir",
+    "h3t",
     "patrickstar",
     "train",
     "train_as",

@@ -19,7 +19,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
 from tests.random_eviction import RandomOptions
 from tests.systems.models_small import build, tokens
-from tests.systems.running import RANDOM, RESIDENT, Run, elixir, patrickstar, train_as
+from tests.systems.running import RANDOM, RESIDENT, Run, elixir, h3t, patrickstar, train_as
 
 Recompute = Literal["none", "full", "reentrant", "non-reentrant"]  # full: the engine's own; the last two: transformers'
 Sharing = Literal["tied", "untied", "half-frozen"]
@@ -81,6 +81,7 @@ SYSTEMS: Mapping[str, tuple[Any, BaseModel]] = MappingProxyType(
         "elixir": (elixir(), ElixirOptions()),
         "elixir write-back": (elixir(), ElixirOptions(variant="write-back")),
         "patrickstar": (patrickstar(), PatrickStarOptions()),
+        "h3t": (h3t(), h3t().Options()),
         "random": (RANDOM, RandomOptions()),
         "random write-back": (RANDOM, RandomOptions(write_back=True, chunk_parameters=5)),
     }

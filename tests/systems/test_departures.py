@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     finished,
+    h3t,
     one_step,
     parts_of,
     patrickstar,
@@ -30,7 +32,7 @@ from tests.systems.running import (
     train,
 )
 
-MANAGED = {"elixir": elixir(), "patrickstar": patrickstar(), "random": RANDOM}
+MANAGED = {"elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t(), "random": RANDOM}
 TIGHT = 130_000  # bytes: about a third of what resident needs for a Stack in fp32
 
 
@@ -221,8 +223,13 @@ def evaluating_loop(system: Any, budget: int, look: Callable[[str, Engine], None
     return finished(engine, losses)
 
 
-@pytest.mark.parametrize("budget", [TIGHT + 20_000, TIGHT + 50_000, AMPLE])
-@pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.parametrize(
+    ("system", "budget"),
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row == ("h3t", TIGHT + 50_000) else ())
+        for row in product(MANAGED, [TIGHT + 20_000, TIGHT + 50_000, AMPLE])
+    ],
+)
 def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
     resident: list[tuple[frozenset[int], int]] = []
 
@@ -288,12 +295,13 @@ def length_loop(system: Any, lengths: Sequence[int], budget: int, evict_all: boo
     [
         ("elixir", LENGTHS),
         ("patrickstar", LENGTHS),
+        ("h3t", LENGTHS),
         ("random", LENGTHS),
         ("elixir", (8, 96, 96)),
         ("patrickstar", (8, 96, 96)),
         ("elixir", (64, 8, 8, 120)),
     ],
-    ids=["C04", "C04 by chunks", "C04 at random", "first smaller", "first smaller, by chunks", "first larger"],
+    ids=["C04", "C04 by chunks", "C04 by layers", "C04 at random", "first smaller", "first smaller, by chunks", "first larger"],
 )
 def test_longer_sequences_than_the_first_evict_instead_of_failing(system: str, lengths: Sequence[int]) -> None:
     """C04: the budget just holds the longest if nothing but what is in use stays, which is how it is found."""

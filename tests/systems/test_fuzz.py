@@ -28,6 +28,7 @@ from tests.systems.running import (
     elixir,
     evict_at_once,
     finished,
+    h3t,
     settings,
     start,
 )
@@ -163,6 +164,10 @@ def check(seed: int) -> None:
         run = loop.run(lambda engine: check_segments(engine.parts))  # type: ignore[attr-defined]
         assert_equal(expected, run)
         assert find_races(issued_operations(run.engine.log.operations)) == []  # type: ignore[attr-defined]
+    switches = h3t().Options(solver="drawn" if seed % 2 else "best")
+    loop = Loop(seed, h3t(), given | log | {"device_memory": 600_000 if given["dtype"] == "fp32" else 400_000}, switches)
+    assert_equal(expected, loop.run(lambda engine: check_segments(engine.parts)))  # type: ignore[attr-defined]
+    assert find_races(issued_operations(loop.engine.log.operations)) == []  # type: ignore[attr-defined]
     if seed % 2:
         given["recompute"] = "full"
     moving = RandomOptions(chunk_parameters=luck.choice((1, 3, 7)), activations="host" if seed % 2 else "device")

@@ -26,7 +26,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16"),
     "clip": (0.0, 0.5),
 }
-MANAGED = ("elixir", "patrickstar", "random")
+MANAGED = ("elixir", "patrickstar", "h3t", "random")
 COVER = pairwise({"system": MANAGED, **FACTORS})
 
 

@@ -69,6 +69,8 @@ def logged(setup: Setup, system: str, level: str, jitter: bool) -> tuple[Run, tu
         ("elixir", "half", True),
         ("elixir", "tight", False),
         ("patrickstar", "tight", True),
+        ("h3t", "half", True),
+        ("h3t", "tight", False),
         ("random", "tight", False),
         ("random write-back", "tight", True),
     ],
@@ -105,10 +107,11 @@ def test_a_forgotten_wait_is_found(system: str, lane: str, label: str) -> None:
     raise AssertionError(f"none of {len(chosen)} is missed")
 
 
+@pytest.mark.parametrize("system", ["elixir", "h3t"])
 @pytest.mark.parametrize(("level", "jitter"), [("half", True), ("tight", False)])
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
-def test_every_plan_made_is_valid_and_cannot_deadlock(setup: Setup, level: str, jitter: bool) -> None:
-    run, _ = logged(setup, "elixir", level, jitter)
+def test_every_plan_made_is_valid_and_cannot_deadlock(setup: Setup, level: str, jitter: bool, system: str) -> None:
+    run, _ = logged(setup, system, level, jitter)
     assert isinstance(run.engine, ManagedEngine)
     parts, context = run.engine.parts, run.engine.strategy._context  # type: ignore[attr-defined]
     plans = [(trace, plan) for trace, plan in run.engine.runtime.planner.plans.values() if plan is not None]

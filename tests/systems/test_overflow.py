@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     finished,
+    h3t,
     one_step,
     parameters_of,
     settings,
@@ -32,7 +34,7 @@ from tests.systems.running import (
 )
 
 LOSS = CASES["stack"].loss
-SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "random": RANDOM}
+SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "h3t": h3t(), "random": RANDOM}
 TIGHT = 150_000  # bytes: about 40 % of what resident needs in fp32
 BAD_STEP = 2
 
@@ -92,9 +94,14 @@ def run_with_one_bad_step(system: str, dtype: str, accumulate: int, value: float
     return finished(engine, losses)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("system", ["elixir", "random"])
+@pytest.mark.parametrize(
+    ("system", "dtype", "accumulate"),
+    [
+        *product(["elixir", "random"], ["fp32", "bf16", "fp16"], [1, 2]),
+        *(("h3t", "fp16", 1), ("h3t", "bf16", 2)),
+        *(pytest.param("h3t", *row, marks=pytest.mark.slow) for row in (("fp32", 1), ("fp32", 2), ("bf16", 1), ("fp16", 2))),
+    ],
+)
 def test_a_bad_step_changes_nothing_and_is_counted(system: str, dtype: str, accumulate: int) -> None:
     expected = run_with_one_bad_step("resident", dtype, accumulate)
     run = run_with_one_bad_step(system, dtype, accumulate)

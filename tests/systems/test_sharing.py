@@ -20,6 +20,7 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     finished,
+    h3t,
     one_step,
     parameters_of,
     settings,
@@ -28,8 +29,8 @@ from tests.systems.running import (
 )
 from tests.systems.setups import blocks_of, checkpoint_blocks
 
-SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "random": RANDOM}
-MANAGED = ["elixir", "random"]
+SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "h3t": h3t(), "random": RANDOM}
+MANAGED = ["elixir", "h3t", "random"]
 STEPS = 3
 
 

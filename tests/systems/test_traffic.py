@@ -110,6 +110,19 @@ def test_a_master_shard_spares_every_write_but_the_gradient(setup: Setup, level:
     assert found.bytes_of(OpKind.WRITE_BACK) == 0
 
 
+@setups()
+def test_h3t_moves_gradients_what_it_fetches_and_hidden_states(setup: Setup) -> None:
+    """The host holds a master shard, so nothing else is written; a hidden state crosses once a direction and micro-batch."""
+    found = steady(setup, "h3t", budget_of(setup, "tight"))
+    traces = found.engine.runtime.planner.plans.values()
+    (sizes,) = [dict(trace.input_bytes) for trace, plan in traces if plan is found.plan]
+    hidden = sum(sizes.get(unit, 0) for unit in found.plan.offload_inputs or ()) * setup.accumulate
+    assert found.run.per_step[-1].get("activation_offload_bytes", 0) == 2 * hidden
+    assert found.d2h == found.gradient_bytes + hidden > 0
+    assert found.h2d == found.bytes_of(OpKind.FETCH) + hidden > 0
+    assert found.bytes_of(OpKind.WRITE_BACK) == 0
+
+
 @pytest.mark.parametrize(("setup", "share"), zip(SETUPS, (0.3, 0.2, 0.15, 0.35), strict=True), ids=name_of)
 def test_without_one_evictions_are_written_back(setup: Setup, share: float) -> None:
     """share: of resident's peak, so little that parameters have to go during forward."""

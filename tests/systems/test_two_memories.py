@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
 ALL = {
     "elixir": SYSTEMS["elixir"],
     "random": SYSTEMS["random"],
+    "h3t": SYSTEMS["h3t"],
     "patrickstar": (ManagedSystem(PATRICKSTAR), PATRICKSTAR.Options()),
 }
 SETUPS = [
@@ -35,8 +37,14 @@ def host_bytes(setup: Setup, system: str) -> int:
     return run.memory.host_peak_bytes
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"{s.model}-{s.accumulate}-{s.sharing}")
-@pytest.mark.parametrize("system", ALL)
+@pytest.mark.parametrize(
+    ("system", "setup"),
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row[0] == "h3t" and row[1] is not SETUPS[2] else ())
+        for row in product(ALL, SETUPS)
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.model}-{value.accumulate}-{value.sharing}",
+)
 def test_losses_and_states_are_the_references(system: str, setup: Setup) -> None:
     chosen, options = ALL[system]
     host = int(host_bytes(setup, system) * 0.7)

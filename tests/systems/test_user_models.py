@@ -19,6 +19,7 @@ from tests.systems.running import (
     elixir,
     evict_at_once,
     finished,
+    h3t,
     one_step,
     settings,
     start,
@@ -26,6 +27,7 @@ from tests.systems.running import (
 )
 
 STEPS = 3
+OFTEN = {"stack", "shared-weight", "frozen-middle", "called-twice", "late-leaf"}  # for H3T, whose search takes half a second
 
 
 @cache
@@ -47,12 +49,33 @@ def test_nothing_is_used_after_its_release(case: str, accumulate: int, dtype: st
 @pytest.mark.parametrize("share", [0.45, pytest.param(1.1, marks=pytest.mark.slow), pytest.param(0.7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_elixir_equals_resident(case: str, share: float) -> None:
+    check(elixir(), case, share)
+
+
+@pytest.mark.parametrize("share", [0.45, pytest.param(1.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in OFTEN else pytest.mark.slow) for case in CASES if case != "in-place"],
+)
+def test_h3t_equals_resident(case: str, share: float) -> None:
+    check(h3t(), case, share)
+
+
+def check(system: Any, case: str, share: float) -> None:
     expected = reference(case, 1, "bf16")
     budget = int(share * (expected.memory.device_peak_bytes or 0))
     asked = settings(dtype="bf16", clip=1.0, device_memory=budget)
-    run = train(start(elixir(), build(case), asked), tokens(STEPS, 1), CASES[case].loss)
+    run = train(start(system, build(case), asked), tokens(STEPS, 1), CASES[case].loss)
     assert_equal(expected, run)
     assert share > 1 or run.per_step[-1]["h2d_bytes"] > 0, "void: nothing moved"
+
+
+def test_h3t_refuses_a_block_that_edits_its_input() -> None:
+    """Its profiler recomputes every layer, and recomputation would start from what the layer made of its input."""
+    engine = start(h3t(), build("in-place"), settings())
+    with pytest.raises(RuntimeError, match="the input of unit 3 was edited in place"):
+        one_step(engine, tokens(1, 1)[0], CASES["in-place"].loss)
+    engine.close()
 
 
 @pytest.mark.parametrize("system", ["elixir", "random"])

@@ -12,7 +12,7 @@ The paper's words and where they are here
 | parameter partition | `compiling.Compiler._released`: dropped after forward, fetched again for backward |
 | lazy-prefetching | not on the device at the step's start; else fetched at STEP_END, once it is updated |
 | economical forward, backward | `compiling.Compiler._trigger`: fetched when the layer before is done, else when it begins |
-| segment synchronisation | in the cost model only, see below |
+| segment synchronisation | Plan.barriers, `barriers.py`; see below |
 | calculation, NVLink and PCI-E streams; segment (figures 4, 7 to 9) | `costs.Clocks`, `costs.Clocks.segment` |
 | profiler, S steps | `profiling.Profiler`, option profile_steps |
 | ModelSimulator_i: delta, residentMem, peakMem, runtime | `evaluation.Tables`; `costs.memory` |
@@ -29,10 +29,14 @@ Where this departs from the paper, and why
   several, the runtime has no shard at rest on the device: without lazy prefetching the whole bundle rests there.
 * A copy that leaves the device frees its room at once, and who gets it waits for that copy. So the paper's economical mode,
   which saves the memory of what is still leaving, would change nothing; here it saves the memory of what is coming.
-* Segment synchronisation is what dynamic programming needs of its cost model. The runtime orders copies and compute by what
-  they read and write; memory is the same with a barrier and time is no less, so a plan has none, whatever the switch says.
+* Segment synchronisation is a barrier where a segment of a layer with the switch on ends: compute and copies (of several
+  ranks gathers and reductions too) wait for each other, the host's updates go on. On one rank the gather stream is idle, but
+  copies still wait. It saves no memory here, where a copy that leaves frees its room at once, and takes time that a copy could
+  have run on. Dynamic programming has it on everywhere because its cost model needs that, not its plan. So `best` also tries
+  each assignment without any; a solver asked for by name is run as solved.
 * A hidden state leaves only where its layer rematerialises; otherwise it is the least of what the layer keeps.
 * `--recompute full` or block numbers hold the switch of those layers on; without, the solver decides for every layer.
+* A layer that edits its own input in place cannot be recomputed, which the profiler's first step does: it is refused.
 * Parameters outside the layers (embedding, head) are no layers: they are resident, fetched early, or on the device only while
   held, whichever is fastest by simulated time.
 * Updates begin when the norm is known (option nonfinite), and first layers' first; the paper updates without a norm.

@@ -10,6 +10,7 @@ from systems.planning.layout import Layout
 from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, UpdateRule, optimizer_tiers
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, Phase, Trace
+from systems.strategies.h3t.barriers import barriers
 from systems.strategies.h3t.layers import layer_of_bundle
 from systems.strategies.h3t.switches import Switches
 
@@ -30,13 +31,16 @@ class Compiler:
     blocks: frozenset[int]
 
     def plan(self, switches: Mapping[int, Switches], *, others: str, on_device: frozenset[int] = frozenset()) -> Plan:
-        """switches: per layer's unit. others: a key of OTHERS. on_device: bundles that are updated there, and stay."""
+        """switches: per layer's unit; one that has none is no layer of this step, and its bundle is there only while held.
+
+        others: a key of OTHERS. on_device: bundles that are updated there, and stay.
+        """
         demand = demand_of(self.layout, self.trace, self.context)
         layers = layer_of_bundle(self.layout, self.blocks)
         fetched: list[tuple[int, int, int, Operation]] = []
         resident = set(on_device)
         for bundle in (b.index for b in self.layout.bundles if b.index not in on_device):
-            mine = switches[layers[bundle]] if bundle in layers else OTHERS[others]
+            mine = switches.get(layers[bundle], HELD) if bundle in layers else OTHERS[others]
             fetched += self._operations(demand, bundle, mine)
             if not mine.lazy_prefetch and demand.hold_spans.get(bundle):
                 resident.add(bundle)
@@ -54,6 +58,7 @@ class Compiler:
             update_rule=self.rule,
             rematerialise=rematerialise,
             offload_inputs=hidden & rematerialise,
+            barriers=barriers(self.trace, switches),
         )
 
     def _operations(self, demand: Demand, bundle: int, s: Switches) -> Iterator[tuple[int, int, int, Operation]]:

@@ -19,7 +19,8 @@ class H3TOptions(BaseModel):
     what it measured; one that is there is used instead of measuring. hardware: the profile whose copy and update rates the
     solvers and the simulator reckon with at run time.
 
-    solver: best is the fastest by simulated time of dp, greedy and manual; on and off have every switch alike, drawn takes a
+    solver: best is the fastest by simulated time of dp, greedy and manual, with the barriers of segment synchronisation as
+    solved and without any; on and off have every switch alike, drawn takes a
     random setting for each layer (by --seed) without looking at time. samples: T_rand of random. bins: m of dp.
     variant: global-offload is the paper's, gradients and optimizer of every layer on the host; resident-optimizer keeps
     optimizer state on the device where it fits, first layers first.
@@ -57,7 +58,8 @@ class H3TStatistics(BaseModel):
 
     solver: whose assignment is in force; candidates_s: simulated step time of each that fits. other_modules: what becomes of
     parameters outside the layers (held: on the device while used; early: fetched ahead; resident: kept).
-    optimizer_share_on_device: of all trainable parameters. solver_s: all solvers together. profiled_steps: measured so far.
+    optimizer_share_on_device: of all trainable parameters. barriers_per_step: of segment synchronisation, as run.
+    solver_s: all solvers together. profiled_steps: measured so far.
     """
 
     variant: Variant
@@ -71,5 +73,6 @@ class H3TStatistics(BaseModel):
     switch_on_ratios: dict[str, float] | None = None
     other_modules: str | None = None
     optimizer_share_on_device: float | None = None
+    barriers_per_step: int | None = None
     fetches_per_step: int | None = None
     fetched_bytes_per_step: int | None = None

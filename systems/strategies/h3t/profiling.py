@@ -80,6 +80,12 @@ class Profiler:
             _write(self._path, [*self._from_file.values(), *self._known.values()])
         return found
 
+    def can_use(self, trace: Trace, layers: Sequence[int]) -> bool:
+        """False for the first step of its kind if it began under another kind's plan, with layers not rematerialised: what that
+        would free it does not tell.
+        """
+        return trace.moments in {**self._known, **self._from_file} or trace.recomputed.issuperset(layers)
+
     def wants_more(self, found: Measured) -> bool:
         return found.steps < self._steps and found is self._known.get(found.base.moments)
 

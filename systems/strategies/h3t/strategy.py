@@ -9,15 +9,18 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from systems.planning import hardware
+from systems.planning.activations import windows
 from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
+from systems.planning.simulator import simulate
 from systems.planning.strategy import Eviction, PlanningContext
-from systems.planning.timeline import with_peaks
+from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
+from systems.strategies.h3t.compiling import Compiler
 from systems.strategies.h3t.eviction import FarthestNextUse
 from systems.strategies.h3t.layers import layer_layout
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
@@ -69,7 +72,9 @@ class H3T:
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """A validated plan. Raises BudgetError if not even the one with every switch on fits."""
-        layers = [unit for unit in sorted(self._blocks) if any(m.unit == unit for m in trace.moments)]
+        layers = [unit for unit in sorted(self._blocks) if any(windows(trace, unit))]
+        if not self._profiler.can_use(trace, layers):
+            return self._measuring(layout, trace, layers)
         measured = self._profiler.add(trace, layers)
         asked = Asked(
             self._context,
@@ -85,13 +90,30 @@ class H3T:
             return self._provisional(search, layout, measured)
         began = time.perf_counter()
         found = search.candidates()
+        if self._options.solver == "best":
+            waiting = [each for each in found if each.plan.barriers]
+            found = [self._without_barriers(layout, each) for each in waiting] + found  # which are as good, if equally fast
         best = fastest(layout, found)
         self._note(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
         return replace(with_peaks(best.plan, memory, layout, self._context), predicted_step_time_s=best.step_time_s)
 
+    def _without_barriers(self, layout: Layout, found: Candidate) -> Candidate:
+        """The same but for one switch. It takes the same memory: what leaves the device frees its room at once either way."""
+        plan = replace(found.plan, barriers=frozenset())
+        switches = {unit: replace(each, synchronise=False) for unit, each in found.switches.items()}
+        seconds = simulate(layout, found.trace, plan, self._context, self._hardware).step_time_s
+        return replace(found, plan=plan, switches=switches, step_time_s=seconds)
+
+    def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
+        """Every switch on but synchronisation, for a kind of step of which no trace tells enough; this one bounds it."""
+        compiler = Compiler(layout, trace, self._context, self.update_rule, self._blocks)
+        plan = compiler.plan(dict.fromkeys(layers, ALL_ON), others="held", on_device=unmovable(layout))
+        memory = timeline(layout, trace, plan, self._context)
+        return replace(with_peaks(plan, memory, layout, self._context), provisional=True, barriers=frozenset())
+
     def _provisional(self, search: Search, layout: Layout, measured: Measured) -> Plan:
-        """Every switch on, but for the layers that this step measures: as many of them as fit."""
+        """Every switch on but synchronisation, and those of the layers that this step measures: as many as fit."""
         waiting = list(self._profiler.to_open(measured))
         while True:
             switches = dict.fromkeys(measured.layers, ALL_ON)
@@ -104,7 +126,8 @@ class H3T:
             found = search.unchecked(switches, "held", "profiler")
             if self._context.hardware is None:
                 search.check_minimum()
-        return replace(with_peaks(found.plan, found.memory, layout, self._context), provisional=True)
+        peaks = with_peaks(found.plan, found.memory, layout, self._context)
+        return replace(peaks, provisional=True, barriers=frozenset())
 
     def statistics(self) -> BaseModel:
         assert self._statistics is not None, "statistics are there once layout() was called"
@@ -130,6 +153,7 @@ class H3T:
                 "switch_on_ratios": ratios,
                 "other_modules": best.others,
                 "optimizer_share_on_device": on_device / max(1, sum(s.used for s in trainable)),
+                "barriers_per_step": len(best.plan.barriers),
                 "fetches_per_step": len(fetched),
                 "fetched_bytes_per_step": sum(map(layout.bundle_bytes, fetched)),
             }
