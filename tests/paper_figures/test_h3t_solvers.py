@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from models import registry
-from paper_figures.h3t_solvers import GB, Cell, dp, layer_parameters, main, model_costs, solved
+from paper_figures.h3t_solvers import GB, Cell, dp, layer_parameters, main, model_costs, solved, solvers
 from systems.strategies.h3t.evaluation import all_on, memory_of
 from systems.strategies.h3t.switches import Assignment
 
@@ -37,6 +37,14 @@ def test_more_memory_switches_rematerialisation_off() -> None:
     small, large = assignment(PLAIN), assignment(replace(PLAIN, budget=25 * GB))
     assert large.ratios()["rematerialise"] < small.ratios()["rematerialise"] < 1.0
     assert large.runtime_s < small.runtime_s
+
+
+@pytest.mark.parametrize("model", ["bert-6b", "bert-13b"])
+def test_solvers_rank_as_figure_6_has_them(model: str) -> None:
+    cell = Cell(model, "h3t-a100-40g-x8", 256, 28 * GB)
+    manual, random, greedy, pruned = (solved(each)[0] for each in solvers(model_costs(cell), cell.budget))
+    assert random is None and manual is not None and greedy is not None and pruned is not None
+    assert pruned.runtime_s < greedy.runtime_s < manual.runtime_s
 
 
 def test_gpt3_fits_64_devices() -> None:

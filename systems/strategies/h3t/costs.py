@@ -43,7 +43,7 @@ class LayerCosts:
     gap_bytes: needed after this layer's forward, or before its backward, where other modules run.
     """
 
-    name: str = ""
+    name: str = field(default="", compare=False)
     forward_s: float = 0.0
     backward_s: float = 0.0
     prefetch_s: float = 0.0

@@ -2,137 +2,157 @@
 
 Note [States]
     After segment i a state is (current memory, peak memory, switches of i, switches of i+1) with the least runtime so far.
-    Memory is kept exactly; the m bins of the paper only tell which states are alike. Where a few states are alive all of them
-    are compared exactly, so that small cases have the optimum of exhaustive search; where many are, one of each pair of bins
-    stays, the fastest. Line 14 of Algorithm 3 leaves out the delta that line 17 of Algorithm 4 adds: it is added.
+    Memory is kept exactly; the m bins of the paper only tell which states are alike, where there are too many to keep all.
+    Line 14 of Algorithm 3 leaves out the delta that line 17 of Algorithm 4 adds: it is added. Both algorithms are one search
+    here: in Algorithm 3 a state knows the whole switches of its two layers, in Algorithm 4 R, their three of communication.
 
 Note [Prunings]
-    The paper's two: of the neighbours only R, their three switches of communication, is part of a state; a state with no less
-    memory, peak and runtime than another is dropped. Ours: one whose runtime and the least that the layers to come can take,
-    memory left aside, exceed the best assignment known from greedy and manual search; and one that cannot fit any more.
+    The second of the paper: a state with no less memory, peak and runtime than another is dropped; Algorithm 3 does so inside
+    a pair of bins alone. Ours, for both: choices that another matches in everything are left out (Note [Needless choices]), and
+    states that cannot lead to anything faster than the best assignment known (Note [Prices]).
+
+Note [Passes]
+    A pass keeps at most `width` states a layer, those with the least bound, and makes the best assignment known better, so
+    that the next one has fewer to look at. A pass that leaves nothing out has found the optimum, and is the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from systems.errors import BudgetError
+from systems.strategies.h3t.bounds import Bounds, Stacked, raise_prices, stacked
 from systems.strategies.h3t.costs import ModelCosts
-from systems.strategies.h3t.evaluation import R, Tables, allowed, evaluate, refuse, tables
-from systems.strategies.h3t.solvers import greedy_solver, manual_solver
-from systems.strategies.h3t.switches import NAMES, SYNCHRONISED, Assignment, Switches, array_of, communication
+from systems.strategies.h3t.evaluation import R, allowed, evaluate, refuse, tables
+from systems.strategies.h3t.solvers import manual_solver
+from systems.strategies.h3t.switches import NAMES, SYNCHRONISED, Assignment, Switches, array_of, communication, switches_of
 
 BINS = 128
-EXACT = 4096  # candidates up to which all are compared exactly
-PASSES = (8, 48)  # states that a group may keep before bins thin it: first few, for a tight bound
-SMALL = 6  # layers up to which a last pass thins nothing
+WIDTHS = (200, 2_000, 10_000)
+WIDTHS_WHOLE = (200, 2_000, 20_000)
+CANDIDATES_WHOLE = 4
+CANDIDATES = 8  # times the width: looked at closely
 CHUNK = 128
-SLACK = 1 + 1e-12
+NEAR = (1, 2, 3, 4, 6, 8, 12, 16)  # how many places before a state those are that it is compared with first
+SLACK = 1e-12
+CODE = 1 << np.arange(len(NAMES))  # of switches as one number
+
+
+def pruned_dp(model: ModelCosts, budget: int, *, bins: int = BINS, choices: Sequence[Switches] = SYNCHRONISED) -> Assignment:
+    """Algorithm 4. BudgetError if nothing fits."""
+    return _solved(model, budget, bins, choices, whole=False)
+
+
+def basic_dp(model: ModelCosts, budget: int, *, bins: int = BINS, choices: Sequence[Switches] = SYNCHRONISED) -> Assignment:
+    """Algorithm 3: far more states for the same optimum. BudgetError if nothing fits."""
+    return _solved(model, budget, bins, choices, whole=True)
+
+
+def _solved(model: ModelCosts, budget: int, bins: int, choices: Sequence[Switches], *, whole: bool) -> Assignment:
+    choices = sorted(allowed(model, choices), key=lambda s: int(communication([s])[0]))
+    known = _known(model, budget, choices)
+    if model.layers and choices:
+        limit, r = budget - model.fixed_bytes, communication(choices)
+        costs = stacked(tables(model, choices), r)
+        known_s = np.inf if known is None else known.runtime_s - model.fixed_s
+        bounds, numbers = raise_prices(costs, limit, known_s)
+        for width in WIDTHS_WHOLE if whole else WIDTHS:
+            if numbers is not None:
+                known = _better(model, budget, known, [choices[costs.number[number]] for number in numbers])
+            bound = np.inf if known is None else known.runtime_s - model.fixed_s
+            search = _Search(costs, bounds, whole, limit, bins, bound, width)
+            numbers = search.run(model.start_bytes)
+            if search.exact:
+                break
+        if numbers is not None:
+            known = _better(model, budget, known, [choices[costs.number[number]] for number in numbers])
+    if known is None:
+        raise refuse(model, budget)
+    return replace(_spared(model, known, budget, choices), solver="dp")
+
+
+def _spared(model: ModelCosts, found: Assignment, budget: int, choices: Sequence[Switches]) -> Assignment:
+    """Switches that save neither time nor needed memory are turned off, in as many of the first layers as that holds for."""
+    rows, codes = array_of(found.switches), array_of(choices) @ CODE
+    for column, name in enumerate(NAMES):
+        if name in ("rematerialise", "synchronise") or not rows[:, column].any():
+            continue
+        tried = np.repeat(rows[None], len(rows), axis=0)
+        tried[..., column] &= ~np.tri(len(rows), dtype=bool)
+        tried = tried[np.isin(tried @ CODE, codes).all(axis=1)]
+        seen = evaluate(model, tried)
+        good = np.flatnonzero((seen.memory_bytes <= budget) & (seen.runtime_s <= found.runtime_s * (1 + SLACK)))
+        if len(good):
+            last = int(good[-1])
+            rows = tried[last]
+            found = Assignment(switches_of(rows), float(seen.runtime_s[last]), int(seen.memory_bytes[last]), found.solver)
+    return found
+
+
+def _known(model: ModelCosts, budget: int, choices: Sequence[Switches]) -> Assignment | None:
+    try:
+        return manual_solver(model, budget, choices=choices)
+    except BudgetError:
+        return None
+
+
+def _better(model: ModelCosts, budget: int, known: Assignment | None, switches: Sequence[Switches]) -> Assignment | None:
+    """The faster of both that fits."""
+    seen = evaluate(model, array_of(switches)[None])
+    runtime_s, memory = float(seen.runtime_s[0]), int(seen.memory_bytes[0])
+    if memory > budget or (known is not None and known.runtime_s <= runtime_s):
+        return known
+    return Assignment(tuple(switches), runtime_s, memory, "dp")
 
 
 @dataclass(frozen=True)
 class _States:
-    """One entry a state. parent: its number in the layer before; choice: of this layer, a number in `choices`."""
+    """One entry a state. before: r of the layer before; mine: key of the next; bound_s: the least that it can come to.
+
+    parent: its number in the layer before; choice: of this layer.
+    """
 
     before: np.ndarray
     mine: np.ndarray
     current: np.ndarray
     peak: np.ndarray
     runtime: np.ndarray
+    bound_s: np.ndarray
     parent: np.ndarray
     choice: np.ndarray
 
     def __len__(self) -> int:
         return len(self.runtime)
 
-
-def pruned_dp(model: ModelCosts, budget: int, *, bins: int = BINS, choices: Sequence[Switches] = SYNCHRONISED) -> Assignment:
-    """Algorithm 4. BudgetError if nothing fits."""
-    choices = allowed(model, choices)
-    limit = budget - model.fixed_bytes
-    simulated = tables(model, choices)
-    known = _known(model, budget, choices)
-    for alive in (*PASSES, EXACT) if len(model.layers) <= SMALL else PASSES:
-        bound = np.inf if known is None else known.runtime_s - model.fixed_s
-        search = _Search(simulated, communication(choices), limit, bins, bound, alive)
-        numbers = search.run(model.start_bytes)
-        if numbers is not None:
-            known = _assignment(model, [choices[number] for number in numbers])
-        if search.exact:
-            break
-    if known is None:
-        raise refuse(model, budget)
-    return replace(_spared(model, known, budget, frozenset(choices)), solver="dp")
-
-
-def _spared(model: ModelCosts, found: Assignment, budget: int, choices: frozenset[Switches]) -> Assignment:
-    """Switches that save neither time nor needed memory are turned off, in as many of the first layers as that holds for."""
-    layers = len(model.layers)
-    for name in (n for n in NAMES if n not in ("rematerialise", "synchronise")):
-        tried = [
-            tuple(replace(s, **{name: False}) if i < count else s for i, s in enumerate(found.switches))
-            for count in range(1, layers + 1)
-        ]
-        tried = [each for each in tried if choices.issuperset(each)]
-        if not tried:
-            continue
-        seen = evaluate(model, np.stack([array_of(each) for each in tried]))
-        good = np.flatnonzero((seen.memory_bytes <= budget) & (seen.runtime_s <= found.runtime_s * SLACK))
-        if len(good):
-            last = int(good[-1])
-            found = Assignment(tried[last], float(seen.runtime_s[last]), int(seen.memory_bytes[last]), found.solver)
-    return found
-
-
-def _known(model: ModelCosts, budget: int, choices: Sequence[Switches]) -> Assignment | None:
-    try:
-        found = [solver(model, budget, choices=choices) for solver in (greedy_solver, manual_solver)]
-    except BudgetError:
-        return None
-    return min(found, key=lambda each: each.runtime_s)
-
-
-def _assignment(model: ModelCosts, switches: Sequence[Switches]) -> Assignment:
-    found = evaluate(model, array_of(switches)[None])
-    return Assignment(tuple(switches), float(found.runtime_s[0]), int(found.memory_bytes[0]), "dp")
+    def only(self, which: np.ndarray) -> _States:
+        return _States(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
 
 
 class _Search:
-    """One pass. exact: nothing was thinned, so that another pass would find no better."""
+    """One pass, see Note [Passes]. whole: a state keeps whole switches (their number is its key), else R.
 
-    def __init__(self, simulated: Sequence[Tables], r: np.ndarray, limit: int, bins: int, bound: float, alive: int) -> None:
-        self._tables, self._limit, self._bound = simulated, limit, bound * SLACK
-        self._alive, self.exact = alive, True
+    exact: nothing was left out for want of width, so that no other pass would find better.
+    """
+
+    def __init__(self, costs: Stacked, bounds: Bounds, whole: bool, limit: int, bins: int, known_s: float, width: int) -> None:
+        self._costs, self._bounds, self._whole, self._limit, self._width = costs, bounds, whole, limit, width
+        self._key = np.arange(len(costs.r)) if whole else costs.r
+        self._count = len(self._key) if whole else R
         self._bin_bytes = max(limit, 1) / bins
-        self._of_r = [np.flatnonzero(r == number) for number in range(R)]
-        least = [int(t.peak_bytes.min()) for t in simulated]
-        self._need = [max(least[i:], default=0) for i in range(len(simulated) + 1)]
-        self._rest = self._least_runtime()
-
-    def _least_runtime(self) -> list[np.ndarray]:
-        """Per layer [r before, r of it]: the least that it and all after it can take, whatever the memory."""
-        rest = [np.zeros((R, R))]
-        for table in reversed(self._tables):
-            total = np.full((R, R), np.inf)
-            for number, mine in enumerate(self._of_r):
-                if len(mine):
-                    total[:, number] = (table.runtime_s[:, mine, :] + rest[0][number]).min(axis=(1, 2))
-            rest.insert(0, total)
-        return rest
+        self._bound = known_s + SLACK * (known_s + bounds.ahead[0] * abs(limit))
+        self.exact = True
 
     def run(self, start_bytes: int) -> list[int] | None:
         """Choices of the best assignment, or None where none fits or beats the bound."""
-        states = self._first(start_bytes)
-        history = []
-        for i in range(len(self._tables)):
-            groups = list(self._next(i, states))
-            if not groups:
-                return None
-            states = _States(*(np.concatenate(columns) for columns in zip(*groups, strict=True)))
+        states, history = self._first(start_bytes), []
+        for i in range(len(self._costs.delta_bytes)):
+            states = self._kept(self._next(i, states))
             history.append(states)
+            if not len(states):
+                return None
         number = int(states.runtime.argmin())
         numbers = []
         for layer in reversed(history):
@@ -141,102 +161,110 @@ class _Search:
         return numbers[::-1]
 
     def _first(self, start_bytes: int) -> _States:
-        zeros = np.zeros(R, dtype=np.int64)
-        return _States(zeros, np.arange(R), zeros, zeros + start_bytes, np.zeros(R), zeros, zeros)
+        keys = np.unique(self._key)
+        zeros = np.zeros(len(keys), dtype=np.int64)
+        return _States(zeros, keys, 0.0 * zeros, 0.0 * zeros + start_bytes, 0.0 * zeros, 0.0 * zeros, zeros, zeros)
 
-    def _next(self, i: int, states: _States) -> Iterator[tuple[np.ndarray, ...]]:
-        """The states of layer i, group after group of (r of i, r of i+1)."""
-        table, last = self._tables[i], i == len(self._tables) - 1
-        for r, mine in enumerate(self._of_r):
-            old = np.flatnonzero(states.mine == r)
-            if not len(old) or not len(mine):
-                continue
-            gained = table.resident_bytes[mine]
-            current = states.current[old, None] + table.delta_bytes[mine] + gained
-            peaks = table.peak_bytes[states.before[old][:, None], mine]
-            peak = np.maximum(states.peak[old, None, None], states.current[old, None, None] + peaks) + gained[:, None]
-            runtime = states.runtime[old, None, None] + table.runtime_s[states.before[old][:, None], mine]
-            good = (peak <= self._limit) & (current[:, :, None] + self._need[i + 1] <= self._limit)
-            good &= runtime + self._rest[i + 1][r] <= self._bound
-            for after in range(1 if last else R):
-                if len(self._of_r[after]) == 0 and not last:
-                    continue
-                a, b = np.nonzero(good[:, :, after])
-                if len(a):
-                    found = current[a, b], peak[a, b, after], runtime[a, b, after]
-                    kept = self._kept(*found)
-                    shape = np.full(len(kept), r), np.full(len(kept), after)
-                    yield (*shape, *(column[kept] for column in found), old[a[kept]], mine[b[kept]])
+    def _next(self, i: int, states: _States) -> _States:
+        """All states of layer i that fit and that the bound lets live."""
+        costs, bounds, limit, r = self._costs, self._bounds, self._limit, self._costs.r
+        spent = states.runtime + bounds.ahead[i] * (states.current - limit) + bounds.behind[i] * (states.peak - limit)
+        parent, choice = self._taken(i, states.mine)
+        good = bounds.through[i][:, states.before[parent], choice] <= (self._bound - spent)[parent]
+        last = i == len(costs.delta_bytes) - 1
+        if last:
+            good[1:] = False
+        after, taken = np.nonzero(good)
+        parent, choice = parent[taken], choice[taken]
+        if not last and self._whole:
+            taken, after = self._known_whole(i + 1, after)
+            parent, choice = parent[taken], choice[taken]
+        after_r = r[after] if not last and self._whole else after
+        before, resident = states.before[parent], costs.resident_bytes[i, choice]
+        current = states.current[parent] + costs.delta_bytes[i, choice] + resident
+        peak = np.maximum(states.peak[parent], states.current[parent] + costs.peak_bytes[i, after_r, before, choice]) + resident
+        runtime = states.runtime[parent] + costs.runtime_s[i, after_r, before, choice]
+        bound_s = runtime + bounds.ahead[i + 1] * (current - limit) + bounds.behind[i + 1] * (peak - limit)
+        if not last:
+            bound_s += self._rest(i + 1)[r[choice], after]
+        alive = np.flatnonzero((peak <= limit) & (bound_s <= self._bound))
+        return _States(r[choice], after, current, peak, runtime, bound_s, parent, choice).only(alive)
 
-    def _kept(self, current: np.ndarray, peak: np.ndarray, runtime: np.ndarray) -> np.ndarray:
-        """See Note [Prunings] and Note [States]."""
-        order = np.lexsort((peak, current, runtime))
-        if len(order) > EXACT:
-            order = self._one_a_bin(order, current, peak)
-        kept = not_dominated(order, current, peak)
-        return kept if len(kept) <= self._alive else self._one_a_bin(kept, current, peak)[: self._alive]
+    def _taken(self, i: int, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(number of the state, choice) for all useful choices of layer i."""
+        members = np.flatnonzero(self._costs.useful[i])
+        return _pairs(mine, self._key[members], members, self._count)
 
-    def _one_a_bin(self, order: np.ndarray, current: np.ndarray, peak: np.ndarray) -> np.ndarray:
-        """The first in `order` of each pair of bins."""
-        self.exact = False
-        cells = (current[order] / self._bin_bytes).astype(np.int64) << 32 | (peak[order] / self._bin_bytes).astype(np.int64)
-        return order[np.sort(np.unique(cells, return_index=True)[1])]
+    def _known_whole(self, i: int, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(number, choice of layer i) for all useful choices with r `after`."""
+        members = np.flatnonzero(self._costs.useful[i])
+        return _pairs(after, self._costs.r[members], members, R)
+
+    def _rest(self, i: int) -> np.ndarray:
+        """[r before, key of i]: the least that layer i and all after it take."""
+        return self._bounds.through[i].min(axis=0) if self._whole else self._bounds.rest[i]
+
+    def _kept(self, states: _States) -> _States:
+        """See Note [Prunings] and Note [Passes]."""
+        most = (CANDIDATES_WHOLE if self._whole else CANDIDATES) * self._width
+        if len(states) > most:
+            self.exact = False
+            states = states.only(np.argpartition(states.bound_s, most)[:most])
+        group = self._key[states.choice] * self._count + states.mine
+        current, peak = ((memory / self._bin_bytes).astype(np.int64) for memory in (states.current, states.peak))
+        cells = (group << 40) + (current << 20) + peak
+        alike = cells if self._whole else group
+        order = np.lexsort((states.runtime, alike) if self._whole else (states.current, states.runtime, alike))
+        order = _without_near(order, alike, states)
+        if not self._whole:
+            order = not_dominated(order, group, states.current, states.peak)
+        if len(order) > self._width:
+            self.exact = False
+            order = _first_of_each(order, cells, states.bound_s)[: self._width]
+        return states.only(order)
 
 
-def not_dominated(order: np.ndarray, current: np.ndarray, peak: np.ndarray) -> np.ndarray:
-    """Of numbers in order of runtime, those that nobody before them matches in both memories."""
+def _first_of_each(order: np.ndarray, cells: np.ndarray, bound_s: np.ndarray) -> np.ndarray:
+    """The best of all cells, the second best of all cells, and so on; those of one rank by bound."""
+    order = order[np.lexsort((bound_s[order], cells[order]))]
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(cells[order]) != 0]))
+    rank = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
+    return order[np.lexsort((bound_s[order], rank))]
+
+
+def _pairs(wanted: np.ndarray, keys: np.ndarray, members: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(position in `wanted`, member with that key) for every such pair. keys: of each member, ascending, under `count`."""
+    sizes = np.bincount(keys, minlength=count)
+    starts, many = np.cumsum(sizes) - sizes, sizes[wanted]
+    positions = np.repeat(np.arange(len(wanted)), many)
+    within = np.arange(len(positions)) - np.repeat(np.cumsum(many) - many, many)
+    return positions, members[starts[wanted][positions] + within]
+
+
+def _without_near(order: np.ndarray, group: np.ndarray, states: _States) -> np.ndarray:
+    """`order` without those that one of a few places before them in the same group matches in both memories."""
+    group, current, peak = group[order], states.current[order], states.peak[order]
+    for near in NEAR:
+        worse = (group[near:] == group[:-near]) & (current[:-near] <= current[near:]) & (peak[:-near] <= peak[near:])
+        stays = np.concatenate([np.ones(min(near, len(order)), dtype=bool), ~worse])
+        order, group, current, peak = order[stays], group[stays], current[stays], peak[stays]
+    return order
+
+
+EARLIER = np.triu(np.ones((CHUNK, CHUNK), dtype=bool), 1)
+
+
+def not_dominated(order: np.ndarray, group: np.ndarray, current: np.ndarray, peak: np.ndarray) -> np.ndarray:
+    """Of numbers in order of group and runtime, those that nobody of their group before them matches in both memories."""
     kept = []
-    while len(order):
-        chunk, order = order[:CHUNK], order[CHUNK:]
-        c, p = current[chunk], peak[chunk]
-        better = (c[:, None] <= c) & (p[:, None] <= p)
-        chunk = chunk[~np.triu(better, 1).any(axis=0)]
-        kept.append(chunk)
-        c, p = current[chunk, None], peak[chunk, None]
-        if len(order):
-            order = order[~((c <= current[order]) & (p <= peak[order])).any(axis=0)]
+    for left in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+        while len(left):
+            chunk, left = left[:CHUNK], left[CHUNK:]
+            c, p = current[chunk], peak[chunk]
+            better = (c[:, None] <= c) & (p[:, None] <= p) & EARLIER[: len(chunk), : len(chunk)]
+            chunk = chunk[~better.any(axis=0)]
+            kept.append(chunk)
+            if len(left):
+                c, p = current[chunk, None], peak[chunk, None]
+                left = left[~((c <= current[left]) & (p <= peak[left])).any(axis=0)]
     return np.concatenate(kept) if kept else order
-
-
-State = tuple[int, int, float, tuple[int, ...]]
-
-
-def basic_dp(model: ModelCosts, budget: int, *, bins: int = BINS, choices: Sequence[Switches] = SYNCHRONISED) -> Assignment:
-    """Algorithm 3 as it is printed, with whole switches of both neighbours in a state: slow, for small cases.
-
-    States of the same bins stay beside each other unless one is no better than another in anything.
-    """
-    choices = allowed(model, choices)
-    r, limit = communication(choices), budget - model.fixed_bytes
-    simulated = tables(model, choices)
-    bin_bytes = max(limit, 1) / bins
-    everything, last = range(len(choices)), len(simulated) - 1
-    cells: dict[tuple[int, int, int, int], list[State]] = {
-        (0, 0, -1, s): [(0, model.start_bytes, 0.0, (s,))] for s in everything
-    }
-    for i, table in enumerate(simulated):
-        following: dict[tuple[int, int, int, int], list[State]] = {}
-        for (_, _, before, mine), states in cells.items():
-            for after in (-1,) if i == last else everything:
-                left, right = (0 if s < 0 else int(r[s]) for s in (before, after))
-                for current, peak, runtime, taken in states:
-                    gained = int(table.resident_bytes[mine])
-                    new_current = current + gained + int(table.delta_bytes[mine])
-                    new_peak = max(peak, current + int(table.peak_bytes[left, mine, right])) + gained
-                    if new_peak <= limit:
-                        cell = following.setdefault((int(new_current / bin_bytes), int(new_peak / bin_bytes), mine, after), [])
-                        new_runtime = runtime + float(table.runtime_s[left, mine, right])
-                        _add(cell, (new_current, new_peak, new_runtime, (*taken, after)))
-        cells = following
-    found = [state for states in cells.values() for state in states]
-    if not found:
-        raise refuse(model, budget)
-    best = min(found, key=lambda state: state[2])
-    return _assignment(model, [choices[s] for s in best[3][:-1]])
-
-
-def _add(cell: list[State], new: State) -> None:
-    if any(all(a <= b for a, b in zip(old[:3], new[:3], strict=True)) for old in cell):
-        return
-    cell[:] = [old for old in cell if not all(a <= b for a, b in zip(new[:3], old[:3], strict=True))]
-    cell.append(new)

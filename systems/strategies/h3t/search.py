@@ -144,11 +144,11 @@ class Search:
                 return None
             order = sorted(self._measured.layers, key=self._first_use)
             switches = {unit: self._with_forced(unit, s) for unit, s in zip(order, rows, strict=True)}
-            found = self.candidate(switches, others, name, on_device)
-            if found is not None:
+            found = self.unchecked(switches, others, name, on_device)
+            excess = found.memory.total_peak - self._context.device_budget
+            if excess <= 0:
                 return found
-            excess = self.unchecked(switches, others, name, on_device).memory.total_peak - self._context.device_budget
-            budget -= max(excess, 1)
+            budget -= excess
         return None
 
     def _assigned(self, name: str, costs: ModelCosts, budget: int) -> tuple[Switches, ...]:
