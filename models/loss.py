@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.utils._pytree import tree_leaves
 
 from models.objective import IGNORED, OBJECTIVES
 from models.shape import ObjectiveName
@@ -82,12 +83,18 @@ class _CrossEntropy(torch.autograd.Function):
 def _only_used_here(logits: torch.Tensor) -> bool:
     """True if a matrix product made the logits, whose backward does without them, as that of a tanh would not.
 
-    Functions on the way that a package wrapped around modules hand on what they are given.
+    Functions on the way that a package wrapped around modules hand on what they are given, and keep no tensor. One that keeps
+    some may want its result, which nothing tells.
     """
     node = logits.grad_fn
-    while node is not None and (node.name() in _VIEWS or isinstance(node, BackwardCFunction)):
+    while node is not None and (node.name() in _VIEWS or (isinstance(node, BackwardCFunction) and not _keeps_tensors(node))):
         node = node.next_functions[0][0]
     return node is not None and node.name() in _PRODUCTS
+
+
+def _keeps_tensors(node: Any) -> bool:
+    """Saved or as attributes; what is saved is not looked at, which could begin a recomputation."""
+    return bool(node._raw_saved_tensors) or any(isinstance(kept, torch.Tensor) for kept in tree_leaves(vars(node)))
 
 
 def _slabs(logits: torch.Tensor) -> Iterator[slice]:

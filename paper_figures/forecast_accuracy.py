@@ -138,6 +138,17 @@ def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
     )
 
 
+def _compared(cells: Sequence[list[Record]], profile: HardwareProfile) -> tuple[list[Compared], list[str]]:
+    """Cells, and a line for each of which there is no forecast: its options are part of none, or no longer known."""
+    found, refused = list[Compared](), list[str]()
+    for runs in cells:
+        try:
+            found.append(compare(runs, profile))
+        except ValueError as error:
+            refused.append(f"{runs[-1].run_id}: {error}")
+    return found, refused
+
+
 def table(found: Sequence[Compared]) -> Table:
     work, times = ("system", "model", "options", "device", "tokens", "n"), ("measured s", "predicted s", "error")
     shown = Table(*work, *times, "peak", "predicted", "error", "bound", title="Forecasts beside measured runs")
@@ -175,14 +186,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         profile = hardware.load(spec.hardware)
         records, unreadable = store.read_all(Path(spec.results))
-        found = [compare(runs, profile) for runs in cells_of(records, profile)]
+        found, refused = _compared(cells_of(records, profile), profile)
         if spec.out is not None:
             rows = [vars(one) | {"step_error": one.step_error, "peak_error": one.peak_error} for one in found]
             pd.DataFrame(rows).to_csv(spec.out, index=False)
     except (OSError, ValueError) as error:
         console.print(str(error), markup=False)
         return 2
-    for broken in unreadable:
+    for broken in [*unreadable, *refused]:
         console.print(f"left out: {broken}", markup=False)
     if not found:
         console.print(f"no record in {spec.results} of a run on {profile.device_name} that counts: see --help", markup=False)

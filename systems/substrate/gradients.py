@@ -166,8 +166,11 @@ class Gradients:
         gradient.flushed = True
 
     def sum_complete(self, bundles: Sequence[int]) -> None:
-        """Leave the sums of squares of gradients that are about to be flushed for the norm, in one pass."""
-        wanted: list[tuple[int, list[int]]] = []
+        """Leave the sums of squares of gradients that are about to be flushed for the norm, in one pass.
+
+        Bringing one together may want room, for which another is sent off, with its sums: that one is left out.
+        """
+        together: list[int] = []
         for bundle in bundles:
             gradient = self.bundles[bundle]
             stays = self.adopts(bundle) and gradient.range is None
@@ -175,8 +178,9 @@ class Gradients:
                 continue
             if not self.adopts(bundle):
                 self.in_place.assemble(bundle, gradient)
-            if self.accumulate == 1:
-                wanted.append((bundle, sorted(gradient.fired)))
+            together.append(bundle)
+        there = [b for b in together if self.bundles[b].range is not None or self.in_place.written(b)]
+        wanted = [(b, sorted(self.bundles[b].fired)) for b in there if self.accumulate == 1]
         if wanted:
             with labelled("norm of gradients"):
                 self.partials |= _sums(self.device.kernel, wanted, self.on_device)

@@ -47,10 +47,12 @@ class Granule:
 
     last: ticket of whoever may still be using that memory. A caching allocator hands out what was freed on the host while
     kernels that read it are still queued; that is safe on its own stream only, and copies run on others.
+
+    keeps: tickets of finished work too, of which a log is kept.
     """
 
-    def __init__(self, space: str, memory: torch.Tensor, last: Ticket) -> None:
-        self.space, self.memory = space, memory
+    def __init__(self, space: str, memory: torch.Tensor, last: Ticket, *, keeps: bool = False) -> None:
+        self.space, self.memory, self._keeps = space, memory, keeps
         self._pieces = [_Piece(0, memory.numel(), [last])]
         self._frees = 0
 
@@ -114,6 +116,7 @@ class Granule:
             if joined and joined[-1].stop == piece.start and joined[-1].idle and piece.idle:
                 before = joined.pop()
                 freed = max(before.freed, piece.freed)
-                piece = _Piece(before.start, piece.stop, before.tickets + piece.tickets, freed)
+                tickets = before.tickets + piece.tickets if self._keeps else []  # all finished: else they pile up
+                piece = _Piece(before.start, piece.stop, tickets, freed)
             joined.append(piece)
         self._pieces = joined

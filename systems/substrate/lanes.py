@@ -225,10 +225,10 @@ class Lane:
 
     def _carry_out(self, job: _Job, *, by_caller: bool = False) -> None:
         """An error is its ticket's. by_caller: what only ends programs (Ctrl-C) is not this lane's, and goes on."""
-        if self._jitter is not None:
-            self._jitter()
         ticket = job.ticket
         try:
+            if self._jitter is not None:
+                self._jitter()
             for earlier in job.after:
                 earlier.order(self.stream)
             if self.stream is None:

@@ -135,10 +135,9 @@ class Runtime:
         self._moment(Phase.BACKWARD_EXIT, unit)
         gradients, users = self.parts.gradients, self.parts.layout.bundles
         ended = [b for b in self._bundles(unit) if not any(self._pending.get(u, 0) for u in users[b].units)]
-        complete = [bundle for bundle in ended if gradients.complete(bundle)]
-        gradients.sum_complete(complete)
+        gradients.sum_complete([bundle for bundle in ended if gradients.complete(bundle)])
         for bundle in ended:
-            if bundle in complete:
+            if gradients.complete(bundle):
                 self._flush(bundle)
             elif bundle in gradients.bundles:
                 self.recorder.waits(bundle, gradients.bundles[bundle].fired)

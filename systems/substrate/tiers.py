@@ -160,7 +160,8 @@ class Pool:
 
     def _add(self, memory: torch.Tensor) -> Granule:
         self._made += 1
-        granule = Granule(f"{self.account.tier.value}{self._made}", memory, self._mark())
+        name = f"{self.account.tier.value}{self._made}"
+        granule = Granule(name, memory, self._mark(), keeps=self.account.keeps_log)
         self._granules.append(granule)
         return granule
 

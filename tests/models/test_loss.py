@@ -88,11 +88,32 @@ class Handed(torch.autograd.Function):
         return gradient
 
 
+class Capped(torch.autograd.Function):
+    """A user's own head end, whose backward wants its result."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, saved: bool) -> torch.Tensor:
+        result = torch.tanh(tensor)
+        ctx.saved = saved
+        if saved:
+            ctx.save_for_backward(result)
+        else:
+            ctx.kept = [result.detach()]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        result = ctx.saved_tensors[0] if ctx.saved else ctx.kept[0]
+        return gradient * (1 - result * result), None
+
+
 HEADS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "product": (lambda logits: logits, True),
     "handed on": (Handed.apply, True),
     "a copy": (lambda logits: logits.clone(), True),
     "capped": (lambda logits: 30 * torch.tanh(logits / 30), False),
+    "capped by a function that saves": (lambda logits: Capped.apply(logits, True), False),
+    "capped by a function that keeps": (lambda logits: Handed.apply(Capped.apply(logits, False)), False),
     "capped and handed on": (lambda logits: Handed.apply(torch.tanh(logits)), False),
 }
 

@@ -60,6 +60,18 @@ def test_it_writes_what_it_shows(
     assert "1 cells" in shown and cell[-1].spec.model in shown
 
 
+def test_a_cell_without_a_forecast_is_named_and_left_out(
+    records: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = next(c for c in cells_of(records, hardware.load("h100-80g-x1")) if c[-1].spec.system == "elixir")
+    spec = runs[-1].spec.model_copy(update={"option": ("no_such_option=1",)})
+    old = runs[-1].model_copy(update={"spec": spec, "run_id": "an-old-run"})
+    monkeypatch.setattr(forecast_accuracy, "cells_of", lambda *_: [[old], runs])
+    assert main(["--results", str(RESULTS)]) == 0
+    shown = capsys.readouterr().out
+    assert "left out: an-old-run: " in shown and "no_such_option" in shown and "1 cells" in shown
+
+
 def test_bad_input_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hardware", "no-such-machine"]) == 2
     assert "no-such-machine" in capsys.readouterr().out

@@ -82,3 +82,18 @@ def test_idle_neighbours_are_joined_when_pieces_are_many() -> None:
     assert not memory.idle and memory.empty
     busy.finish()
     assert memory.idle and memory.find(4 * MANY) is not None
+
+
+def test_tickets_of_joined_pieces_do_not_pile_up() -> None:
+    """Over many steps, each of which places and frees more blocks than there are pieces."""
+    memory, most = granule(40 * MANY), 0
+    for step in range(40):
+        blocks = []
+        for number in range(MANY + 40):
+            found = placed(memory, size := 10 + number % 3)
+            assert found is not None
+            most = max(most, len(found[1]))
+            blocks.append((found[0], found[0] + size))
+        for start, stop in blocks:
+            memory.give(start, stop, [DoneTicket(step)])
+    assert most <= 4

@@ -9,6 +9,7 @@ import torch
 
 from systems.planning.races import find_races
 from systems.substrate.events import issued_operations
+from systems.substrate.gradient_ranges import BundleGradient
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import build as build_small
@@ -99,6 +100,29 @@ def test_a_unit_that_enters_again_gets_its_parameters_back() -> None:
     assert seen
     assert not any(seen)
     assert run.counters["gradient_detours"] > 0
+    assert find_races(issued_operations(engine.log.operations)) == []  # type: ignore[attr-defined]
+
+
+def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() -> None:
+    """As where that wants room; here the runtime is told so by hand."""
+    ids = tokens(STEPS, 1)
+    engine = start(RANDOM, build_small("opt"), settings(clip=0.5, log_events=True), OPTIONS)
+    runtime, gradients, sent = engine.runtime, parts_of(engine).gradients, set[int]()  # type: ignore[attr-defined]
+    assemble, busy = gradients.in_place.assemble, list[int]()
+
+    def assemble_and_send_others(bundle: int, gradient: BundleGradient) -> None:
+        assemble(bundle, gradient)
+        others = {b for b in gradients.bundles if b != bundle and gradients.in_place.written(b)}
+        if others and not busy:
+            busy.append(bundle)
+            runtime._relieve()
+            busy.clear()
+            sent.update(b for b in others if gradients.complete(bundle) and not gradients.in_place.written(b))
+
+    gradients.in_place.assemble = assemble_and_send_others
+    run = train(engine, ids)
+    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), run)
+    assert sent
     assert find_races(issued_operations(engine.log.operations)) == []  # type: ignore[attr-defined]
 
 
