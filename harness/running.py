@@ -149,11 +149,15 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     known.measured = measurement.measured
     measurement.run()
     known.watch.look()
+    broken = False
     for name, asked, take in (
         ("trace", job.spec.trace is not None and job.replicate == 0, _trace),
         ("phases", job.spec.phases, _phases),
     ):
         if not asked:
+            continue
+        if broken:  # the engine may not be able to step any more
+            known.notes.append(f"--{name}: none was taken, for the same reason")
             continue
         known.take_figures()
         channel.enter(name)
@@ -163,7 +167,7 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
         except Exception as error:  # noqa: BLE001 - what was measured stands, whatever befalls one more step
             traceback.print_exc()
             known.notes.append(f"--{name}: none was taken: {one_line(str(error)) or type(error).__name__}")
-            return
+            broken = True
 
 
 def _trace(job: Job, measurement: Measurement, known: Known) -> None:

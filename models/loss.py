@@ -39,6 +39,8 @@ def token_loss(
     model: called with the objective's inputs; returns logits (batch, seq, vocab) or an output with them as .logits.
     batch: as the dataset makes it; input_ids and labels, both (batch, seq).
     label_count: of the whole step, over all ranks and micro-batches. objective: the shape's.
+
+    Backward may write the logits' gradient over them, so that they are worth nothing afterwards, and can be done once.
     """
     goal = OBJECTIVES[objective]
     output = model(**goal.inputs(batch))

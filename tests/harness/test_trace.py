@@ -96,9 +96,9 @@ def test_what_befalls_the_traced_step_takes_no_figure_away(
         raise error
 
     monkeypatch.setattr(trace, "take", take)
-    record = run_here(make_spec(**SMALL | {"system": "elixir", "trace": str(tmp_path / "step.json")}))
+    record = run_here(make_spec(**SMALL | {"system": "elixir", "trace": str(tmp_path / "step.json"), "phases": True}))
     assert record.status == "ok" and record.metrics.mean_step_time_s is not None and record.memory.device_peak_bytes
-    assert record.notes[-1] == f"--trace: none was taken: {error}"
+    assert record.notes[-2:] == [f"--trace: none was taken: {error}", "--phases: none was taken, for the same reason"]
     assert record.phases_s["close"] >= 0
 
 

@@ -123,7 +123,7 @@ def test_h3t_moves_gradients_what_it_fetches_and_hidden_states(setup: Setup) -> 
     assert found.bytes_of(OpKind.WRITE_BACK) == 0
 
 
-@pytest.mark.parametrize(("setup", "share"), zip(SETUPS, (0.3, 0.2, 0.15, 0.35), strict=True), ids=name_of)
+@pytest.mark.parametrize(("setup", "share"), [*zip(SETUPS, (0.3, 0.2, 0.15, 0.35), strict=True)], ids=name_of)
 def test_without_one_evictions_are_written_back(setup: Setup, share: float) -> None:
     """share: of resident's peak, so little that parameters have to go during forward."""
     found = steady(setup, "elixir write-back", int(share * (reference(setup).memory.device_peak_bytes or 0)))
