@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -47,18 +47,27 @@ class Count(_Sourced):
     value: int = Field(gt=0)
 
 
-class BySize(_Sourced):
-    """Rate of a copy by its size: points (bytes, bytes a second), sizes ascending."""
+class _Points(_Sourced):
+    """A rate that depends on a size: points (size, units of work a second), sizes ascending."""
+
+    columns: ClassVar[str]
+    sizes: ClassVar[str]
 
     points: tuple[tuple[int, float], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _ascending(self) -> BySize:
+    def _ascending(self) -> Self:
         if any(size <= 0 or rate <= 0 for size, rate in self.points):
-            raise ValueError("points are (bytes, bytes a second), both above 0")
+            raise ValueError(f"points are {self.columns}, both above 0")
         if any(b[0] <= a[0] for a, b in pairwise(self.points)):
-            raise ValueError("points must have ascending sizes")
+            raise ValueError(f"points must have ascending {self.sizes}")
         return self
+
+
+class BySize(_Points):
+    """Rate of a copy by its size."""
+
+    columns, sizes = "(bytes, bytes a second)", "sizes"
 
     def overhead_s(self, size: float) -> float:
         """Seconds that a copy takes beyond its size at the highest rate: interpolated between points, constant outside."""
@@ -72,21 +81,10 @@ class BySize(_Sourced):
         return 0.0
 
 
-class ByWidth(_Sourced):
-    """Rate of fused attention by the width of a head: points (elements, operations a second), widths ascending.
+class ByWidth(_Points):
+    """Rate of fused attention by the width of a head. Forward and backward together, of a causal mask half of the pairs."""
 
-    Forward and backward together; of a causal mask half of the pairs count.
-    """
-
-    points: tuple[tuple[int, float], ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _ascending(self) -> ByWidth:
-        if any(width <= 0 or rate <= 0 for width, rate in self.points):
-            raise ValueError("points are (elements, operations a second), both above 0")
-        if any(b[0] <= a[0] for a, b in pairwise(self.points)):
-            raise ValueError("points must have ascending widths")
-        return self
+    columns, sizes = "(elements, operations a second)", "widths"
 
     def rate(self, width: int) -> float:
         """Kernels pad a head to the next width that they know, so that of the next wider point; of the last beyond it."""

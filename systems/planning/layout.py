@@ -152,6 +152,11 @@ class Layout:
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize
 
+    @cached_property
+    def largest_movable_bytes(self) -> int:
+        """Bytes of the largest bundle that moves; 0 if none does."""
+        return max((self.bundle_bytes(b.index) for b in self.bundles if b.movable), default=0)
+
     @property
     def param_bytes(self) -> int:
         """Bytes of all parameters as computed with, padding included."""

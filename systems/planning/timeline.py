@@ -44,8 +44,7 @@ def with_peaks(plan: Plan, memory: MemTimeline, layout: Layout, context: Plannin
     """The plan with the peaks that its timeline predicts; of the device, with what the allocator takes on top."""
     total, allowance = memory.total_peak, context.allowance
     if allowance != EXACT:
-        largest = max((layout.bundle_bytes(bundle.index) for bundle in layout.bundles if bundle.movable), default=0)
-        slab, others = allowance.slab(memory.pool_peak, largest), max(memory.device_non_model_bytes)
+        slab, others = allowance.slab(memory.pool_peak, layout.largest_movable_bytes), max(memory.device_non_model_bytes)
         total = allowance.expected_peak(slab, others, context.memory_for(context.device_budget))
     return replace(plan, predicted_device_peak_bytes=total, predicted_model_peak_bytes=memory.pool_peak)
 

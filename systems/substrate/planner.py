@@ -54,7 +54,7 @@ class Planner:
             if not bundle.movable:
                 self._promote(bundle.index)
         self._settled = parts.device.account.pool
-        self._prepare(self._unplanned_bytes)
+        parts.device.prepare(self._unplanned_bytes, parts.layout.largest_movable_bytes)
         parts.residency.limit = self._unplanned_bytes
 
     @property
@@ -102,7 +102,7 @@ class Planner:
         self.cursor.use(plan)
         self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
         if plan is not None and plan.predicted_model_peak_bytes is not None:
-            self._prepare(plan.predicted_model_peak_bytes)
+            self.parts.device.prepare(plan.predicted_model_peak_bytes, self.parts.layout.largest_movable_bytes)
         residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
         if plan is None:
             return
@@ -120,11 +120,6 @@ class Planner:
                 return
         for index in sorted(plan.resident_at_start):
             residency.fetch(index)
-
-    def _prepare(self, pool_bytes: int) -> None:
-        layout = self.parts.layout
-        largest = max((layout.bundle_bytes(b.index) for b in layout.bundles if b.movable), default=0)
-        self.parts.device.prepare(pool_bytes, largest)
 
     def demote(self, bundle: int) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step; the step is planned anew after."""
