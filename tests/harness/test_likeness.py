@@ -29,7 +29,7 @@ RUN: dict[str, Any] = {
         "shape": {"name": "opt-tiny", "num_layers": 6, "hidden_size": 128, "label": "OPT", "notes": "", "seq_len": 16},
         "dtypes": {"weights": "bf16", "gradients": "bf16", "states": "fp32"},
         "attention": "sdpa (flash, plain)",
-        "clock": "between-drains-1",
+        "clock": "between-drains-2",
         "data": {"source": "text", "sha256": "a" * 64},
     },
     "environment": {
