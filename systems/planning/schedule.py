@@ -434,7 +434,7 @@ def with_waits(
 
     late: fetches that need an update issued after them (a flaw); their wait points forward, so that the cycle shows.
     """
-    accesses, room = Accesses(), Room(max(0, unused_bytes))
+    accesses, room = Accesses(), Room(max(0, unused_bytes), LaneKind.COMPUTE.value)
     barriers = Barriers(lane.value for lane in DEVICE_LANES)
     count, found = len(operations), []
     updates = {o.bundle: o.ticket for o in operations if o.kind is Work.UPDATE}
@@ -445,7 +445,7 @@ def with_waits(
             ticket = step * count + o.ticket
             taken: Waits = {}
             if o.device_delta > 0:
-                taken = room.take(o.device_delta)
+                taken = room.take(o.device_delta, own=o.kind is Work.ALLOCATE)
             elif o.device_delta < 0:
                 resource = grad(o.bundle) if o.kind is Work.FREE else param(o.bundle)
                 room.free(-o.device_delta, accesses.latest(resource))

@@ -7,7 +7,6 @@ several waits on one lane the latest is enough.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 Waits = dict[str, int]  # lane to the latest ticket waited for on it
@@ -73,21 +72,29 @@ class Barriers:
 
 
 class Room:
-    """Freed memory in order of freeing: new ranges take what was never used, then what was freed longest ago."""
+    """Freed memory in order of freeing. A new range takes what was never used, then, if a copy is its first writer, what was
+    freed longest ago; if `own`, the lane that never waits for itself, is, what another lane last used longest ago."""
 
-    def __init__(self, unused_bytes: int) -> None:
-        self._freed: deque[tuple[int, Waits]] = deque([(unused_bytes, {})])
+    def __init__(self, unused_bytes: int, own: str) -> None:
+        self._freed: list[tuple[int, Waits]] = [(unused_bytes, {})]
+        self._own = own
 
     def free(self, size: int, waits: Waits) -> None:
         self._freed.append((size, waits))
 
-    def take(self, size: int) -> Waits:
+    def take(self, size: int, *, own: bool) -> Waits:
         """What the first writer of a range of this size waits for."""
         waits: Waits = {}
         while size > 0 and self._freed:
-            available, tickets = self._freed.popleft()
+            where = min(range(len(self._freed)), key=self._last_use_by_others) if own else 0
+            available, tickets = self._freed[where]
             merge(waits, tickets)
             if available > size:
-                self._freed.appendleft((available - size, tickets))
+                self._freed[where] = (available - size, tickets)
+            else:
+                del self._freed[where]
             size -= available
         return waits
+
+    def _last_use_by_others(self, where: int) -> int:
+        return max((ticket for lane, ticket in self._freed[where][1].items() if lane != self._own), default=-1)

@@ -62,7 +62,7 @@ class Ranges:
         self.places = places
 
     def allocate(self, bundle: int) -> Allocation:
-        return self.residency.allocate(self.layout.bundle_bytes(bundle), f"gradient of bundle {bundle}")
+        return self.residency.allocate(self.layout.bundle_bytes(bundle), f"gradient of bundle {bundle}", compute=True)
 
     def open(self, bundle: int, gradient: BundleGradient) -> Allocation:
         """With what is in the slot, if that is part of this gradient, and in autograd's buffers."""

@@ -2,14 +2,15 @@
 
 Note [Which free bytes]
     Every freed block stays a piece of its own, with the tickets of its last users, so that a new owner waits for those whose
-    bytes it gets and for nobody else. Among pieces of just the right size the one freed longest ago is taken: what was freed
-    last is still being copied out, and compute that got it would stand still until that is over.
+    bytes it gets and for nobody else. Among pieces of just the right size a copy gets the one freed longest ago. Compute gets
+    the one whose last copy is longest ago, however lately it was freed: it need not wait for what compute itself did there,
+    but would stand still until a gradient has left that is still being copied out.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,16 +22,24 @@ MANY = 256  # pieces, beyond which neighbours that nobody uses any more are join
 
 @dataclass
 class _Piece:
-    """Free bytes [start, stop). freed: a count that grows with every free; 0 where nothing was ever placed."""
+    """Free bytes [start, stop). freed: a count that grows with every free; 0 where nothing was ever placed.
+
+    copied: ticket of the last copy from or to these bytes; 0 if there was none.
+    """
 
     start: int
     stop: int
     tickets: list[Ticket]
     freed: int = 0
+    copied: int = 0
 
     @property
     def idle(self) -> bool:
         return all(ticket.done() for ticket in self.tickets)
+
+    def rank(self, *, compute: bool) -> tuple[int, int]:
+        """Lower is better, for compute or for a copy."""
+        return (self.copied, self.freed) if compute else (self.freed, 0)
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Fit:
 
     first: int
     last: int
-    rank: tuple[bool, int, int, int]
+    rank: tuple[bool, int, tuple[int, int], int]
 
 
 class Granule:
@@ -56,15 +65,17 @@ class Granule:
         self._pieces = [_Piece(0, memory.numel(), [last])]
         self._frees = 0
 
-    def find(self, nbytes: int) -> Fit | None:
-        """Where nbytes would go; see Note [Which free bytes]. Nothing is taken yet."""
-        oldest, where = -1, -1
+    def find(self, nbytes: int, *, compute: bool) -> Fit | None:
+        """Where nbytes would go that compute, or else a copy, uses first; see Note [Which free bytes]. Nothing is taken yet."""
+        best, where = (0, 0), -1
         for number, piece in enumerate(self._pieces):
-            if piece.stop - piece.start == nbytes and (where < 0 or piece.freed < oldest):
-                oldest, where = piece.freed, number
+            if piece.stop - piece.start == nbytes:
+                rank = piece.rank(compute=compute)
+                if where < 0 or rank < best:
+                    best, where = rank, number
         if where >= 0:
-            return Fit(where, where, (False, 0, oldest, self._pieces[where].start))
-        return min(self._fits(nbytes), key=lambda fit: fit.rank, default=None)
+            return Fit(where, where, (False, 0, best, self._pieces[where].start))
+        return min(self._fits(nbytes, compute=compute), key=lambda fit: fit.rank, default=None)
 
     def take(self, fit: Fit, nbytes: int) -> tuple[int, list[Ticket]]:
         """(start, tickets of the last users) of nbytes at the front of a fit that was just found."""
@@ -74,9 +85,12 @@ class Granule:
         self._pieces[fit.first : fit.last + 1] = rest
         return start, list({id(t): t for piece in taken for t in piece.tickets}.values())
 
-    def give(self, start: int, stop: int, tickets: list[Ticket]) -> None:
+    def give(self, start: int, stop: int, tickets: Sequence[Ticket]) -> None:
+        """Free bytes. tickets: of their last users."""
         self._frees += 1
-        insort(self._pieces, _Piece(start, stop, tickets, self._frees), key=lambda piece: piece.start)
+        waits = list({id(t): t for t in tickets if self._keeps or not t.done()}.values())
+        copied = max((t.id for t in tickets if not t.compute), default=0)  # of all: which bytes are free is no matter of time
+        insort(self._pieces, _Piece(start, stop, waits, self._frees, copied), key=lambda piece: piece.start)
         if len(self._pieces) > MANY:
             self._join()
 
@@ -89,7 +103,7 @@ class Granule:
         """Empty, and nobody has work in flight on it."""
         return self.empty and all(piece.idle for piece in self._pieces)
 
-    def _fits(self, nbytes: int) -> Iterator[Fit]:
+    def _fits(self, nbytes: int, *, compute: bool) -> Iterator[Fit]:
         for first, last, run in self._runs():
             stop = first
             for begin in range(first, last + 1):
@@ -99,8 +113,8 @@ class Granule:
                 if stop > last:
                     break
                 exact = self._pieces[stop].stop - start == nbytes
-                freed = max(piece.freed for piece in self._pieces[begin : stop + 1])
-                yield Fit(begin, stop, (not exact, 0 if exact else run, freed, start))
+                worst = max(piece.rank(compute=compute) for piece in self._pieces[begin : stop + 1])
+                yield Fit(begin, stop, (not exact, 0 if exact else run, worst, start))
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:
         """Pieces [first, last] without a block between them, and their bytes."""
@@ -115,8 +129,8 @@ class Granule:
         for piece in self._pieces:
             if joined and joined[-1].stop == piece.start and joined[-1].idle and piece.idle:
                 before = joined.pop()
-                freed = max(before.freed, piece.freed)
                 tickets = before.tickets + piece.tickets if self._keeps else []  # all finished: else they pile up
-                piece = _Piece(before.start, piece.stop, tickets, freed)
+                freed, copied = max(before.freed, piece.freed), max(before.copied, piece.copied)
+                piece = _Piece(before.start, piece.stop, tickets, freed, copied)
             joined.append(piece)
         self._pieces = joined

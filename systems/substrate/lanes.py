@@ -19,7 +19,10 @@ from systems.substrate.labels import labelled
 
 
 class Ticket(Protocol):
+    """id: grows in order of issue. compute: left by compute, which never waits for itself."""
+
     id: int
+    compute: bool
 
     def done(self) -> bool:
         """True once the work is finished on its device."""
@@ -36,6 +39,8 @@ class Ticket(Protocol):
 
 class DoneTicket:
     """Work that was finished when its ticket was made: compute on the emulated device, which runs in the caller."""
+
+    compute = True
 
     def __init__(self, id: int) -> None:
         self.id = id
@@ -55,6 +60,8 @@ class DoneTicket:
 
 class HostTicket:
     """Work done by a thread."""
+
+    compute = False
 
     def __init__(self, id: int) -> None:
         self.id = id
@@ -81,10 +88,10 @@ class HostTicket:
 
 
 class CudaTicket:
-    """Work queued on a stream by a lane's thread, or (event and its stream given) already queued by the caller."""
+    """Work queued on a stream by a lane's thread, or (event and its stream given) compute already queued by the caller."""
 
     def __init__(self, id: int, event: torch.cuda.Event | None = None, stream: torch.cuda.Stream | None = None) -> None:
-        self.id = id
+        self.id, self.compute = id, stream is not None
         self._event, self._stream = event, stream
         self._queued = threading.Event()
         self._error: BaseException | None = None

@@ -86,17 +86,20 @@ class Residency:
                 return fits()  # once more: what an allocator refuses once it may grant the next time
         return True
 
-    def allocate(self, nbytes: int, what: str) -> Allocation:
-        """Device bytes, evicting for them if need be. Raises OutOfMemoryError when nothing is left to evict."""
+    def allocate(self, nbytes: int, what: str, *, compute: bool = False) -> Allocation:
+        """Device bytes, evicting for them if need be. Raises OutOfMemoryError when nothing is left to evict.
+
+        compute: who uses them first, compute or a copy.
+        """
         found: list[Allocation] = []
 
         def fits() -> bool:
             pool = self.device.pool
             if pool.live_bytes + nbytes > self.limit and self.evictable():
                 return False
-            allocation = pool.allocate(nbytes, what, limit=self.limit)
+            allocation = pool.allocate(nbytes, what, limit=self.limit, compute=compute)
             if allocation is None and not self.evictable():
-                allocation = pool.allocate(nbytes, what)
+                allocation = pool.allocate(nbytes, what, compute=compute)
             if allocation is not None:
                 found.append(allocation)
             return allocation is not None

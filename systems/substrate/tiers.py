@@ -108,14 +108,14 @@ class Pool:
         self._granules: list[Granule] = []
         self._made = 0
 
-    def allocate(self, nbytes: int, label: str, *, limit: int | None = None) -> Allocation | None:
+    def allocate(self, nbytes: int, label: str, *, limit: int | None = None, compute: bool = False) -> Allocation | None:
         """None if it does not fit now: the caller makes room and asks again.
 
-        limit: bytes of granules that the pool does not grow beyond for it.
+        limit: bytes of granules that the pool does not grow beyond for it. compute: who uses it first, compute or a copy.
         """
         if nbytes > self.account.room:
             return None
-        placed = self._place(round_up(max(nbytes, 1), ALIGN_BYTES), limit)
+        placed = self._place(round_up(max(nbytes, 1), ALIGN_BYTES), limit, compute=compute)
         if placed is None:
             return None
         granule, fit, reserved = placed
@@ -123,9 +123,9 @@ class Pool:
         self.account.add_pool(nbytes, label)
         return Allocation(granule, start, nbytes, reserved, tickets)
 
-    def _place(self, reserved: int, limit: int | None) -> tuple[Granule, Fit, int] | None:
+    def _place(self, reserved: int, limit: int | None, *, compute: bool) -> tuple[Granule, Fit, int] | None:
         for granule in self._granules:
-            fit = granule.find(reserved)
+            fit = granule.find(reserved, compute=compute)
             if fit is not None:
                 return granule, fit, reserved
         if limit is not None and self.reserved_bytes + reserved > limit:
@@ -134,15 +134,14 @@ class Pool:
         if memory is None:
             return None
         granule = self._add(memory)
-        fit = granule.find(reserved)
+        fit = granule.find(reserved, compute=compute)
         assert fit is not None, "a granule is made large enough for what it is made for"
         return granule, fit, reserved
 
     def free(self, allocation: Allocation, label: str) -> None:
         """Give the bytes back; whoever gets them next waits for the tickets left on them."""
         self.account.add_pool(-allocation.nbytes, label)
-        unique = {id(t): t for t in allocation.memory.tickets() if self.account.keeps_log or not t.done()}
-        allocation.granule.give(allocation.start, allocation.start + allocation.reserved, list(unique.values()))
+        allocation.granule.give(allocation.start, allocation.start + allocation.reserved, allocation.memory.tickets())
 
     def trim(self) -> None:
         """Give granules that are empty, and that nobody has work in flight on, back to the device's allocator."""

@@ -16,8 +16,8 @@ def granule(size: int = SIZE) -> Granule:
     return Granule("device1", torch.empty(size, dtype=torch.uint8), DoneTicket(0))
 
 
-def placed(granule: Granule, nbytes: int) -> tuple[int, list[Ticket]] | None:
-    fit = granule.find(nbytes)
+def placed(granule: Granule, nbytes: int, *, compute: bool = False) -> tuple[int, list[Ticket]] | None:
+    fit = granule.find(nbytes, compute=compute)
     return None if fit is None else granule.take(fit, nbytes)
 
 
@@ -61,6 +61,20 @@ def test_what_was_freed_last_is_taken_last() -> None:
     assert starts_of(memory, 3) == [20, 0, 30]
 
 
+def test_compute_takes_what_was_copied_longest_ago() -> None:
+    """A gradient on its way out was freed before the weights beside it, which nobody copies any more."""
+    memory = granule(40)
+    starts_of(memory, 4)
+    memory.give(20, 30, [DoneTicket(8), HostTicket(9)])
+    memory.give(0, 10, [HostTicket(1), DoneTicket(10)])
+    memory.give(30, 40, [DoneTicket(11)])
+    fit = memory.find(10, compute=False)
+    assert fit is not None and memory.take(fit, 10)[0] == 20
+    memory.give(20, 30, [HostTicket(9)])
+    found = [placed(memory, 10, compute=True) for _ in range(3)]
+    assert [start for start, _ in filter(None, found)] == [30, 0, 20]
+
+
 def test_a_block_of_just_the_right_size_is_not_cut_from_a_larger_one() -> None:
     memory = granule(60)
     for size in (20, 5, 10, 25):
@@ -81,7 +95,7 @@ def test_idle_neighbours_are_joined_when_pieces_are_many() -> None:
     assert len(memory._pieces) <= MANY
     assert not memory.idle and memory.empty
     busy.finish()
-    assert memory.idle and memory.find(4 * MANY) is not None
+    assert memory.idle and memory.find(4 * MANY, compute=False) is not None
 
 
 def test_tickets_of_joined_pieces_do_not_pile_up() -> None:

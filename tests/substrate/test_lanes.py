@@ -160,6 +160,7 @@ class ArrivesOnceAsked:
     """Finished between one question and the next, as work on a device may."""
 
     id = 1
+    compute = False
 
     def __init__(self) -> None:
         self.asked = 0

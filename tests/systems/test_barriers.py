@@ -169,6 +169,8 @@ def test_no_bit_changes_and_the_host_reads_the_device_once_a_step(setup: Setup) 
 class StubTicket:
     """Work that is never done: a host that waited for it would stand still."""
 
+    compute = False
+
     def __init__(self, id: int) -> None:
         self.id = id
 

@@ -169,12 +169,12 @@ class Faults:
         self._allocate = self.pool.allocate
         self.pool.allocate = self.allocate
 
-    def allocate(self, nbytes: int, label: str, *, limit: int | None = None) -> Allocation | None:
+    def allocate(self, nbytes: int, label: str, *, limit: int | None = None, compute: bool = False) -> Allocation | None:
         self.made += 1
         if self.first is not None and (self.made > self.first if self.always else self.made == self.first + 1):
             self.failed += 1
             return None
-        return self._allocate(nbytes, label, limit=limit)
+        return self._allocate(nbytes, label, limit=limit, compute=compute)
 
     @contextmanager
     def failing(self, first: int, *, always: bool = False) -> Iterator[None]:

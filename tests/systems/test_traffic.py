@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
+from models import registry as models_registry
+from models.loss import token_loss
 from systems.planning.demand import Residence, demand_of, gradient_profile
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, Tier
 from systems.substrate.engine import ManagedEngine
-from tests.systems.running import Run
+from tests.systems.running import Run, elixir, settings
 from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
 
 SETUPS = [
@@ -144,3 +147,37 @@ def test_without_a_plan_traffic_is_what_was_fetched_and_the_gradients(setup: Set
     for step in run.per_step[1:]:
         assert step["d2h_bytes"] == trainable * setup.accumulate
         assert step["h2d_bytes"] == trainable, "each bundle once: what the host updated has to come back"
+
+
+def test_compute_does_not_wait_for_the_gradient_that_has_just_left() -> None:
+    """What a layer's gradient takes over was sent off two layers before or earlier, although the pool is full."""
+    layers, chosen = 8, elixir()
+    sizes = {"num_layers": layers, "hidden_size": 64, "ffn_size": 256, "vocab_size": 256, "max_positions": 64}
+    shape = models_registry.resolve("opt-tiny", sizes)
+    asked = settings(
+        dtype="bf16",
+        device_memory=1 << 20,
+        recompute="full",
+        log_events=True,
+        initial_weights=models_registry.initial_weights(shape, 1),
+    )
+    engine = chosen.initialize(models_registry.build(shape), asked, chosen.Options(nonfinite="stop"))
+    assert isinstance(engine, ManagedEngine)
+    ids, already = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0)), 0
+    for _ in range(3):
+        already = len(engine.log.operations)
+        engine.backward(token_loss(engine, {"input_ids": ids, "labels": ids}, ids.numel(), objective="causal"))
+        engine.step()
+    engine.drain()
+    engine.close()
+    operations = engine.log.operations
+    sent = {o.ticket: o.label for o in operations if o.label.startswith("offload gradient of bundle")}
+    begun = [o for o in operations[already:] if o.label.startswith("gradient of bundle") and o.label.endswith("begins")]
+    bundles = len(engine.parts.layout.bundles)
+    assert len(begun) == bundles, "void: gradients stay on the device"
+
+    def bundle(label: str) -> int:
+        return int(label.removeprefix("offload ").split()[3])
+
+    apart = [bundle(sent[ticket]) - bundle(o.label) for o in begun for ticket in o.waits if ticket in sent]
+    assert min(apart, default=bundles) >= 2 * bundles // layers
