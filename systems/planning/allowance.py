@@ -19,13 +19,15 @@ ROUNDING = 4  # bytes by which a share of a budget and its inverse may differ
 class Allowance:
     """reserve_share, least_reserve (bytes): of a budget, what plans leave free, at most half of it.
 
-    slack_share: of the pool's peak, at most two of its largest blocks. growth_share: of slab and activations together, what
-    the allocator reserves beyond them.
+    slack_share: of the pool's peak, at least one and at most two of its largest blocks, for which a hole must be found.
+    slack_of_reserve: of what plans leave free, the most that this may be. growth_share: of slab and activations together,
+    what the allocator reserves beyond them.
     """
 
     reserve_share: float = 0.0
     least_reserve: int = 0
     slack_share: float = 0.0
+    slack_of_reserve: float = 0.0
     growth_share: float = 0.0
 
     def plannable(self, budget: int) -> int:
@@ -39,9 +41,10 @@ class Allowance:
         found = min(reserved, 2 * nbytes) - ROUNDING
         return next(budget for budget in range(max(found, 0), found + 2 * ROUNDING) if self.plannable(budget) >= nbytes)
 
-    def slab(self, pool_bytes: int, largest: int) -> int:
+    def slab(self, pool_bytes: int, largest: int, budget: int) -> int:
         """Bytes for a pool that holds pool_bytes at once. largest: bytes of its largest block that moves."""
-        return pool_bytes + min(2 * largest, int(pool_bytes * self.slack_share))
+        slack = min(2 * largest, max(largest, int(pool_bytes * self.slack_share)))
+        return pool_bytes + min(slack, int((budget - self.plannable(budget)) * self.slack_of_reserve))
 
     def expected_peak(self, slab: int, others: int, budget: int) -> int:
         """Bytes that the allocator will have reserved for a slab and a peak of others, where it is not short of them."""
@@ -49,5 +52,5 @@ class Allowance:
 
 
 EXACT = Allowance()
-CUDA = Allowance(reserve_share=0.08, least_reserve=192 << 20, slack_share=0.03, growth_share=0.06)
+CUDA = Allowance(reserve_share=0.08, least_reserve=192 << 20, slack_share=0.03, slack_of_reserve=0.75, growth_share=0.06)
 """growth_share: reserved over allocated bytes was 1.005 to 1.047 on an H100 with segments that grow (opt-1.3b, ps-4b)."""

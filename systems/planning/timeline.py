@@ -44,8 +44,9 @@ def with_peaks(plan: Plan, memory: MemTimeline, layout: Layout, context: Plannin
     """The plan with the peaks that its timeline predicts; of the device, with what the allocator takes on top."""
     total, allowance = memory.total_peak, context.allowance
     if allowance != EXACT:
-        slab, others = allowance.slab(memory.pool_peak, layout.largest_movable_bytes), max(memory.device_non_model_bytes)
-        total = allowance.expected_peak(slab, others, context.memory_for(context.device_budget))
+        budget, others = context.memory_for(context.device_budget), max(memory.device_non_model_bytes)
+        slab = allowance.slab(memory.pool_peak, layout.largest_movable_bytes, budget)
+        total = allowance.expected_peak(slab, others, budget)
     return replace(plan, predicted_device_peak_bytes=total, predicted_model_peak_bytes=memory.pool_peak)
 
 

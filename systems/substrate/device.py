@@ -77,12 +77,12 @@ class Device(ABC):
         """What a plan may fill, activations included."""
         return self.allowance.plannable(self.account.budget)
 
-    def prepare(self, pool_bytes: int, largest: int) -> None:
+    def prepare(self, pool_bytes: int, largest: int) -> int:
         """A plan whose blocks need this many bytes at once comes into force; nothing but pinned blocks is resident.
 
-        largest: bytes of its largest block that moves.
+        largest: bytes of its largest block that moves. Returns the bytes that the pool may grow to.
         """
-        return
+        return self.plannable_bytes
 
     @property
     @abstractmethod
@@ -242,13 +242,16 @@ class CudaDevice(Device):
         super().__init__(budget, log)
         self.start_lanes(jitter)
 
-    def prepare(self, pool_bytes: int, largest: int) -> None:
-        """One slab: the allocator would round and scatter single blocks."""
+    def prepare(self, pool_bytes: int, largest: int) -> int:
+        """One slab: the allocator would round and scatter single blocks. What it has no hole for evicts, since the rest of the
+        budget is for activations."""
         self.drain()
         self._take_in_peak()
         self.pool.trim()
         torch.cuda.empty_cache()
-        self.pool.reserve(self.allowance.slab(pool_bytes, largest))
+        slab = self.allowance.slab(pool_bytes, largest, self.account.budget)
+        self.pool.reserve(slab)
+        return slab
 
     @property
     def kernel(self) -> AdamKernel:

@@ -101,9 +101,10 @@ class Planner:
             residency.drop(index)
         self.cursor.use(plan)
         self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
-        if plan is not None and plan.predicted_model_peak_bytes is not None:
-            self.parts.device.prepare(plan.predicted_model_peak_bytes, self.parts.layout.largest_movable_bytes)
         residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
+        if plan is not None and plan.predicted_model_peak_bytes is not None:
+            largest = self.parts.layout.largest_movable_bytes
+            residency.limit = self.parts.device.prepare(plan.predicted_model_peak_bytes, largest)
         if plan is None:
             return
         for bundle in self.parts.layout.bundles:
