@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import resource
 import shutil
 import signal
 from dataclasses import dataclass, field
@@ -107,6 +108,9 @@ def from_exception(error: BaseException, phase: str, rank: int, *, host_room: in
     elif error.__cause__ is not None:  # wrapped on its way here: what happened first says more
         status, reason = from_exception(error.__cause__, phase, rank, host_room=host_room)
         more = reason.model_dump(include={"tier", "need", "have", "install"})
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        message = f"{message}: this process may have {soft} open at once: raise that with ulimit -n (its hard limit is {hard})"
     if status == "failed" or isinstance(error, MemoryError):
         message = f"{type(error).__name__}: {message}" if message != type(error).__name__ else message
     return status, Reason.model_validate({"message": message, "phase": phase, "rank": rank, **more})

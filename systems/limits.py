@@ -30,6 +30,7 @@ class Limits(BaseModel):
     cgroup_memory_bytes: int | None = Field(None, description="smallest limit of the nested groups; null: unlimited")
     rlimit_as_bytes: int | None = Field(None, description="ulimit -v; null: unlimited")
     rlimit_memlock_bytes: int | None = Field(None, description="ulimit -l; null: unlimited")
+    rlimit_open_files: int | None = Field(None, description="ulimit -n; null: unlimited")
     host_budget_bytes: int | None = None
     machine_cores: int | None = None
     cores: int = Field(1, description="usable ones: affinity, cpuset and CPU quota (rounded up), the smallest")
@@ -126,6 +127,13 @@ def _rlimit(kind: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def raise_open_files() -> None:
+    """Let this process have as many open files as it may: CUDA keeps some for events and memory, and stops at the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _smallest(values: list[int | None]) -> int | None:
     known = [value for value in values if value is not None and 0 < value < _UNLIMITED]
     return min(known, default=None)
@@ -145,6 +153,7 @@ def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> Limits:
         cgroup_memory_bytes=cgroup,
         rlimit_as_bytes=_rlimit(resource.RLIMIT_AS),
         rlimit_memlock_bytes=_rlimit(resource.RLIMIT_MEMLOCK),
+        rlimit_open_files=_rlimit(resource.RLIMIT_NOFILE),
         host_budget_bytes=_smallest([memory.get("MemTotal"), cgroup, _rlimit(resource.RLIMIT_AS)]),
         machine_cores=os.cpu_count(),
         cores=max(1, min(cores)),

@@ -81,7 +81,7 @@ class RoundPipeEngine(PackageEngine):
             parameters = materialise(found, masters, TORCH_DTYPE[settings.dtype], drawn_on=device)
             self._layers = layers().train()
             self.runs = roundpipe.RoundPipe(self._layers, optim_dtype=torch.float32, name="model", **config["roundpipe"])
-            self._values = self._make_masters(parameters, masters)
+            self._values = self._make_masters(parameters, masters, device)
             adam = settings.adam
             self._optimizer = roundpipe.optim.Adam(
                 [value for value, p in zip(self._values, parameters, strict=True) if p.requires_grad],
@@ -96,14 +96,14 @@ class RoundPipeEngine(PackageEngine):
         self._startup = {"initialize": time.perf_counter() - started}
         limits.look()
 
-    def _make_masters(self, parameters: list[nn.Parameter], masters: Masters) -> list[torch.Tensor]:
+    def _make_masters(self, parameters: list[nn.Parameter], masters: Masters, drawn_on: torch.device) -> list[torch.Tensor]:
         """RoundPipe makes fp32 copies of its 16-bit parameters; they get the values that every system starts from."""
         list(self.runs.optim_parameters())
         values: list[torch.Tensor] = []
         for number, parameter in enumerate(parameters):
             master = parameter.roundpipe_param_attr.optim  # type: ignore[attr-defined]
             if master is not None:
-                master.data.copy_(masters.value(number))
+                master.data.copy_(masters.value(number, drawn_on))
             values.append(parameter if master is None else master)
             masters.forget(number)
         return values

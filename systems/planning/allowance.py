@@ -3,8 +3,9 @@
 Note [Allowance]
     Plans count tensors. On a GPU the pool lies in one slab, with holes between blocks of different sizes, and activations come
     from torch's allocator, which rounds them up and keeps what it cannot place again. So plans fill a part of the budget only,
-    and the peak that is to be expected is that of the slab beside the highest activations, with a share on top. The emulated
-    device counts exactly and allows for nothing.
+    and the peak that is to be expected is that of the slab beside the highest activations, with a share on top. A slab keeps
+    its bytes while its blocks are few: what a plan lets activations have at one moment and blocks at another has to fit
+    side by side. The emulated device counts exactly and allows for nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Allowance:
 
     slack_share: of the pool's peak, at least one and at most two of its largest blocks, for which a hole must be found.
     slack_of_reserve: of what plans leave free, the most that this may be. growth_share: of slab and activations together,
-    what the allocator reserves beyond them.
+    what the allocator reserves beyond them. warm_up_share: of what plans may fill, what model data takes while there is none.
     """
 
     reserve_share: float = 0.0
@@ -29,6 +30,7 @@ class Allowance:
     slack_share: float = 0.0
     slack_of_reserve: float = 0.0
     growth_share: float = 0.0
+    warm_up_share: float = 1.0
 
     def plannable(self, budget: int) -> int:
         """Bytes of a budget that a plan may fill."""
@@ -46,11 +48,32 @@ class Allowance:
         slack = min(2 * largest, max(largest, int(pool_bytes * self.slack_share)))
         return pool_bytes + min(slack, int((budget - self.plannable(budget)) * self.slack_of_reserve))
 
+    def warm_up_pool(self, settled: int, movable: int, plannable: int, share: float | None) -> int:
+        """Bytes of a pool for steps without a plan, beside activations that are not known yet.
+
+        settled: of what never moves. movable: parameters of all else; as much again would do for their gradients. share: a
+        strategy's own warm_up_share.
+        """
+        share = self.warm_up_share if share is None else share
+        return settled + min(int(share * max(plannable - settled, 0)), 2 * movable)
+
+    def excess(self, slab: int, others: int, budget: int) -> int:
+        """Bytes by which a slab and a peak of others would not fit a budget; the allocator is given half of its growth."""
+        return int((slab + others) * (1 + self.growth_share / 2)) - budget
+
     def expected_peak(self, slab: int, others: int, budget: int) -> int:
         """Bytes that the allocator will have reserved for a slab and a peak of others, where it is not short of them."""
         return min(int((slab + others) * (1 + self.growth_share)), max(budget, slab + others))
 
 
 EXACT = Allowance()
-CUDA = Allowance(reserve_share=0.08, least_reserve=192 << 20, slack_share=0.03, slack_of_reserve=0.75, growth_share=0.06)
-"""growth_share: reserved over allocated bytes was 1.005 to 1.047 on an H100 with segments that grow (opt-1.3b, ps-4b)."""
+CUDA = Allowance(
+    reserve_share=0.08,
+    least_reserve=192 << 20,
+    slack_share=0.03,
+    slack_of_reserve=0.75,
+    growth_share=0.06,
+    warm_up_share=0.2,
+)
+"""warm_up_share: PatrickStar section 6.2. growth_share: reserved over allocated bytes was 1.005 to 1.047 on an H100 with
+segments that grow (opt-1.3b, ps-4b)."""

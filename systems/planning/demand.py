@@ -346,6 +346,16 @@ def held_profile(demand: Demand, residence: Residence) -> list[int]:
     return [sum(sizes[bundle] for bundle in bundles) for bundles in demand.held]
 
 
+def room_beside(fixed: Sequence[int], pool: Sequence[int], held: Sequence[int], context: PlanningContext) -> list[int]:
+    """Bytes per moment for bundles that come and go, beside what is fixed: within the device's budget, and, as far as what
+    is held allows, within the pool's.
+
+    pool: the pool's part of what is fixed. held: bytes of those bundles that must be there.
+    """
+    device, most = context.device_budget, context.pool_budget
+    return [min(device - f, max(most - p, h)) for f, p, h in zip(fixed, pool, held, strict=True)]
+
+
 def unmovable(layout: Layout) -> frozenset[int]:
     return frozenset(b.index for b in layout.bundles if not b.movable)
 

@@ -153,6 +153,11 @@ class Layout:
         return self.bundles[bundle].numel * self.itemsize
 
     @cached_property
+    def movable_bytes(self) -> int:
+        """Of parameters that may leave the device."""
+        return sum(self.bundle_bytes(b.index) for b in self.bundles if b.movable)
+
+    @cached_property
     def largest_movable_bytes(self) -> int:
         """Bytes of the largest bundle that moves; 0 if none does."""
         return max((self.bundle_bytes(b.index) for b in self.bundles if b.movable), default=0)

@@ -15,6 +15,8 @@ from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.trace import Trace
 
+UNLIMITED = 1 << 62
+
 
 @dataclass(frozen=True)
 class PlanningContext:
@@ -25,6 +27,7 @@ class PlanningContext:
     is; at run time there is none but what traces tell.
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
+    pool_budget: what bundles, gradient ranges and states may take of it at any moment, beside what is held in any case.
     """
 
     device_budget: int
@@ -36,6 +39,7 @@ class PlanningContext:
     recompute: Literal["none", "full"] | tuple[int, ...] = "none"
     hardware: HardwareProfile | None = None
     allowance: Allowance = EXACT
+    pool_budget: int = UNLIMITED
 
     def memory_for(self, nbytes: int) -> int:
         """Device memory that must be given for plans to have nbytes of it."""

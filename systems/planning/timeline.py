@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from systems.errors import BudgetError
 from systems.planning.allowance import EXACT
 from systems.planning.demand import non_model_profile
 from systems.planning.layout import Layout
@@ -11,6 +13,8 @@ from systems.planning.plan import Plan
 from systems.planning.schedule import Schedule, expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
+
+ROUNDS = 3  # of planning again with less
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,47 @@ class MemTimeline:
 
 def with_peaks(plan: Plan, memory: MemTimeline, layout: Layout, context: PlanningContext) -> Plan:
     """The plan with the peaks that its timeline predicts; of the device, with what the allocator takes on top."""
-    total, allowance = memory.total_peak, context.allowance
-    if allowance != EXACT:
-        budget, others = context.memory_for(context.device_budget), max(memory.device_non_model_bytes)
-        slab = allowance.slab(memory.pool_peak, layout.largest_movable_bytes, budget)
-        total = allowance.expected_peak(slab, others, budget)
+    total = memory.total_peak
+    if context.allowance != EXACT:
+        total = context.allowance.expected_peak(*_side_by_side(memory, layout, context))
     return replace(plan, predicted_device_peak_bytes=total, predicted_model_peak_bytes=memory.pool_peak)
+
+
+def excess_bytes(memory: MemTimeline, layout: Layout, context: PlanningContext) -> int:
+    """By how much a plan with this timeline passes the device's budget; not above 0 if it fits. See Note [Allowance]."""
+    over = memory.total_peak - context.device_budget
+    if context.allowance == EXACT:
+        return over
+    return max(over, context.allowance.excess(*_side_by_side(memory, layout, context)))
+
+
+def _side_by_side(memory: MemTimeline, layout: Layout, context: PlanningContext) -> tuple[int, int, int]:
+    """The slab, the highest of all other bytes, and the budget that both share."""
+    budget = context.memory_for(context.device_budget)
+    slab = context.allowance.slab(memory.pool_peak, layout.largest_movable_bytes, budget)
+    return slab, max(memory.device_non_model_bytes), budget
+
+
+def fitted(make: Callable[[PlanningContext], tuple[Plan, MemTimeline]], layout: Layout, context: PlanningContext) -> Plan:
+    """What `make` plans within a context, with its peaks; planned again with a smaller pool while that passes the budget.
+
+    Raises what `make` raises of the first plan. Where no smaller pool does, the last plan stands.
+    """
+    asked, found = context, None
+    for _ in range(ROUNDS):
+        try:
+            plan, memory = make(asked)
+        except BudgetError:
+            if found is None:
+                raise
+            return found
+        found = with_peaks(plan, memory, layout, context)
+        over = excess_bytes(memory, layout, context)
+        if over <= 0:
+            return found
+        asked = replace(asked, pool_budget=memory.pool_peak - over)
+    assert found is not None
+    return found
 
 
 def timeline(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> MemTimeline:

@@ -18,6 +18,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.managed import ManagedSystem
 from systems.planning.activations import under
 from systems.planning.allowance import EXACT, Allowance
+from systems.planning.demand import Residence, unmovable
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.overflow import keep_on_device
@@ -101,7 +102,7 @@ class Observations:
 class Forecast:
     """One system's answer. tiers: device and host.
 
-    device_peak_bytes: what the device's allocator will have reserved.
+    device_peak_bytes: what the device's allocator will have reserved. warm_up_peak_bytes: already before there is a plan.
     least_device_bytes: the smallest device budget in which there is a plan. why_not: one line; None if it fits. Where the
     device is too small, tiers and simulation are of that smallest budget.
     """
@@ -111,6 +112,7 @@ class Forecast:
     tiers: Mapping[str, TierNeed]
     simulation: Simulation
     device_peak_bytes: int
+    warm_up_peak_bytes: int
     least_device_bytes: int
     why_not: str | None
 
@@ -125,10 +127,13 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _Planned:
+    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them."""
+
     layout: Layout
     trace: Trace
     plan: Plan
     context: PlanningContext
+    warm_up_peak_bytes: int = 0
 
 
 def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
@@ -160,9 +165,10 @@ def forecast(system: System, options: BaseModel, question: Question, observation
             f"{system.name} needs {format_size(host.need_bytes)} of host memory on a node of {question.ranks_on_node} ranks, "
             f"{format_size(host.have_bytes)} is there: raise --host-memory, use more nodes, or take a smaller model"
         )
-    peak = planned.plan.predicted_device_peak_bytes
-    assert peak is not None, "every policy predicts it"
-    return Forecast(system.name, question, {"device": device, "host": host}, simulation, peak, least, why_not)
+    steady = planned.plan.predicted_device_peak_bytes
+    assert steady is not None, "every policy predicts it"
+    peaks = max(steady, planned.warm_up_peak_bytes), planned.warm_up_peak_bytes
+    return Forecast(system.name, question, {"device": device, "host": host}, simulation, *peaks, least, why_not)
 
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
@@ -220,12 +226,15 @@ class _Planner:
         layout = self._layout(strategy, index, context)
         if strategy.rematerialised is None:
             trace = self._trace(question, layout, work)
-            return _Planned(layout, trace, strategy.plan(layout, trace), context)
+            return _Planned(
+                layout, trace, strategy.plan(layout, trace), context, self._warm_up(strategy, layout, trace, context)
+            )
         return self._plan_with_switches(strategy, index, layout, context)
 
     def _plan_with_switches(self, strategy: Strategy, index: ModelIndex, layout: Layout, context: PlanningContext) -> _Planned:
         """A strategy that chooses what is recomputed sees a step under each plan that it calls provisional, as at run time."""
         plan: Plan | None = None
+        warm_up: int | None = None
         units, away = strategy.rematerialised, frozenset[int]()
         for _ in range(MAX_ROUNDS):
             assert units is not None, "its plans say what is recomputed"
@@ -234,10 +243,22 @@ class _Planner:
             trace = self._trace(question, layout, self._observations.of(question)[1])
             trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
             if plan is not None and not plan.provisional:
-                return _Planned(layout, trace, plan, context)
+                return _Planned(layout, trace, plan, context, warm_up or 0)
+            seen = self._warm_up(strategy, layout, trace, context)
+            warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
             plan = strategy.plan(layout, trace)
             units, away = plan.rematerialise, plan.offload_inputs or frozenset()
         raise UnsupportedError(f"{strategy.name} does not come to a plan")
+
+    def _warm_up(self, strategy: Strategy, layout: Layout, trace: Trace, context: PlanningContext) -> int:
+        """Peak of a step without a plan: the pool that is set aside beside what the step makes."""
+        if not self._keeps_host_copies or context.allowance == EXACT:
+            return 0
+        settled = Residence(layout, context, unmovable(layout), strategy.update_rule).static_bytes
+        share, plannable, allowance = strategy.warm_up_share, context.device_budget, context.allowance
+        pool = allowance.warm_up_pool(settled, layout.movable_bytes, plannable, share)
+        slab = allowance.slab(pool, layout.largest_movable_bytes, self.question.device_memory)
+        return slab + max(trace.non_model_bytes)
 
     def _trace(self, question: Question, layout: Layout, work: StepWork) -> Trace:
         seconds = interval_seconds(question.profile, question.dtype)

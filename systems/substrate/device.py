@@ -19,7 +19,7 @@ import torch
 
 from systems.cuda_memory import lift_limit, limit_device_memory
 from systems.errors import UnsupportedError
-from systems.limits import read_limits
+from systems.limits import raise_open_files, read_limits
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
@@ -53,7 +53,6 @@ class Device(ABC):
     label: str
     stopwatch: Stopwatch
     allowance = EXACT
-    warm_up_share = 1.0  # of what is plannable: what bundles that move may fill while the activations are not known yet
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
 
     def __init__(self, budget: int, log: EventLog) -> None:
@@ -231,11 +230,11 @@ class CudaDevice(Device):
     label = "cuda"
     granule_bytes = 32 << 20
     allowance = CUDA
-    warm_up_share = 0.2  # PatrickStar section 6.2: model data in the warm-up step
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
+        raise_open_files()
         self.torch_device = limit_device_memory(budget)
         self._kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
         self._handed_over = self._reserved_peak = self._interval_peak = 0

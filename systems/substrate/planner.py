@@ -60,9 +60,8 @@ class Planner:
     @property
     def _unplanned_bytes(self) -> int:
         """What model data may fill while activations are not known: what never moves, and a share of the rest."""
-        device = self.parts.device
-        share = device.warm_up_share if self.strategy.warm_up_share is None else self.strategy.warm_up_share
-        return self._settled + int(share * max(device.plannable_bytes - self._settled, 0))
+        device, share = self.parts.device, self.strategy.warm_up_share
+        return device.allowance.warm_up_pool(self._settled, self.parts.layout.movable_bytes, device.plannable_bytes, share)
 
     def learn(self, moments: tuple[Moment, ...], trace: Trace | None) -> None:
         """Have a plan for steps like the one that just ended, and use it for the next.

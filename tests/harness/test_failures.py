@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ def test_a_full_disk_tells_what_it_has_left(tmp_path: Path) -> None:
     _, reason = from_exception(error, "step", rank=0)
     assert reason.have is not None
     assert reason.have > 0
+
+
+def test_too_many_open_files_says_how_many_may_be() -> None:
+    status, reason = from_exception(OSError(errno.EMFILE, "Too many open files"), "step", 0)
+    assert status == "failed"
+    assert "ulimit -n" in reason.message and str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) in reason.message
 
 
 def test_what_is_missing_comes_with_its_install_line() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,16 @@ def test_version_1_kernel_kills(machine: tuple[Path, Path]) -> None:
     write(proc, {"self/cgroup": "4:memory:/a\n"})
     write(root, {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"})
     assert oom_kills(proc, root) == 5
+
+
+def test_as_many_files_may_be_open_as_the_hard_limit_says() -> None:
+    code = (
+        "import resource\n"
+        "from systems.limits import raise_open_files, read_limits\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "assert read_limits().rlimit_open_files == 64\n"
+        "raise_open_files()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

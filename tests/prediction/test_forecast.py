@@ -14,9 +14,11 @@ from models import registry as models_registry
 from models.loss import token_loss
 from systems import registry
 from systems.planning import hardware
+from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
 from systems.planning.plan import UpdateRule
 from systems.planning.simulator import simulate
+from systems.planning.timeline import excess_bytes, timeline
 from systems.prediction import forecast as forecasts
 from systems.prediction.forecast import Forecast, Observations, Question, fits, forecast
 from systems.prediction.remedies import remedies
@@ -226,3 +228,30 @@ def test_what_the_host_cannot_hold_is_planned_on_the_device_as_it_is_run(system:
     need = asked(system, "opt-tiny", question(device_memory=roomy.least_device_bytes)).tiers["host"].need_bytes
     both = asked(system, "opt-tiny", question(device_memory=12 << 20, host_memory=need * 3 // 4))
     assert both.fits and both.tiers["host"].need_bytes <= need * 3 // 4
+
+
+SLAB = Allowance(reserve_share=0.08, slack_share=0.03, slack_of_reserve=0.75, growth_share=0.06, warm_up_share=0.2)
+
+
+@pytest.mark.parametrize(
+    ("system", "budget", "options"),
+    [("elixir", 10, {}), ("elixir", 10, {"cache": None}), ("h3t", 8, {}), ("patrickstar", 8, {}), ("patrickstar", 16, {})],
+)
+def test_slab_and_activations_fit_side_by_side(system: str, budget: int, options: dict[str, Any]) -> None:
+    """A pool that gives room up while logits are there keeps it all the same where it is one slab: most of the budget is
+    activations here, and without a second look patrickstar's first plan passes it by a fifth."""
+    about = question(device_memory=budget * MIB, batch_size=32, recompute="full", allowance=SLAB)
+    chosen = registry.get(system)
+    planned = forecasts._Planner(chosen, chosen.Options(**options), about, observations("opt-tiny")).at(about.device_memory)
+    assert isinstance(planned, forecasts._Planned)
+    memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
+    assert max(memory.device_non_model_bytes) > about.device_memory // 3, "void: hardly any activations"
+    assert excess_bytes(memory, planned.layout, planned.context) <= 0
+
+
+def test_the_warm_up_takes_no_more_than_the_model_can_use() -> None:
+    """A share of a large device would be many times what there is to put there."""
+    about = question(allowance=SLAB, recompute="full")
+    found = asked("elixir", "opt-tiny", about)
+    assert 0 < found.warm_up_peak_bytes < found.device_peak_bytes < about.device_memory // 100
+    assert asked("elixir", "opt-tiny", replace(about, allowance=EXACT)).warm_up_peak_bytes == 0

@@ -7,6 +7,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from systems.errors import BudgetError, OutOfMemoryError
+from systems.planning.allowance import EXACT
 from systems.planning.plan import Tier
 from systems.planning.trace import Phase
 from systems.substrate.device import EmulatedDevice
@@ -277,15 +279,17 @@ def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkey
             grown.append((self.pool.reserved_bytes + nbytes, residency.limit, bool(residency.evictable())))
         return memory
 
-    def prepare(self: EmulatedDevice, pool_bytes: int, largest: int) -> None:
+    def prepare(self: EmulatedDevice, pool_bytes: int, largest: int) -> int:
         self.drain()
         self.pool.trim()
-        self.pool.reserve(pool_bytes + min(2 * largest, pool_bytes // 32))
+        slab = pool_bytes + min(2 * largest, pool_bytes // 32)
+        self.pool.reserve(slab)
+        return slab
 
     started: list[Engine] = []
     monkeypatch.setattr(EmulatedDevice, "_new_granule", new_granule)
     monkeypatch.setattr(EmulatedDevice, "prepare", prepare)
-    monkeypatch.setattr(EmulatedDevice, "warm_up_share", 0.3)
+    monkeypatch.setattr(EmulatedDevice, "allowance", replace(EXACT, warm_up_share=0.3))
     engine = engine_of(setup, system, budget_of(setup, "half"))
     started.append(engine)
     run_steps(engine, setup, lambda number: None)

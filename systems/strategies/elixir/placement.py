@@ -14,6 +14,7 @@ from systems.planning.demand import (
     minimum_need,
     non_model_bounds,
     non_model_profile,
+    room_beside,
     unmovable,
 )
 from systems.planning.layout import Layout
@@ -59,9 +60,9 @@ class Placer:
         """None if everything fits on the device. BudgetError if not even what a unit holds fits."""
         limit = self.options.cache
         whole = limit is None or limit == "auto" or limit >= self.layout.param_bytes or not self.options.offload
-        everything = frozenset(b.index for b in self.layout.bundles)
-        peak = max(self._fixed(Residence(self.layout, self.context, everything, self.rule)))
-        if whole and peak <= self.context.device_budget:
+        everything = Residence(self.layout, self.context, frozenset(b.index for b in self.layout.bundles), self.rule)
+        peak, pool = max(self._fixed(everything)), max(self._pool(everything))
+        if whole and peak <= self.context.device_budget and pool <= self.context.pool_budget:
             return None
         if not self.options.offload:
             needed, given = self.context.memory_for(peak), self.context.memory_for(self.context.device_budget)
@@ -78,8 +79,9 @@ class Placer:
         check_need(minimum_need(self.trace, self.demand, base), self.context, "elixir", self.unit_name)
         on_device = base.on_device | self._optimizers(base)
         residence = Residence(self.layout, self.context, on_device, self.rule)
-        room = [self.context.device_budget - used for used in self._fixed(residence)]
-        working = [sum(pair) for pair in zip(held_profile(self.demand, residence), self._ahead(residence), strict=True)]
+        held = held_profile(self.demand, residence)
+        room = room_beside(self._fixed(residence), self._pool(residence), held, self.context)
+        working = [sum(pair) for pair in zip(held, self._ahead(residence), strict=True)]
         capacity = max(min(room), max(working)) if limit == "auto" else max(room) if limit is None else limit
         if isinstance(limit, int):
             self._check_cache(limit, held_profile(self.demand, base))
@@ -100,8 +102,11 @@ class Placer:
     def _fixed(self, residence: Residence) -> list[int]:
         """Bytes per moment that are not for the cache to use."""
         non_model = non_model_profile(self.trace, self.demand, residence)
-        gradients, static = gradient_profile(self.demand, residence), residence.static_bytes
-        return [static + g + n for g, n in zip(gradients, non_model, strict=True)]
+        return [sum(pair) for pair in zip(self._pool(residence), non_model, strict=True)]
+
+    def _pool(self, residence: Residence) -> list[int]:
+        """The pool's part of them."""
+        return [residence.static_bytes + g for g in gradient_profile(self.demand, residence)]
 
     def _ahead(self, residence: Residence) -> list[int]:
         """Bytes per moment of the next bundles that prefetching would like to have beside what is held."""
@@ -132,16 +137,18 @@ class Placer:
         bounds = non_model_bounds(self.trace, self.demand, base)
         ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()
+        beside = self.context.pool_budget - max(rest)
         cache = self.options.cache
         spare = cache - max(working) if isinstance(cache, int) else self.layout.param_bytes
         movable = (b for b in self.demand.gradient_spans if b not in base.on_device)
         for bundle in in_order_of_use(movable, self.demand):
             size = self.layout.bundle_bytes(bundle)
             grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
-            if size <= spare and max(map(min, *grown)) <= budget:
+            constant = size + base.optimizer_bytes(bundle)
+            if size <= spare and constant <= beside and max(map(min, *grown)) <= budget:
                 chosen.add(bundle)
                 ranged, kept = grown
-                spare -= size
+                spare, beside = spare - size, beside - constant
         return frozenset(chosen)
 
     def _with(self, base: Residence, need: list[int], bundle: int, *, delay: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from pydantic import BaseModel
@@ -15,7 +16,7 @@ from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
-from systems.planning.timeline import with_peaks
+from systems.planning.timeline import MemTimeline, fitted
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.elixir.chunks import Chunker
@@ -72,8 +73,14 @@ class Elixir:
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """A validated plan. Raises BudgetError if the traced step cannot run in the device's budget."""
-        demand = demand_of(layout, trace, self._context)
-        placer = Placer(layout, trace, demand, self._context, self._options, self.update_rule, self._unit_name)
+        plan = fitted(partial(self._plan, layout, trace), layout, self._context)
+        if self._statistics is not None:
+            self._statistics = self._statistics.model_copy(update=plan.notes)
+        return plan
+
+    def _plan(self, layout: Layout, trace: Trace, context: PlanningContext) -> tuple[Plan, MemTimeline]:
+        demand = demand_of(layout, trace, context)
+        placer = Placer(layout, trace, demand, context, self._options, self.update_rule, self._unit_name)
         placement = placer.place()
         if placement is None:
             plan = resident_plan(layout, trace, self.update_rule)
@@ -90,10 +97,7 @@ class Elixir:
                 update_rule=self.update_rule,
             )
             plan = replace(plan, notes=_notes(layout, plan, cache_bytes=placement.cache_bytes))
-        memory = validate(layout, trace, plan, self._context)
-        if self._statistics is not None:
-            self._statistics = self._statistics.model_copy(update=plan.notes)
-        return with_peaks(plan, memory, layout, self._context)
+        return plan, validate(layout, trace, plan, context)
 
     def statistics(self) -> BaseModel:
         assert self._statistics is not None, "statistics are there once layout() was called"

@@ -15,7 +15,7 @@ from systems.planning.plan import OpKind, Plan, UpdateRule
 from systems.planning.refusal import check_need
 from systems.planning.simulator import simulate
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import MemTimeline, timeline
+from systems.planning.timeline import MemTimeline, excess_bytes, timeline
 from systems.planning.trace import Trace
 from systems.strategies.h3t.compiling import OTHERS, Compiler
 from systems.strategies.h3t.costs import ModelCosts
@@ -145,7 +145,7 @@ class Search:
             order = sorted(self._measured.layers, key=self._first_use)
             switches = {unit: self._with_forced(unit, s) for unit, s in zip(order, rows, strict=True)}
             found = self.unchecked(switches, others, name, on_device)
-            excess = found.memory.total_peak - self._context.device_budget
+            excess = excess_bytes(found.memory, self._layout, self._context)
             if excess <= 0:
                 return found
             budget -= excess

@@ -16,6 +16,7 @@ from systems.planning.demand import (
     non_model_bounds,
     non_model_profile,
     reusable,
+    room_beside,
     unmovable,
 )
 from systems.planning.layout import Layout
@@ -50,17 +51,19 @@ class Placer:
 
     def place(self) -> Placement:
         """BudgetError if not even what a unit holds fits."""
-        everything = frozenset(b.index for b in self.layout.bundles)
-        if self.options.places_optimizer and max(self._fixed(self._residence(everything))) <= self.context.device_budget:
-            return Placement(everything, frozenset(), (0,) * len(self.trace))
+        everything = self._residence(frozenset(b.index for b in self.layout.bundles))
+        fits = max(self._fixed(everything)) <= self.context.device_budget
+        if self.options.places_optimizer and fits and max(self._pool(everything)) <= self.context.pool_budget:
+            return Placement(everything.on_device, frozenset(), (0,) * len(self.trace))
         base = self._residence(unmovable(self.layout))
         check_need(minimum_need(self.trace, self.demand, base), self.context, "patrickstar", self.unit_name)
         chosen = self._optimizers(base) if self.options.places_optimizer else frozenset[int]()
         residence = self._residence(base.on_device | chosen)
-        room = [self.context.device_budget - used for used in self._fixed(residence)]
+        held = held_profile(self.demand, residence)
+        room = room_beside(self._fixed(residence), self._pool(residence), held, self.context)
         if not self.options.traces:
             share = int(self.options.warmup_share * self.context.device_budget)
-            room = [min(r, max(share, held)) for r, held in zip(room, held_profile(self.demand, residence), strict=True)]
+            room = [min(r, max(share, h)) for r, h in zip(room, held, strict=True)]
         return Placement(residence.on_device, residence.in_place, tuple(room))
 
     def _residence(self, on_device: frozenset[int]) -> Residence:
@@ -73,8 +76,11 @@ class Placer:
     def _fixed(self, residence: Residence) -> list[int]:
         """Bytes per moment that no parameter chunk can have."""
         non_model = non_model_profile(self.trace, self.demand, residence)
-        gradients, static = gradient_profile(self.demand, residence), residence.static_bytes
-        return [static + g + n for g, n in zip(gradients, non_model, strict=True)]
+        return [sum(pair) for pair in zip(self._pool(residence), non_model, strict=True)]
+
+    def _pool(self, residence: Residence) -> list[int]:
+        """The pool's part of them."""
+        return [residence.static_bytes + g for g in gradient_profile(self.demand, residence)]
 
     def _optimizers(self, base: Residence) -> frozenset[int]:
         """Optimizer chunks for the margin: as many as fit beside all parameters, so that none is evicted for them.
@@ -88,11 +94,14 @@ class Placer:
         bounds = non_model_bounds(self.trace, self.demand, base)
         ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()
+        beside = self.context.pool_budget - states - max(map(sum, zip(held_profile(self.demand, base), gradients, strict=True)))
         for bundle in in_order_of_use((b for b in self.demand.gradient_spans if b not in base.on_device), self.demand):
             grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
-            if max(map(min, *grown)) <= budget:
+            constant = self.layout.bundle_bytes(bundle) + base.optimizer_bytes(bundle)
+            if constant <= beside and max(map(min, *grown)) <= budget:
                 chosen.add(bundle)
                 ranged, kept = grown
+                beside -= constant
         return frozenset(chosen)
 
     def _with(self, base: Residence, need: list[int], bundle: int, *, delay: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from pydantic import BaseModel
@@ -13,7 +14,7 @@ from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule, optimizer_tiers
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
-from systems.planning.timeline import with_peaks
+from systems.planning.timeline import MemTimeline, fitted
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.patrickstar.chunks import Chunker
@@ -76,9 +77,12 @@ class PatrickStar:
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """A validated plan. Raises BudgetError if the traced step cannot run in the device's budget."""
-        in_place = reusable(layout, trace, self._context)
-        demand = demand_of(layout, trace, self._context, in_place)
-        placer = Placer(layout, trace, demand, self._context, self._options, self.update_rule, self._unit_name)
+        return fitted(partial(self._plan, layout, trace), layout, self._context)
+
+    def _plan(self, layout: Layout, trace: Trace, context: PlanningContext) -> tuple[Plan, MemTimeline]:
+        in_place = reusable(layout, trace, context)
+        demand = demand_of(layout, trace, context, in_place)
+        placer = Placer(layout, trace, demand, context, self._options, self.update_rule, self._unit_name)
         placement = placer.place()
         sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in placement.on_device}
         request = CacheRequest(demand, sizes, placement.room, self._options.prefetch, OpKind.WRITE_BACK)
@@ -91,10 +95,9 @@ class PatrickStar:
             update_rule=self.update_rule,
             in_place=placement.in_place,
         )
-        memory = validate(layout, trace, plan, self._context)
-        residence = Residence(layout, self._context, placement.on_device, self.update_rule, placement.in_place)
+        residence = Residence(layout, context, placement.on_device, self.update_rule, placement.in_place)
         self._note(layout, trace, plan, placement, max(gradient_profile(demand, residence)))
-        return with_peaks(plan, memory, layout, self._context)
+        return plan, validate(layout, trace, plan, context)
 
     def statistics(self) -> BaseModel:
         assert self._statistics is not None, "statistics are there once layout() was called"
