@@ -187,7 +187,11 @@ class Training:
 
 
 def train_all(jobs: Sequence[Job], folder: Path) -> dict[Job, Result]:
-    return Training(jobs, folder).results()
+    training = Training(jobs, folder)
+    try:
+        return training.results()
+    finally:
+        training.stop()
 
 
 def main() -> None:
