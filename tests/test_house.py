@@ -33,6 +33,12 @@ def trees() -> dict[str, ast.Module]:
     return {path: ast.parse(text, filename=path) for path, text in sources().items()}
 
 
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """Relative path to all nodes of every file's tree."""
+    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
+
+
 def long_files() -> Iterator[str]:
     for path, text in sources().items():
         most = MAX_STRATEGY_LINES if path.startswith("systems/strategies/") else MAX_FILE_LINES
@@ -41,8 +47,8 @@ def long_files() -> Iterator[str]:
 
 
 def long_functions() -> Iterator[str]:
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path, found in nodes().items():
+        for node in found:
             if isinstance(node, Function):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
@@ -50,8 +56,8 @@ def long_functions() -> Iterator[str]:
 
 
 def wide_classes() -> Iterator[str]:
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path, found in nodes().items():
+        for node in found:
             if isinstance(node, ast.ClassDef):
                 methods = sum(isinstance(item, Function) for item in node.body)
                 if methods > MAX_METHODS:
@@ -67,10 +73,10 @@ def empty_names() -> Iterator[str]:
 
 def acting_strategies() -> Iterator[str]:
     """Strategies return data: not even by a dotted name do they reach a device or another rank."""
-    for path, tree in trees().items():
+    for path, found in nodes().items():
         if not path.startswith("systems/strategies/"):
             continue
-        for node in ast.walk(tree):
+        for node in found:
             if isinstance(node, ast.Import):
                 used = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):

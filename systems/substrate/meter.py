@@ -8,12 +8,12 @@ kernel takes and frees inside one operation is not seen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from systems.substrate.tiers import Account
 
@@ -50,15 +50,14 @@ class ActivationMeter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._check is not None and not func.is_view:
-            self._check(func, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+            self._check(func, [*_tensors(args), *_tensors(kwargs.values())])
         out = func(*args, **kwargs)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf, func)
+        for tensor in _tensors((out,)):
+            self._see(tensor, func)
         return out
 
     def _see(self, tensor: torch.Tensor, func: Any) -> None:
-        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        if tensor.is_meta or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -69,7 +68,7 @@ class ActivationMeter(TorchDispatchMode):
             self._make_room(nbytes)
         self._known[key] = nbytes
         weakref.finalize(storage, self._forget, key, nbytes)
-        self._account.add_other(nbytes, str(func))
+        self._account.add_other(nbytes, _name(func))
         self.kept_peak = max(self.kept_peak, self._account.other + self._handed_over)
 
     def _forget(self, key: int, nbytes: int) -> None:
@@ -85,3 +84,19 @@ class ActivationMeter(TorchDispatchMode):
         peak, kept = self._account.start_interval(), self.kept_peak
         self._handed_over, self.kept_peak = 0, self._account.other
         return peak, max(peak, kept)
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """An operation's arguments and results are tensors, lists of tensors and what holds none: no tree has to be walked."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found

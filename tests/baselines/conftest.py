@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.baselines.training import Job, Result, train_all
+from tests.baselines.training import Job, Result, Training
 
 EXACT = ("deepspeed-zero3-offload", "deepspeed-zero2-offload", "deepspeed-zero3", "deepspeed-zero2", "deepspeed-twinflow")
 TORCH = ("torch-ddp", "fsdp2-offload")
@@ -20,6 +22,7 @@ BF16 = (
 )
 FROZEN = tuple(Job(system, model="frozen-middle") for system in ("deepspeed-zero3", "deepspeed-zero2", *TORCH))
 FP32 = tuple(Job(system) for system in SYSTEMS)
+TRAINING = pytest.StashKey[Training]()
 
 
 def reference(job: Job) -> Job:
@@ -27,12 +30,30 @@ def reference(job: Job) -> Job:
     return Job("resident", job.model, job.dtype, job.accumulate, job.clip, job.recompute)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What looks at trained baselines goes last, so that the process trains them beside all the other tests."""
+    items.sort(key=_looks_at_trained)
+
+
+def _looks_at_trained(item: pytest.Item) -> bool:
+    return "trained" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly and any(map(_looks_at_trained, session.items)):
+        asked = [*FP32, *BF16, *FROZEN]
+        jobs = [*dict.fromkeys(map(reference, asked)), *sorted(asked, key=lambda job: job.system not in TORCH)]
+        folder = tempfile.TemporaryDirectory()
+        session.config.add_cleanup(folder.cleanup)
+        session.config.stash[TRAINING] = training = Training(jobs, Path(folder.name))
+        session.config.add_cleanup(training.stop)  # before the folder's: the last one added is the first one called
+
+
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], Result]:
+def trained(pytestconfig: pytest.Config) -> Callable[[Job], Result]:
     """The result of one of the jobs above or its reference; torch's come first, since DeepSpeed changes torch."""
-    asked = [*FP32, *BF16, *FROZEN]
-    jobs = [*dict.fromkeys(map(reference, asked)), *sorted(asked, key=lambda job: job.system not in TORCH)]
-    results = train_all(jobs, tmp_path_factory.mktemp("baselines"))
+    results = pytestconfig.stash[TRAINING].results()
 
     def result(job: Job) -> Result:
         found = results[job]

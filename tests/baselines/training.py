@@ -159,20 +159,39 @@ def train(job: Job) -> Result:
     return result
 
 
+class Training:
+    """Every job, one after the other in one new process, which runs beside the caller. folder: for its files."""
+
+    def __init__(self, jobs: Sequence[Job], folder: Path) -> None:
+        self._jobs, self._given, self._told = jobs, folder / "results.pt", folder / "told.txt"
+        asked = folder / "jobs.pt"
+        torch.save(list(jobs), asked)
+        with self._told.open("w") as told:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.baselines.training", str(asked), str(self._given)],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
+                stdout=told,
+                stderr=subprocess.STDOUT,
+            )
+
+    def results(self) -> dict[Job, Result]:
+        """Waits for the process."""
+        assert self._process.wait() == 0, self._told.read_text()[-3000:]
+        return dict(zip(self._jobs, torch.load(self._given, weights_only=False), strict=True))
+
+    def stop(self) -> None:
+        """Ends the process if it still runs."""
+        self._process.kill()
+        self._process.wait()
+
+
 def train_all(jobs: Sequence[Job], folder: Path) -> dict[Job, Result]:
-    """Every job, one after the other in one new process."""
-    asked, given = folder / "jobs.pt", folder / "results.pt"
-    torch.save(list(jobs), asked)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.baselines.training", str(asked), str(given)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return dict(zip(jobs, torch.load(given, weights_only=False), strict=True))
+    training = Training(jobs, folder)
+    try:
+        return training.results()
+    finally:
+        training.stop()
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ STEPS = 4
 
 
 def trained(system: Any, name: str, chosen: H3TOptions | None = None, **given: Any) -> Run:
-    """A size of the registry on random tokens."""
-    shape = resolve(name)
+    """A size of the registry, of three blocks a stack, on random tokens."""
+    shape = resolve(name, {"num_layers": 3})
     data = open_dataset("synthetic", vocab_size=shape.vocab_size, seed=3, objective=shape.objective)
     engine = start(system, build(shape), settings_of(initial_weights=initial_weights(shape, 1), **given), chosen)
     losses: list[float] = []

@@ -96,7 +96,7 @@ def test_equals_resident(system: str, setup: Setup, level: str) -> None:
 @cache
 def of_a_family(name: str, system: str, accumulate: int) -> Run:
     """3 steps with recomputation, dropout and clipping; in half of resident's peak for the others."""
-    shape = resolve(name, {"dropout": 0.1})
+    shape = resolve(name, {"dropout": 0.1, "num_layers": 3})
     data = open_dataset("synthetic", vocab_size=shape.vocab_size, seed=3, objective=shape.objective)
     loss_of = partial(token_loss, objective=shape.objective)
     chosen, options, budget = RESIDENT, None, AMPLE
