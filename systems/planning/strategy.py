@@ -24,6 +24,7 @@ class PlanningContext:
     recompute: what the user asked for, "none", "full" or block numbers. hardware: the machine, where a profile says what it
     is; at run time there is none but what traces tell.
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
+    any_plan: it is only asked whether there is a plan, so one will do as well as another; layout and tiers are as ever.
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
     """
 
@@ -36,6 +37,7 @@ class PlanningContext:
     recompute: Literal["none", "full"] | tuple[int, ...] = "none"
     hardware: HardwareProfile | None = None
     allowance: Allowance = EXACT
+    any_plan: bool = False
 
     def memory_for(self, nbytes: int) -> int:
         """Device memory that must be given for plans to have nbytes of it."""

@@ -15,7 +15,8 @@ from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
-from systems.planning.simulator import simulate
+from systems.planning.schedule import expand
+from systems.planning.simulator import step_time_of
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
@@ -39,6 +40,8 @@ class H3T:
     warm_up_share: float | None = None
 
     def __init__(self, options: H3TOptions, context: PlanningContext) -> None:
+        if context.any_plan and options.variant == "global-offload":
+            options = options.model_copy(update={"solver": "on"})  # fits wherever anything does
         self._options, self._context = options, context
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.offloaded_inputs: frozenset[int] = frozenset()
@@ -102,8 +105,9 @@ class H3T:
         """The same but for one switch. It takes the same memory: what leaves the device frees its room at once either way."""
         plan = replace(found.plan, barriers=frozenset())
         switches = {unit: replace(each, synchronise=False) for unit, each in found.switches.items()}
-        seconds = simulate(layout, found.trace, plan, self._context, self._hardware).step_time_s
-        return replace(found, plan=plan, switches=switches, step_time_s=seconds)
+        schedule = expand(layout, found.trace, plan, self._context)
+        seconds = step_time_of(schedule, self._hardware)
+        return replace(found, plan=plan, schedule=schedule, switches=switches, step_time_s=seconds)
 
     def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
         """Every switch on but synchronisation, for a kind of step of which no trace tells enough; this one bounds it."""
