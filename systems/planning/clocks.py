@@ -138,14 +138,15 @@ class _Run:
         now, active = self._now, self._active
         ends = [now + one.left / one.rate if one.rate else one.fixed_until_s for one in active]
         self._now = then = min(ends)
-        over, changed = [], False  # rates stay as they are until a flow begins or ends
+        over, changed = [], False  # rates stay as they are while no flow begins or ends
         for one, end in zip(active, ends, strict=True):
             if one.rate:
                 one.left = 0.0 if end <= then else one.left - one.rate * (then - now)
             if one.fixed_until_s <= then:
-                if one.left <= 0:
+                ends_now, flowed = one.left <= 0, one.rate > 0
+                if ends_now:
                     over.append(one)
-                changed = changed or (one.left <= 0) == (one.rate > 0)
+                changed = changed or ends_now == flowed
         for one in over:
             self._finish(one)
         if over:
