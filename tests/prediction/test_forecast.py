@@ -135,7 +135,7 @@ def test_the_least_device_is_the_least(system: str) -> None:
     assert below.tiers["device"].need_bytes == least and below.tiers["device"].spare_bytes == -1
 
 
-H3T_OPTIONS = ({}, {"solver": "dp"}, {"solver": "manual"}, {"solver": "off"}, {"variant": "resident-optimizer"})
+H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "manual"}, {"solver": "off"}, {"variant": "resident-optimizer"})
 
 
 @pytest.mark.parametrize(("system", "given"), [*(("h3t", o) for o in H3T_OPTIONS), ("elixir", {}), ("patrickstar", {})])
