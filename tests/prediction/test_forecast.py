@@ -135,7 +135,7 @@ def test_the_least_device_is_the_least(system: str) -> None:
     assert below.tiers["device"].need_bytes == least and below.tiers["device"].spare_bytes == -1
 
 
-H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "manual"}, {"solver": "off"}, {"variant": "resident-optimizer"})
+H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "off"}, {"variant": "resident-optimizer"})
 
 
 @pytest.mark.parametrize(("system", "given"), [*(("h3t", o) for o in H3T_OPTIONS), ("elixir", {}), ("patrickstar", {})])
@@ -144,7 +144,7 @@ def test_any_plan_fits_where_the_best_one_does(system: str, given: Mapping[str, 
     for ranks, recompute, host in ((1, "none", GIB), (1, "full", 12 * MIB), (4, "none", GIB)):
         about = question(f"h100-80g-x{ranks}", batch_size=8, recompute=recompute, host_memory=host)
         least = asked(system, "opt-tiny", about, **given).least_device_bytes
-        for budget in (least // 2, least - 1, least, least + least // 4, 3 * least):
+        for budget in (least - 1, least, least + least // 4):
             best, any_plan = (
                 forecasts._Planner(chosen, chosen.Options(**given), about, seen).at(budget, any_plan=quick)
                 for quick in (False, True)
