@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class Claim:
     favoured: bool = False
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """waits: numbers of jobs. rate: bytes a second when alone. priority: None on queues that keep their order."""
 
     queue: str
@@ -51,8 +51,7 @@ class Job:
     priority: int | None = None
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     start_s: float
     end_s: float
 
@@ -66,19 +65,18 @@ def run(jobs: Sequence[Job], resources: Mapping[str, Resource]) -> list[Span]:
     return _Run(jobs, resources).spans()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Active:
+    """left: bytes. rate: at which they flow now; 0 while its fixed time runs."""
+
     number: int
     started_s: float
     fixed_until_s: float
     left: float
     rate: float = 0.0
 
-    def flows(self, now: float) -> bool:
-        return self.fixed_until_s <= now and self.left > 0
 
-
-@dataclass
+@dataclass(slots=True)
 class _Queue:
     """waiting: job numbers in order. ready: heap of (priority, number) of jobs whose waits are over, without their turn."""
 
@@ -92,60 +90,72 @@ class _Run:
         self._jobs, self._resources = jobs, resources
         self._now = 0.0
         self._spans: list[Span | None] = [None] * len(jobs)
-        self._missing = [len(set(job.waits)) for job in jobs]
+        self._missing = [0] * len(jobs)
         self._waiters: list[list[int]] = [[] for _ in jobs]
-        self._queues: dict[str, _Queue] = {}
+        self._queues = {job.queue: _Queue() for job in jobs}
+        self._active: list[_Active] = []  # in the order of the queues
         for number, job in enumerate(jobs):
-            queue = self._queues.setdefault(job.queue, _Queue())
+            waits = set(job.waits)
+            self._missing[number] = len(waits)
+            for other in waits:
+                self._waiters[other].append(number)
+            queue = self._queues[job.queue]
             if job.priority is None:
                 queue.waiting.append(number)
-            elif not self._missing[number]:
+            elif not waits:
                 heapq.heappush(queue.ready, (job.priority, number))
-            for other in set(job.waits):
-                self._waiters[other].append(number)
 
     def spans(self) -> list[Span]:
-        self._start(self._queues.values())
-        while active := [q.active for q in self._queues.values() if q.active is not None]:
-            self._advance(active)
+        self._start()
+        self._set_rates()
+        while self._active:
+            self._advance()
         found = [span for span in self._spans if span is not None]
         if len(found) < len(self._jobs):
             stuck = next(number for number, span in enumerate(self._spans) if span is None)
             raise CircularWaitError(f"job {stuck} on queue {self._jobs[stuck].queue} waits for ever")
         return found
 
-    def _start(self, queues: Iterable[_Queue]) -> None:
-        for queue in queues:
-            if queue.active is not None:
-                continue
-            if queue.waiting and not self._missing[queue.waiting[0]]:
-                number = queue.waiting.popleft()
-            elif queue.ready:
-                number = heapq.heappop(queue.ready)[1]
-            else:
-                continue
-            job = self._jobs[number]
-            queue.active = _Active(number, self._now, self._now + job.fixed_s, job.flow_bytes)
+    def _start(self) -> bool:
+        """Whatever can; True if some of it flows at once."""
+        self._active, flows = [], False
+        for queue in self._queues.values():
+            if queue.active is None:
+                if queue.waiting and not self._missing[queue.waiting[0]]:
+                    number = queue.waiting.popleft()
+                elif queue.ready:
+                    number = heapq.heappop(queue.ready)[1]
+                else:
+                    continue
+                job = self._jobs[number]
+                queue.active = _Active(number, self._now, self._now + job.fixed_s, job.flow_bytes)
+                flows = flows or (job.flow_bytes > 0 and queue.active.fixed_until_s <= self._now)
+            self._active.append(queue.active)
+        return flows
 
-    def _advance(self, active: list[_Active]) -> None:
+    def _advance(self) -> None:
         """On to the next moment at which something begins to flow or ends."""
-        flows = [a for a in active if a.flows(self._now)]
-        self._set_rates(flows)
-        ends = [self._now + a.left / a.rate if a.rate else a.fixed_until_s for a in active]
-        then = min(ends)
+        now, active = self._now, self._active
+        ends = [now + one.left / one.rate if one.rate else one.fixed_until_s for one in active]
+        self._now = then = min(ends)
+        over, changed = [], False  # rates stay as they are while no flow begins or ends
         for one, end in zip(active, ends, strict=True):
             if one.rate:
-                one.left = 0.0 if end <= then else one.left - one.rate * (then - self._now)
-                one.rate = 0.0
-        self._now = then
-        for queue in self._queues.values():
-            running = queue.active
-            if running is not None and running.fixed_until_s <= then and running.left <= 0:
-                self._finish(queue, running)
-        self._start(self._queues.values())
+                one.left = 0.0 if end <= then else one.left - one.rate * (then - now)
+            if one.fixed_until_s <= then:
+                ends_now, flowed = one.left <= 0, one.rate > 0
+                if ends_now:
+                    over.append(one)
+                changed = changed or ends_now == flowed
+        for one in over:
+            self._finish(one)
+        if over:
+            changed = self._start() or changed
+        if changed:
+            self._set_rates()
 
-    def _finish(self, queue: _Queue, one: _Active) -> None:
-        queue.active = None
+    def _finish(self, one: _Active) -> None:
+        self._queues[self._jobs[one.number].queue].active = None
         self._spans[one.number] = Span(one.started_s, self._now)
         for number in self._waiters[one.number]:
             self._missing[number] -= 1
@@ -153,8 +163,9 @@ class _Run:
             if not self._missing[number] and job.priority is not None:
                 heapq.heappush(self._queues[job.queue].ready, (job.priority, number))
 
-    def _set_rates(self, flows: Sequence[_Active]) -> None:
-        """See Note [Sharing]."""
+    def _set_rates(self) -> None:
+        """Of all that flows, see Note [Sharing]."""
+        flows = [one for one in self._active if one.left > 0 and one.fixed_until_s <= self._now]
         demand: dict[tuple[str, bool], float] = {}
         for flow in flows:
             job = self._jobs[flow.number]

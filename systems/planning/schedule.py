@@ -26,8 +26,10 @@ Note [Resources]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
 
 from systems.planning.demand import Demand, Residence, demand_of, in_order_of_use
 from systems.planning.layout import Layout
@@ -63,8 +65,7 @@ class Work(Enum):
     BARRIER = "barrier"  # the device's lanes wait for each other
 
 
-@dataclass(frozen=True)
-class ScheduledOperation:
+class ScheduledOperation(NamedTuple):
     """ticket: place in issue order. lane None: bookkeeping. bundle, segment: -1 where none.
 
     bytes: payload moved by this rank. device_delta: bytes the device pool grows by. seconds: known compute time.
@@ -100,14 +101,23 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Schedule:
-    """initial_device_bytes: the pool at the step's start, states included. resident_at_end: bundles there then."""
+    """bare: the operations without their waits. late: see `with_waits`. initial_device_bytes: the pool at the step's start,
+    states included. resident_at_end: bundles there then.
+    """
 
-    operations: tuple[ScheduledOperation, ...]
+    bare: tuple[ScheduledOperation, ...]
+    late: tuple[tuple[int, int], ...]
     flaws: tuple[Flaw, ...]
     initial_device_bytes: int
     resident_at_end: frozenset[int]
     demand: Demand
     residence: Residence
+
+    @cached_property
+    def operations(self) -> tuple[ScheduledOperation, ...]:
+        """With their waits, which take longer to find than all else, and which bytes do not depend on."""
+        unused_bytes = self.residence.context.device_budget - self.initial_device_bytes
+        return tuple(with_waits(self.bare, unused_bytes, self.late))
 
     def issued(self, *, steps: int = 2) -> list[IssuedOperation]:
         """Several steady steps in a row as the race detector reads them. Only for schedules without flaws."""
@@ -144,9 +154,9 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
     for moment in range(len(trace)):
         expansion.step(moment)
     initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.on_device)
-    operations = with_waits(expansion.operations, context.device_budget - initial, expansion.late)
     return Schedule(
-        operations=tuple(operations),
+        bare=tuple(expansion.operations),
+        late=tuple(expansion.late),
         flaws=tuple(expansion.flaws),
         initial_device_bytes=initial,
         resident_at_end=frozenset(expansion.resident),
@@ -468,8 +478,7 @@ def with_waits(
                 memory = [t - count for t in taken.values() if t >= count]
                 previous = {t for t in (*waits.values(), *taken.values()) if t < count}
                 found.append(
-                    replace(
-                        o,
+                    o._replace(
                         waits=tuple(sorted(data)),
                         room_waits=tuple(sorted(set(memory) - set(data))),
                         previous_waits=tuple(sorted(previous)),

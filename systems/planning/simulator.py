@@ -28,7 +28,7 @@ from systems.planning.layout import Layout
 from systems.planning.perfetto import TimedEvent
 from systems.planning.plan import LaneKind, Plan, UpdateRule
 from systems.planning.rates import HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
-from systems.planning.schedule import ScheduledOperation, Work, expand
+from systems.planning.schedule import Schedule, ScheduledOperation, Work, expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import MemTimeline, timeline_of
 from systems.planning.trace import Phase, Trace
@@ -81,8 +81,14 @@ def simulate(
 
     A plan that can never end raises CircularWaitError; the validator says why.
     """
-    schedule = expand(layout, trace, plan, context)
-    costs = Costs(layout, context, Rates(profile, context.ranks), {**default_queues(profile), **(queues or {})})
+    return simulation_of(expand(layout, trace, plan, context), trace, plan, profile, queues=queues)
+
+
+def simulation_of(
+    schedule: Schedule, trace: Trace, plan: Plan, profile: HardwareProfile, *, queues: Mapping[LaneKind, str] | None = None
+) -> Simulation:
+    """The same of a plan that is spelt out already."""
+    costs = costs_of(schedule, profile, queues or {})
     timed = clocked(schedule.operations, len(trace), costs)
     events = tuple(
         TimedEvent(_lane(operation), label_of(operation), span.start_s, span.end_s - span.start_s)
@@ -96,6 +102,17 @@ def simulate(
         bounds_s=_bounds(timed.work, trace, plan, costs),
         memory=timeline_of(schedule, trace),
     )
+
+
+def step_time_of(schedule: Schedule, profile: HardwareProfile) -> float:
+    """Simulation.step_time_s alone."""
+    return clocked(schedule.operations, len(schedule.demand), costs_of(schedule, profile, {})).step_time_s
+
+
+def costs_of(schedule: Schedule, profile: HardwareProfile, queues: Mapping[LaneKind, str]) -> Costs:
+    residence = schedule.residence
+    rates = Rates(profile, residence.context.ranks)
+    return Costs(residence.layout, residence.context, rates, {**default_queues(profile), **queues})
 
 
 @dataclass(frozen=True)
@@ -133,9 +150,8 @@ class _Steps:
     """The jobs of several steps in a row, step by step: the host's moments and the operations on lanes, in issue order."""
 
     def __init__(self, operations: Sequence[ScheduledOperation], moments: int, costs: Costs, steps: int) -> None:
-        self._operations = [o for o in operations if o.lane is not None]
-        self._event_s = costs.rates.profile.unit_event_s.value
-        self._moments, self._costs, self._steps = moments, costs, steps
+        self._operations = [(o, costs.job(o, ())) for o in operations if o.lane is not None]
+        self._moments, self._event = moments, Job(HOST_QUEUE, fixed_s=costs.rates.profile.unit_event_s.value)
         self.jobs: list[Job] = []
         self._shown: list[tuple[int, ScheduledOperation]] = []  # (job, operation) of the last step
         self._firsts: list[int] = []
@@ -151,24 +167,24 @@ class _Steps:
         now: dict[int, int] = {}
         self._shown = []
         moment, host, last = -1, -1, self._moments - 1
-        for operation in self._operations:
+        for operation, job in self._operations:
             while moment < operation.moment:
                 moment += 1
                 host = len(self.jobs)
-                self.jobs.append(Job(HOST_QUEUE, fixed_s=self._event_s))
+                self.jobs.append(self._event)
             waits = [now[t] for t in (*operation.waits, *operation.room_waits) if t in now]
             waits += [before[t] for t in operation.previous_waits if t in before]
             number = len(self.jobs)
             if operation.lane is LaneKind.CPU:
                 waits += self._on_cpu(operation, number)
-            self.jobs.append(self._costs.job(operation, (*waits, host)))
+            self.jobs.append(job._replace(waits=(*waits, host)))
             if operation.kind is Work.NORM:
                 host = number
             now[operation.ticket] = number
             self._shown.append((number, operation))
         while moment < last:
             moment += 1
-            self.jobs.append(Job(HOST_QUEUE, fixed_s=self._event_s))
+            self.jobs.append(self._event)
         return now
 
     def _on_cpu(self, operation: ScheduledOperation, number: int) -> list[int]:

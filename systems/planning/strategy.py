@@ -26,6 +26,7 @@ class PlanningContext:
     recompute: what the user asked for, "none", "full" or block numbers. hardware: the machine, where a profile says what it
     is; at run time there is none but what traces tell.
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
+    any_plan: it is only asked whether there is a plan, so one will do as well as another; layout and tiers are as ever.
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
     pool_budget: what bundles, gradient ranges and states may take of it at any moment, beside what is held in any case.
     """
@@ -39,6 +40,7 @@ class PlanningContext:
     recompute: Literal["none", "full"] | tuple[int, ...] = "none"
     hardware: HardwareProfile | None = None
     allowance: Allowance = EXACT
+    any_plan: bool = False
     pool_budget: int = UNLIMITED
 
     def memory_for(self, nbytes: int) -> int:

@@ -99,7 +99,7 @@ def timeline_of(schedule: Schedule, trace: Trace) -> MemTimeline:
     moments = len(trace)
     after, peaks, now = [schedule.initial_device_bytes] * moments, [0] * moments, schedule.initial_device_bytes
     done = -1
-    for operation in schedule.operations:
+    for operation in schedule.bare:
         while done < operation.moment - 1:  # moments without operations
             done += 1
             after[done], peaks[done] = now, max(peaks[done], now)

@@ -14,7 +14,8 @@ Waits = dict[str, int]  # lane to the latest ticket waited for on it
 
 def merge(waits: Waits, more: Mapping[str, int]) -> None:
     for lane, ticket in more.items():
-        waits[lane] = max(ticket, waits.get(lane, ticket))
+        if lane not in waits or waits[lane] < ticket:
+            waits[lane] = ticket
 
 
 class Accesses:
@@ -33,7 +34,8 @@ class Accesses:
             self._readers.setdefault(name, {})[lane] = ticket
         for name in written:
             self._wait_for_writer(name, waits)
-            merge(waits, {key: value for key, value in self._readers.pop(name, {}).items() if value != ticket})
+            if name in self._readers:
+                merge(waits, {key: value for key, value in self._readers.pop(name).items() if value != ticket})
         for name in written:
             self._writer[name] = (lane, ticket)
         waits.pop(lane, None)
@@ -48,7 +50,7 @@ class Accesses:
     def _wait_for_writer(self, name: str, waits: Waits) -> None:
         if name in self._writer:
             lane, ticket = self._writer[name]
-            merge(waits, {lane: ticket})
+            waits[lane] = max(ticket, waits.get(lane, ticket))
 
 
 class Barriers:

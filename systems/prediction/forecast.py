@@ -25,7 +25,7 @@ from systems.planning.overflow import keep_on_device
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
-from systems.planning.simulator import Simulation, simulate
+from systems.planning.simulator import Simulation, simulation_of
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.planning.trace import Trace
 from systems.planning.work import StepWork, interval_seconds, trace_of_work
@@ -152,7 +152,7 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     planned = planner.at(max(least, question.device_memory))
     assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
     schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
-    simulation = simulate(planned.layout, planned.trace, planned.plan, planned.context, question.profile)
+    simulation = simulation_of(schedule, planned.trace, planned.plan, question.profile)
     buffers = observations.of(question)[1].buffer_bytes
     kept = planned.context.memory_for(simulation.memory.total_peak) - simulation.memory.total_peak
     device = device_need(
@@ -174,7 +174,7 @@ def forecast(system: System, options: BaseModel, question: Question, observation
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
     """The same without the simulation."""
     planner = _Planner(system, options, question, observations)
-    planned = planner.at(question.device_memory)
+    planned = planner.at(question.device_memory, any_plan=True)
     if not isinstance(planned, _Planned):
         return False
     return planner.host_need(expand(planned.layout, planned.trace, planned.plan, planned.context)).fits
@@ -187,27 +187,32 @@ class _Planner:
         self.question = question
         self._policy, self._options, self._observations = policy_of(system), options, observations
         self._keeps_host_copies = isinstance(system, ManagedSystem)
+        self._overflows = False  # the layout asked for last has bundles that stay on the device for want of host memory
         self._known: dict[int, _Planned | BudgetError] = {}
 
-    def at(self, device_budget: int) -> _Planned | BudgetError:
-        """The plan for that budget, or why there is none."""
-        if device_budget not in self._known:
+    def at(self, device_budget: int, *, any_plan: bool = False) -> _Planned | BudgetError:
+        """The plan for that budget, or why there is none. any_plan: one that is there will do, see PlanningContext."""
+        known = self._known.get(device_budget)
+        if known is None or not (any_plan or isinstance(known, BudgetError) or not known.context.any_plan):
             try:
-                self._known[device_budget] = self._plan(device_budget)
+                self._known[device_budget] = self._plan(device_budget, any_plan)
             except BudgetError as error:
                 if error.tier != "device":
                     raise
                 self._known[device_budget] = error
         return self._known[device_budget]
 
-    def _plan(self, device_budget: int) -> _Planned:
+    def _plan(self, device_budget: int, any_plan: bool) -> _Planned:
         """What the host cannot hold stays on the device if that has room for it; if not, the host's need is told as it is."""
+        host_budget = self.question.host_memory // self.question.ranks_on_node
         try:
-            return self._plan_within(device_budget, self.question.host_memory // self.question.ranks_on_node)
-        except BudgetError:
-            return self._plan_within(device_budget, UNLIMITED)
+            return self._plan_within(device_budget, host_budget, any_plan)
+        except BudgetError as error:
+            if error.tier == "device" and not self._overflows:
+                raise  # nothing of it comes from the host's budget
+            return self._plan_within(device_budget, UNLIMITED, any_plan)
 
-    def _plan_within(self, device_budget: int, host_budget: int) -> _Planned:
+    def _plan_within(self, device_budget: int, host_budget: int, any_plan: bool) -> _Planned:
         question = self.question
         context = PlanningContext(
             device_budget=question.allowance.plannable(device_budget),
@@ -219,7 +224,9 @@ class _Planner:
             recompute=question.recompute,
             hardware=question.profile,
             allowance=question.allowance,
+            any_plan=any_plan,
         )
+        self._overflows = False
         strategy = self._policy(self._options, context)
         check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
         index, work = self._observations.of(question)
@@ -239,7 +246,8 @@ class _Planner:
         for _ in range(MAX_ROUNDS):
             assert units is not None, "its plans say what is recomputed"
             blocks = tuple(unit.block for unit in index.units if unit.index in units and unit.block is not None)
-            question = replace(self.question, recompute=blocks)
+            alike: dict[frozenset[int], Recompute] = {index.blocks: "full", frozenset(): "none"}
+            question = replace(self.question, recompute=alike.get(units, blocks))
             trace = self._trace(question, layout, self._observations.of(question)[1])
             trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
             if plan is not None and not plan.provisional:
@@ -274,7 +282,9 @@ class _Planner:
                 "--option activations=host is not part of forecasts: leave it out of harness plan, which then tells of more "
                 "device memory and less host memory than such a run takes"
             )
-        return keep_on_device(layout, context, strategy.update_rule)
+        kept = keep_on_device(layout, context, strategy.update_rule)
+        self._overflows = kept is not layout
+        return kept
 
     def host_need(self, schedule: Schedule) -> TierNeed:
         question = self.question
@@ -295,7 +305,7 @@ def _least_budget(planner: _Planner) -> tuple[int, str | None]:
     enough = isinstance(planner.at(have), _Planned)
     budget, why = 1 if enough else have, None
     for _ in range(MAX_ROUNDS):
-        found = planner.at(budget)
+        found = planner.at(budget, any_plan=True)
         if isinstance(found, _Planned):
             return budget, why
         why = None if enough else str(found).replace(f"{format_size(found.have)} is given", f"{format_size(have)} is given")

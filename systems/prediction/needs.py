@@ -78,7 +78,7 @@ def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int
     wanted = after if behind else memory.device_pool_peak_bytes[moment]
     parameters, ranges = schedule.initial_device_bytes - states, 0
     found = parameters, ranges
-    for operation in schedule.operations:
+    for operation in schedule.bare:
         if operation.moment > moment:
             break
         if operation.kind in (Work.ALLOCATE, Work.FREE):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from systems.planning import hardware
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
-from systems.planning.simulator import Simulation, simulate
+from systems.planning.schedule import expand
+from systems.planning.simulator import Simulation, simulate, step_time_of
 from systems.planning.timeline import timeline
 from systems.planning.trace import Trace
 from tests.planning.machines import BANDWIDTHS, machine, scaled
@@ -177,9 +178,13 @@ def test_no_step_beats_its_lanes_and_memory_is_the_timelines(case: Case, choices
     plan = planned(case, **choices)  # type: ignore[arg-type]
     rate = 10.0 ** (speed + 4)
     names: dict[str, Any] = dict.fromkeys(BANDWIDTHS, rate)
-    found = simulate(case.layout, case.trace, plan, case.context, machine(devices=2, **names))
+    profile = machine(devices=2, **names)
+    found = simulate(case.layout, case.trace, plan, case.context, profile)
     check_floor(found, case.trace)
     assert found.memory == timeline(case.layout, case.trace, plan, case.context)
+    schedule = expand(case.layout, case.trace, plan, case.context)
+    assert step_time_of(schedule, profile) == found.step_time_s
+    assert [o._replace(waits=(), room_waits=(), previous_waits=()) for o in schedule.operations] == list(schedule.bare)
 
 
 @pytest.mark.parametrize("name", ["h100-80g-x1", "h100-80g-x4", "hai-pcie-a100-40g-x8", "h3t-a100-40g-x64"])

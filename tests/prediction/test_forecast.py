@@ -13,6 +13,7 @@ import torch
 from models import registry as models_registry
 from models.loss import token_loss
 from systems import registry
+from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
@@ -134,6 +135,27 @@ def test_the_least_device_is_the_least(system: str) -> None:
     assert not below.fits and below.least_device_bytes == least
     assert below.why_not is not None and "unit '" in below.why_not and "is given" in below.why_not
     assert below.tiers["device"].need_bytes == least and below.tiers["device"].spare_bytes == -1
+
+
+H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "off"}, {"variant": "resident-optimizer"})
+
+
+@pytest.mark.parametrize(("system", "given"), [*(("h3t", o) for o in H3T_OPTIONS), ("elixir", {}), ("patrickstar", {})])
+def test_any_plan_fits_where_the_best_one_does(system: str, given: Mapping[str, Any]) -> None:
+    chosen, seen = registry.get(system), observations("opt-tiny")
+    for ranks, recompute, host in ((1, "full", 12 * MIB), (4, "none", GIB)):
+        about = question(f"h100-80g-x{ranks}", batch_size=8, recompute=recompute, host_memory=host)
+        least = asked(system, "opt-tiny", about, **given).least_device_bytes
+        for budget in (least - 1, least + least // 4):
+            best, any_plan = (
+                forecasts._Planner(chosen, chosen.Options(**given), about, seen).at(budget, any_plan=quick)
+                for quick in (False, True)
+            )
+            assert isinstance(best, BudgetError) == isinstance(any_plan, BudgetError) == (budget < least)
+            if isinstance(best, forecasts._Planned) and isinstance(any_plan, forecasts._Planned):
+                assert best.layout == any_plan.layout and best.plan.optimizer_tier == any_plan.plan.optimizer_tier
+            else:
+                assert str(best) == str(any_plan)
 
 
 @pytest.mark.parametrize("system", [*STRATEGIES, "resident"])

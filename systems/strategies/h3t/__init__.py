@@ -32,7 +32,7 @@ Where this departs from the paper, and why
 * Segment synchronisation is a barrier where a segment of a layer with the switch on ends: compute and copies (of several
   ranks gathers and reductions too) wait for each other, the host's updates go on. On one rank the gather stream is idle, but
   copies still wait. It saves no memory here, where a copy that leaves frees its room at once, and takes time that a copy could
-  have run on. Dynamic programming has it on everywhere because its cost model needs that, not its plan. So `best` also tries
+  have run on. Dynamic programming has it on everywhere because its cost model needs that, not its plan. So `best` runs
   each assignment without any; a solver asked for by name is run as solved.
 * A hidden state leaves only where its layer rematerialises; otherwise it is the least of what the layer keeps.
 * `--recompute full` or block numbers hold the switch of those layers on; without, the solver decides for every layer.

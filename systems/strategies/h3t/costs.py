@@ -97,18 +97,19 @@ class ModelCosts:
     fixed_s: float = 0.0
     start_bytes: int = 0
     fixed_bytes: int = 0
-    stacked: Mapping[str, np.ndarray] = field(init=False, repr=False, compare=False)
+    padded: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         padded = (LayerCosts(), *self.layers, LayerCosts())
         columns = {
             f.name: np.array([getattr(layer, f.name) for layer in padded]) for f in fields(LayerCosts) if f.name != "name"
         }
-        object.__setattr__(self, "stacked", columns)
+        rows = (_Row({name: column[number] for name, column in columns.items()}) for number in range(len(padded)))
+        object.__setattr__(self, "padded", tuple(rows))
 
     def layer(self, number: int) -> Any:
         """Costs of layer `number` (0 is the first; -1 and N are of no cost) as an object with the fields of LayerCosts."""
-        return _Row({name: column[number + 1] for name, column in self.stacked.items()})
+        return self.padded[number + 1]
 
 
 class _Row:

@@ -13,9 +13,10 @@ from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, UpdateRule
 from systems.planning.refusal import check_need
-from systems.planning.simulator import simulate
+from systems.planning.schedule import Schedule, expand
+from systems.planning.simulator import step_time_of
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import MemTimeline, excess_bytes, timeline
+from systems.planning.timeline import MemTimeline, excess_bytes, timeline_of
 from systems.planning.trace import Trace
 from systems.strategies.h3t.compiling import OTHERS, Compiler
 from systems.strategies.h3t.costs import ModelCosts
@@ -49,6 +50,7 @@ class Asked:
 class Candidate:
     plan: Plan
     trace: Trace
+    schedule: Schedule
     memory: MemTimeline
     switches: Mapping[int, Switches]
     others: str
@@ -186,9 +188,8 @@ class Search:
         plan = compiler.plan(switches, others=others, on_device=staying)
         assert plan.rematerialise is not None and plan.offload_inputs is not None
         trace = under(base, self._measured.kept, recomputed=plan.rematerialise, offloaded=plan.offload_inputs)
-        memory = timeline(self._layout, trace, plan, self._context)
-        return Candidate(plan, trace, memory, dict(switches), others, solver)
+        schedule = expand(self._layout, trace, plan, self._context)
+        return Candidate(plan, trace, schedule, timeline_of(schedule, trace), dict(switches), others, solver)
 
     def _simulated(self, found: Candidate) -> Candidate:
-        seen = simulate(self._layout, found.trace, found.plan, self._context, self._asked.hardware)
-        return replace(found, step_time_s=seen.step_time_s)
+        return replace(found, step_time_s=step_time_of(found.schedule, self._asked.hardware))

@@ -15,7 +15,8 @@ from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
-from systems.planning.simulator import simulate
+from systems.planning.schedule import expand
+from systems.planning.simulator import step_time_of
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
@@ -39,6 +40,8 @@ class H3T:
     warm_up_share: float | None = None
 
     def __init__(self, options: H3TOptions, context: PlanningContext) -> None:
+        if context.any_plan and options.variant == "global-offload":
+            options = options.model_copy(update={"solver": "on"})  # fits wherever anything does
         self._options, self._context = options, context
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.offloaded_inputs: frozenset[int] = frozenset()
@@ -91,19 +94,19 @@ class H3T:
         began = time.perf_counter()
         found = search.candidates()
         if self._options.solver == "best":
-            waiting = [each for each in found if each.plan.barriers]
-            found = [self._without_barriers(layout, each) for each in waiting] + found  # which are as good, if equally fast
+            found = [self._without_barriers(layout, each) if each.plan.barriers else each for each in found]
         best = fastest(layout, found)
         self._note(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
         return replace(with_peaks(best.plan, memory, layout, self._context), predicted_step_time_s=best.step_time_s)
 
     def _without_barriers(self, layout: Layout, found: Candidate) -> Candidate:
-        """The same but for one switch. It takes the same memory: what leaves the device frees its room at once either way."""
+        """The same but for one switch, which takes time here and saves no memory: what leaves frees its room at once anyway."""
         plan = replace(found.plan, barriers=frozenset())
         switches = {unit: replace(each, synchronise=False) for unit, each in found.switches.items()}
-        seconds = simulate(layout, found.trace, plan, self._context, self._hardware).step_time_s
-        return replace(found, plan=plan, switches=switches, step_time_s=seconds)
+        schedule = expand(layout, found.trace, plan, self._context)
+        seconds = step_time_of(schedule, self._hardware)
+        return replace(found, plan=plan, schedule=schedule, switches=switches, step_time_s=seconds)
 
     def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
         """Every switch on but synchronisation, for a kind of step of which no trace tells enough; this one bounds it."""
