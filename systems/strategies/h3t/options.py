@@ -20,7 +20,8 @@ class H3TOptions(BaseModel):
     solvers and the simulator reckon with at run time.
 
     solver: best is the fastest by simulated time of dp, greedy and manual, without the barriers of segment synchronisation; on
-    and off have every switch alike, drawn takes a random setting for each layer (by --seed) without looking at time. samples: T_rand of random. bins: m of dp.
+    and off have every switch alike, drawn takes a random setting for each layer (by --seed) without looking at time. samples:
+    T_rand of random. bins: m of dp.
     variant: global-offload is the paper's, gradients and optimizer of every layer on the host; resident-optimizer keeps
     optimizer state on the device where it fits, first layers first.
     nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
