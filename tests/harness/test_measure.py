@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from typing import Any
@@ -47,9 +48,9 @@ class Trial:
         schedule: Any = "constant",
         **options: Any,
     ) -> None:
-        clock, self.phases, self.told = Clock(), [], []  # type: ignore[var-annotated]
+        self.clock, self.phases, self.told = Clock(), [], []  # type: ignore[var-annotated]
         settings = Settings(accumulate=accumulate, clip=1.0)
-        self.engine = DummyEngine(DummyOptions(**options), settings, sleep=clock.sleep)
+        self.engine = DummyEngine(DummyOptions(**options), settings, sleep=self.clock.sleep)
         self.warmup, self.accumulate = warmup, accumulate
         work = Work(
             batch=self._batch,
@@ -65,7 +66,7 @@ class Trial:
             steps=steps,
             warmup=warmup,
             eval_every=eval_every,
-            clock=clock,
+            clock=self.clock,
             enter=self.phases.append,
             on_step=lambda done, loss: self.told.append((done, loss)),
         )
@@ -129,6 +130,21 @@ def test_warm_up_is_excluded_exactly(warmup: int, times: list[float]) -> None:
     assert metrics["timed_region_s"] == pytest.approx(sum(times))
     assert measured.warmup_s == pytest.approx(3.3 - sum(times))
     assert len(measured.step_time_s) == len(metrics["loss"]) == len(metrics["grad_norm_before_clip"]) == 6
+
+
+def test_garbage_is_collected_before_the_region_and_what_is_there_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(steps=3, warmup=1, step_time_s=0.1)
+    seen: list[str] = []
+
+    def collect() -> None:
+        seen.append("collect")
+        trial.clock.sleep(5.0)
+
+    monkeypatch.setattr(gc, "collect", collect)
+    monkeypatch.setattr(gc, "freeze", lambda: seen.append("freeze"))
+    metrics = trial.metrics(trial.run())
+    assert seen == ["collect", "freeze"]
+    assert metrics["timed_region_s"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("warmup", [6, 7])
