@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -166,6 +167,13 @@ class HardwareProfile(BaseModel):
 
 def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@cache
+def of_device(device_name: str) -> str | None:
+    """The shipped profile of a machine with one such device, by the name that CUDA gives it."""
+    machines = ((name, load(name)) for name in names())
+    return next((name for name, found in machines if found.devices == 1 and found.device_name == device_name), None)
 
 
 def load(given: str) -> HardwareProfile:

@@ -24,7 +24,7 @@ class PlanningContext:
 
     itemsize: bytes of a parameter as computed with. gradient_itemsize: bytes of its gradient on the device (the same).
     recompute: what the user asked for, "none", "full" or block numbers. hardware: the machine, where a profile says what it
-    is; at run time there is none but what traces tell.
+    is; at run time there is none but what traces tell, and device_name, as CUDA gives it.
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
     any_plan: it is only asked whether there is a plan, so one will do as well as another; layout and tiers are as ever.
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
@@ -39,6 +39,7 @@ class PlanningContext:
     seed: int
     recompute: Literal["none", "full"] | tuple[int, ...] = "none"
     hardware: HardwareProfile | None = None
+    device_name: str | None = None
     allowance: Allowance = EXACT
     any_plan: bool = False
     pool_budget: int = UNLIMITED

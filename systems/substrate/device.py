@@ -45,12 +45,13 @@ STAGE_BYTES = 64 << 20
 class Device(ABC):
     """One rank's device with its lanes, pool and accounts.
 
-    account: DEVICE bytes, pool and activations. kernel: Adam where the device's own memory is updated.
-    host_kernel: Adam on the CPU lane.
+    name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: Adam where the device's own
+    memory is updated. host_kernel: Adam on the CPU lane.
     """
 
     torch_device: torch.device
     label: str
+    name: str
     stopwatch: Stopwatch
     allowance = EXACT
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
@@ -149,7 +150,7 @@ class EmulatedDevice(Device):
     """budget: bytes of the emulated device. jitter: called before every job of a lane (tests put random sleeps there)."""
 
     torch_device = torch.device("cpu")
-    label = "cpu-emulated"
+    label = name = "cpu-emulated"
     measures_always = True
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
@@ -236,6 +237,7 @@ class CudaDevice(Device):
             raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
         raise_open_files()
         self.torch_device = limit_device_memory(budget)
+        self.name = torch.cuda.get_device_name(self.torch_device)
         self._kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
         self._handed_over = self._reserved_peak = self._interval_peak = 0
         super().__init__(budget, log)

@@ -85,6 +85,7 @@ class ManagedEngine(Engine):
             seed=settings.seed,
             recompute=settings.recompute,
             allowance=device.allowance,
+            device_name=device.name,
         )
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)

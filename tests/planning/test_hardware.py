@@ -149,3 +149,9 @@ def test_a_path_is_a_profile_too(tmp_path: Path) -> None:
 def test_a_type_without_a_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="no matmul rate for bf16: use --dtype fp16 or fp32"):
         hardware.load("yard-v100-32g-x8").matmul_rate("bf16")
+
+
+def test_the_profile_of_a_device_by_its_name() -> None:
+    assert hardware.of_device("NVIDIA H200") == "h200-141g-x1"
+    assert hardware.of_device("NVIDIA H100 80GB HBM3") == "h100-80g-x1", "of several machines the one with a single device"
+    assert hardware.of_device("cpu-emulated") is None

@@ -17,7 +17,8 @@ Solver = Literal["best", "dp", "greedy", "manual", "random", "on", "off", "drawn
 class H3TOptions(BaseModel):
     """profile_steps: steps that the profiler measures before the solver runs (the paper's S). profile: a JSON file that keeps
     what it measured; one that is there is used instead of measuring. hardware: the profile whose copy and update rates the
-    solvers and the simulator reckon with at run time.
+    solvers and the simulator reckon with at run time; None is the shipped one of the device in this machine, if there is
+    one, else an H100's.
 
     solver: best is the fastest by simulated time of dp, greedy and manual, without the barriers of segment synchronisation; on
     and off have every switch alike, drawn takes a random setting for each layer (by --seed) without looking at time. samples:
@@ -32,7 +33,7 @@ class H3TOptions(BaseModel):
 
     profile_steps: int = Field(default=10, ge=1)
     profile: str | None = None
-    hardware: str = "h100-80g-x1"
+    hardware: str | None = None
     solver: Solver = "best"
     samples: int = Field(default=10_000, ge=1)
     bins: int = Field(default=128, ge=1)
@@ -41,8 +42,9 @@ class H3TOptions(BaseModel):
 
     @field_validator("hardware")
     @classmethod
-    def _there_is_one(cls, given: str) -> str:
-        hardware.load(given)
+    def _there_is_one(cls, given: str | None) -> str | None:
+        if given is not None:
+            hardware.load(given)
         return given
 
     @field_validator("profile")
@@ -59,7 +61,7 @@ class H3TStatistics(BaseModel):
     solver: whose assignment is in force; candidates_s: simulated step time of each that fits. other_modules: what becomes of
     parameters outside the layers (held: on the device while used; early: fetched ahead; resident: kept).
     optimizer_share_on_device: of all trainable parameters. barriers_per_step: of segment synchronisation, as run.
-    solver_s: all solvers together. profiled_steps: measured so far.
+    hardware: description of the profile reckoned with. solver_s: all solvers together. profiled_steps: measured so far.
     """
 
     variant: Variant
@@ -68,6 +70,7 @@ class H3TStatistics(BaseModel):
     profiled_steps: int = 0
     solver: str | None = None
     solver_s: float | None = None
+    hardware: str | None = None
     simulated_step_time_s: float | None = None
     candidates_s: dict[str, float] = {}
     switch_on_ratios: dict[str, float] | None = None

@@ -29,6 +29,8 @@ from systems.strategies.h3t.profiling import Measured, Profiler
 from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
 from systems.strategies.h3t.switches import ALL_ON, Assignment
 
+DEFAULT_HARDWARE = "h100-80g-x1"  # of devices that no shipped profile is of
+
 
 class H3T:
     """See the package's docstring for the paper's words and for what differs."""
@@ -46,7 +48,8 @@ class H3T:
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.offloaded_inputs: frozenset[int] = frozenset()
         self.rematerialised: frozenset[int] | None = frozenset()
-        self._hardware = context.hardware or hardware.load(options.hardware)
+        known = options.hardware or hardware.of_device(context.device_name or "") or DEFAULT_HARDWARE
+        self._hardware = context.hardware or hardware.load(known)
         steps = 2 if context.hardware is not None else options.profile_steps  # a forecast sees all layers open at once
         self._profiler = Profiler(steps, None if context.hardware is not None else options.profile)
         self._index, self._blocks = ModelIndex((), ()), frozenset[int]()
@@ -66,7 +69,10 @@ class H3T:
         need = minimum_need(trace, demand_of(layout, trace, self._context), residence)
         check_need(need, self._context, self.name, self._unit_name, measured=False)
         self._statistics = H3TStatistics(
-            variant=self._options.variant, num_layers=len(index.blocks), num_bundles=len(layout.bundles)
+            variant=self._options.variant,
+            num_layers=len(index.blocks),
+            num_bundles=len(layout.bundles),
+            hardware=self._hardware.description,
         )
         return layout
 
