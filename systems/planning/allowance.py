@@ -57,9 +57,9 @@ class Allowance:
         share = self.warm_up_share if share is None else share
         return settled + min(int(share * max(plannable - settled, 0)), 2 * movable)
 
-    def excess(self, slab: int, others: int, budget: int) -> int:
-        """Bytes by which a slab and a peak of others would not fit a budget; the allocator is given half of its growth."""
-        return int((slab + others) * (1 + self.growth_share / 2)) - budget
+    def beside(self, others: int, budget: int) -> int:
+        """Bytes of a budget that a pool may take beside a peak of others; the allocator is given half of its growth."""
+        return int(budget / (1 + self.growth_share / 2)) - others
 
     def expected_peak(self, slab: int, others: int, budget: int) -> int:
         """Bytes that the allocator will have reserved for a slab and a peak of others, where it is not short of them."""

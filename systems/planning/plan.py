@@ -83,6 +83,7 @@ class Plan:
     update_rule: UpdateRule = UpdateRule.AFTER_NORM
     predicted_device_peak_bytes: int | None = None
     predicted_model_peak_bytes: int | None = None
+    predicted_non_model_peak_bytes: int | None = None
     predicted_step_time_s: float | None = None
     notes: dict[str, float] = field(default_factory=dict)
     in_place: frozenset[int] = frozenset()

@@ -46,10 +46,15 @@ class MemTimeline:
 
 def with_peaks(plan: Plan, memory: MemTimeline, layout: Layout, context: PlanningContext) -> Plan:
     """The plan with the peaks that its timeline predicts; of the device, with what the allocator takes on top."""
-    total = memory.total_peak
+    total, others = memory.total_peak, max(memory.device_non_model_bytes)
     if context.allowance != EXACT:
-        total = context.allowance.expected_peak(*_side_by_side(memory, layout, context))
-    return replace(plan, predicted_device_peak_bytes=total, predicted_model_peak_bytes=memory.pool_peak)
+        total = context.allowance.expected_peak(_slab(memory, layout, context), others, _budget(context))
+    return replace(
+        plan,
+        predicted_device_peak_bytes=total,
+        predicted_model_peak_bytes=memory.pool_peak,
+        predicted_non_model_peak_bytes=others,
+    )
 
 
 def excess_bytes(memory: MemTimeline, layout: Layout, context: PlanningContext) -> int:
@@ -57,14 +62,17 @@ def excess_bytes(memory: MemTimeline, layout: Layout, context: PlanningContext) 
     over = memory.total_peak - context.device_budget
     if context.allowance == EXACT:
         return over
-    return max(over, context.allowance.excess(*_side_by_side(memory, layout, context)))
+    room = context.allowance.beside(max(memory.device_non_model_bytes), _budget(context))
+    return max(over, _slab(memory, layout, context) - room)
 
 
-def _side_by_side(memory: MemTimeline, layout: Layout, context: PlanningContext) -> tuple[int, int, int]:
-    """The slab, the highest of all other bytes, and the budget that both share."""
-    budget = context.memory_for(context.device_budget)
-    slab = context.allowance.slab(memory.pool_peak, layout.largest_movable_bytes, budget)
-    return slab, max(memory.device_non_model_bytes), budget
+def _slab(memory: MemTimeline, layout: Layout, context: PlanningContext) -> int:
+    return context.allowance.slab(memory.pool_peak, layout.largest_movable_bytes, _budget(context))
+
+
+def _budget(context: PlanningContext) -> int:
+    """Bytes that slab and all others share."""
+    return context.memory_for(context.device_budget)
 
 
 def fitted(make: Callable[[PlanningContext], tuple[Plan, MemTimeline]], layout: Layout, context: PlanningContext) -> Plan:

@@ -77,10 +77,11 @@ class Device(ABC):
         """What a plan may fill, activations included."""
         return self.allowance.plannable(self.account.budget)
 
-    def prepare(self, pool_bytes: int, largest: int) -> int:
+    def prepare(self, pool_bytes: int, largest: int, others: int | None = None) -> int:
         """A plan whose blocks need this many bytes at once comes into force; nothing but pinned blocks is resident.
 
-        largest: bytes of its largest block that moves. Returns the bytes that the pool may grow to.
+        largest: bytes of its largest block that moves. others: the highest bytes beside the pool, where they are known.
+        Returns the bytes that the pool may grow to.
         """
         return self.plannable_bytes
 
@@ -243,16 +244,16 @@ class CudaDevice(Device):
         super().__init__(budget, log)
         self.start_lanes(jitter)
 
-    def prepare(self, pool_bytes: int, largest: int) -> int:
-        """One slab: the allocator would round and scatter single blocks. What it has no hole for evicts, since the rest of the
-        budget is for activations."""
+    def prepare(self, pool_bytes: int, largest: int, others: int | None = None) -> int:
+        """One slab: the allocator would round and scatter single blocks. What it has no hole for lets the pool grow as far as
+        activations leave it room, and evicts beyond."""
         self.drain()
         self._take_in_peak()
         self.pool.trim()
         torch.cuda.empty_cache()
         slab = self.allowance.slab(pool_bytes, largest, self.account.budget)
         self.pool.reserve(slab)
-        return slab
+        return slab if others is None else max(slab, self.allowance.beside(others, self.account.budget))
 
     @property
     def kernel(self) -> AdamKernel:

@@ -103,7 +103,8 @@ class Planner:
         residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
         if plan is not None and plan.predicted_model_peak_bytes is not None:
             largest = self.parts.layout.largest_movable_bytes
-            residency.limit = self.parts.device.prepare(plan.predicted_model_peak_bytes, largest)
+            peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
+            residency.limit = self.parts.device.prepare(*peaks)
         if plan is None:
             return
         for bundle in self.parts.layout.bundles:

@@ -29,6 +29,13 @@ def test_the_expected_peak_holds_the_slab_and_the_rest(pool: int, largest: int, 
     assert EXACT.slab(pool, largest, budget) == EXACT.expected_peak(pool, 0, budget) == pool
 
 
+@given(others=SIZES, budget=SIZES)
+def test_what_a_pool_takes_beside_others_leaves_the_allocator_a_share(others: int, budget: int) -> None:
+    pool = CUDA.beside(others, budget)
+    assert pool + others <= budget / 1.029
+    assert EXACT.beside(others, budget) == budget - others
+
+
 def test_plans_fill_most_of_a_large_device_and_half_of_a_tiny_one() -> None:
     assert CUDA.plannable(80 << 30) == (80 << 30) - int(0.08 * (80 << 30))
     assert CUDA.plannable(1 << 20) == 1 << 19

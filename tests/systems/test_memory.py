@@ -279,7 +279,7 @@ def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkey
             grown.append((self.pool.reserved_bytes + nbytes, residency.limit, bool(residency.evictable())))
         return memory
 
-    def prepare(self: EmulatedDevice, pool_bytes: int, largest: int) -> int:
+    def prepare(self: EmulatedDevice, pool_bytes: int, largest: int, others: int | None = None) -> int:
         self.drain()
         self.pool.trim()
         slab = pool_bytes + min(2 * largest, pool_bytes // 32)
