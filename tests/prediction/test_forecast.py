@@ -17,7 +17,7 @@ from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
-from systems.planning.plan import UpdateRule
+from systems.planning.plan import Tier, UpdateRule
 from systems.planning.simulator import simulate
 from systems.planning.timeline import excess_bytes, timeline
 from systems.prediction import forecast as forecasts
@@ -268,6 +268,17 @@ def test_slab_and_activations_fit_side_by_side(system: str, budget: int, options
     assert isinstance(planned, forecasts._Planned)
     memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
     assert max(memory.device_non_model_bytes) > about.device_memory // 3, "void: hardly any activations"
+    assert excess_bytes(memory, planned.layout, planned.context) <= 0
+
+
+def test_ranges_that_wait_for_their_update_are_the_pools() -> None:
+    """On several ranks a gradient updated on the device stays in its range until the end of the step."""
+    about = question("h100-80g-x4", device_memory=10 * MIB, batch_size=8, seq_len=64, recompute="full", allowance=SLAB)
+    chosen = registry.get("patrickstar")
+    planned = forecasts._Planner(chosen, chosen.Options(), about, observations("gpt-tiny")).at(about.device_memory)
+    assert isinstance(planned, forecasts._Planned)
+    assert planned.context.ranks == 4 and Tier.DEVICE in planned.plan.optimizer_tier, "void: no such gradient"
+    memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
     assert excess_bytes(memory, planned.layout, planned.context) <= 0
 
 
