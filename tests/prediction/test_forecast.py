@@ -288,3 +288,11 @@ def test_the_warm_up_takes_no_more_than_the_model_can_use() -> None:
     found = asked("elixir", "opt-tiny", about)
     assert 0 < found.warm_up_peak_bytes < found.device_peak_bytes < about.device_memory // 100
     assert asked("elixir", "opt-tiny", replace(about, allowance=EXACT)).warm_up_peak_bytes == 0
+
+
+def test_the_warm_up_of_a_device_that_is_too_small_is_that_of_the_least_one() -> None:
+    about = question(allowance=SLAB, recompute="full")
+    least = asked("elixir", "opt-tiny", about).least_device_bytes
+    found, refused = (asked("elixir", "opt-tiny", replace(about, device_memory=size)) for size in (least, least // 2))
+    assert found.fits and not refused.fits
+    assert found.warm_up_peak_bytes == refused.warm_up_peak_bytes
