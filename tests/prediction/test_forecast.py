@@ -282,6 +282,18 @@ def test_ranges_that_wait_for_their_update_are_the_pools() -> None:
     assert excess_bytes(memory, planned.layout, planned.context) <= 0
 
 
+def test_of_several_plans_only_those_that_fit_side_by_side_are_compared() -> None:
+    """Here the fastest has all of the optimizer on the device and passes the budget by 3 %; the others fit."""
+    slab = replace(SLAB, reserve_share=0.02, growth_share=0.15)
+    about = question("h100-80g-x4", device_memory=9_945_806, host_memory=8 * GIB, seq_len=16, allowance=slab)
+    chosen = registry.get("h3t")
+    given = chosen.Options(variant="resident-optimizer", solver="on")
+    planned = forecasts._Planner(chosen, given, about, observations("gpt-tiny")).at(about.device_memory)
+    assert isinstance(planned, forecasts._Planned)
+    memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
+    assert excess_bytes(memory, planned.layout, planned.context) <= 0
+
+
 def test_the_warm_up_takes_no_more_than_the_model_can_use() -> None:
     """A share of a large device would be many times what there is to put there."""
     about = question(allowance=SLAB, recompute="full")
