@@ -356,6 +356,25 @@ def room_beside(fixed: Sequence[int], pool: Sequence[int], held: Sequence[int], 
     return [min(device - f, max(most - p, h)) for f, p, h in zip(fixed, pool, held, strict=True)]
 
 
+def pool_with(need: Sequence[int], bundle: int, demand: Demand, base: Residence, there: Residence) -> list[int]:
+    """Pool bytes per moment once a bundle lives and is updated on the device. need: those before, with what is held.
+
+    base, there: without the bundle on the device, and with it.
+    """
+    size = there.layout.bundle_bytes(bundle)
+    constant = size + there.state_bytes(bundle)
+    changes = [(span, -size) for span in demand.hold_spans.get(bundle, ())]
+    if not base.reuses(bundle):
+        changes += [(span, -size) for span in base.gradient_spans(demand, bundle)]
+    if not there.adopted(bundle):
+        changes += [(span, size) for span in there.gradient_spans(demand, bundle)]
+    grown = [n + constant for n in need]
+    for span, change in changes:
+        for moment in range(span.begin, span.end):
+            grown[moment] += change
+    return grown
+
+
 def unmovable(layout: Layout) -> frozenset[int]:
     return frozenset(b.index for b in layout.bundles if not b.movable)
 

@@ -92,7 +92,7 @@ def fitted(make: Callable[[PlanningContext], tuple[Plan, MemTimeline]], layout: 
         over = excess_bytes(memory, layout, context)
         if over <= 0:
             return found
-        asked = replace(asked, pool_budget=memory.pool_peak - over)
+        asked = replace(asked, pool_budget=min(memory.pool_peak, asked.pool_budget) - over)  # which a plan may have passed
     assert found is not None
     return found
 

@@ -265,7 +265,7 @@ class _Planner:
         settled = Residence(layout, context, unmovable(layout), strategy.update_rule).static_bytes
         share, plannable, allowance = strategy.warm_up_share, context.device_budget, context.allowance
         pool = allowance.warm_up_pool(settled, layout.movable_bytes, plannable, share)
-        slab = allowance.slab(pool, layout.largest_movable_bytes, self.question.device_memory)
+        slab = allowance.slab(pool, layout.largest_movable_bytes, context.memory_for(plannable))
         return slab + max(trace.non_model_bytes)
 
     def _trace(self, question: Question, layout: Layout, work: StepWork) -> Trace:

@@ -53,15 +53,15 @@ class Planner:
         for bundle in parts.layout.bundles:
             if not bundle.movable:
                 self._promote(bundle.index)
-        self._settled = parts.device.account.pool
         parts.device.prepare(self._unplanned_bytes, parts.layout.largest_movable_bytes)
         parts.residency.limit = self._unplanned_bytes
 
     @property
     def _unplanned_bytes(self) -> int:
-        """What model data may fill while activations are not known: what never moves, and a share of the rest."""
+        """What model data may fill while activations are not known: what is there and stays, and a share of the rest."""
         device, share = self.parts.device, self.strategy.warm_up_share
-        return device.allowance.warm_up_pool(self._settled, self.parts.layout.movable_bytes, device.plannable_bytes, share)
+        settled = device.account.pool  # only what is pinned is resident, states that the last plan brought included
+        return device.allowance.warm_up_pool(settled, self.parts.layout.movable_bytes, device.plannable_bytes, share)
 
     def learn(self, moments: tuple[Moment, ...], trace: Trace | None) -> None:
         """Have a plan for steps like the one that just ended, and use it for the next.

@@ -15,7 +15,8 @@ from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.races import find_races
 from systems.planning.schedule import Work, expand
-from systems.planning.timeline import timeline, timeline_of
+from systems.planning.strategy import PlanningContext
+from systems.planning.timeline import MemTimeline, fitted, timeline, timeline_of
 from systems.planning.trace import Moment, Phase, Trace
 from systems.planning.validator import circular_wait, validate
 from tests.planning.reference import PoolAccount, ReferenceRuntime
@@ -149,6 +150,21 @@ def test_all_on_the_device_is_predicted_exactly() -> None:
         live = trace.non_model_bytes[moment] - ((entry.unit + 2) * 256 if entry.phase is Phase.BACKWARD_ENTER else 0)
         expected.append(elements * 14 + live + gradients)
     assert memory.total_peak == max(expected)
+
+
+def test_a_plan_that_passes_its_pool_budget_too_gets_ever_less() -> None:
+    layout = layout_of([(2, [0]), (3, [1])])
+    trace = trace_of(layout, activation=1000)
+    plan = everything_resident(layout, trace)
+    memory = timeline(layout, trace, plan, context())
+    asked: list[int] = []
+
+    def make(within: PlanningContext) -> tuple[Plan, MemTimeline]:
+        asked.append(within.pool_budget)
+        return plan, memory
+
+    fitted(make, layout, context(device=memory.total_peak - 100))
+    assert asked[1:] == [memory.pool_peak - 100, memory.pool_peak - 200]
 
 
 def test_an_unmeasured_trace_is_bounded_instead() -> None:

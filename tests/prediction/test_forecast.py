@@ -17,7 +17,7 @@ from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
-from systems.planning.plan import UpdateRule
+from systems.planning.plan import Tier, UpdateRule
 from systems.planning.simulator import simulate
 from systems.planning.timeline import excess_bytes, timeline
 from systems.prediction import forecast as forecasts
@@ -271,9 +271,40 @@ def test_slab_and_activations_fit_side_by_side(system: str, budget: int, options
     assert excess_bytes(memory, planned.layout, planned.context) <= 0
 
 
+def test_ranges_that_wait_for_their_update_are_the_pools() -> None:
+    """On several ranks a gradient updated on the device stays in its range until the end of the step."""
+    about = question("h100-80g-x4", device_memory=10 * MIB, batch_size=8, seq_len=64, recompute="full", allowance=SLAB)
+    chosen = registry.get("patrickstar")
+    planned = forecasts._Planner(chosen, chosen.Options(), about, observations("gpt-tiny")).at(about.device_memory)
+    assert isinstance(planned, forecasts._Planned)
+    assert planned.context.ranks == 4 and Tier.DEVICE in planned.plan.optimizer_tier, "void: no such gradient"
+    memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
+    assert excess_bytes(memory, planned.layout, planned.context) <= 0
+
+
+def test_of_several_plans_only_those_that_fit_side_by_side_are_compared() -> None:
+    """Here the fastest has all of the optimizer on the device and passes the budget by 3 %; the others fit."""
+    slab = replace(SLAB, reserve_share=0.02, growth_share=0.15)
+    about = question("h100-80g-x4", device_memory=9_945_806, host_memory=8 * GIB, seq_len=16, allowance=slab)
+    chosen = registry.get("h3t")
+    given = chosen.Options(variant="resident-optimizer", solver="on")
+    planned = forecasts._Planner(chosen, given, about, observations("gpt-tiny")).at(about.device_memory)
+    assert isinstance(planned, forecasts._Planned)
+    memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
+    assert excess_bytes(memory, planned.layout, planned.context) <= 0
+
+
 def test_the_warm_up_takes_no_more_than_the_model_can_use() -> None:
     """A share of a large device would be many times what there is to put there."""
     about = question(allowance=SLAB, recompute="full")
     found = asked("elixir", "opt-tiny", about)
     assert 0 < found.warm_up_peak_bytes < found.device_peak_bytes < about.device_memory // 100
     assert asked("elixir", "opt-tiny", replace(about, allowance=EXACT)).warm_up_peak_bytes == 0
+
+
+def test_the_warm_up_of_a_device_that_is_too_small_is_that_of_the_least_one() -> None:
+    about = question(allowance=SLAB, recompute="full")
+    least = asked("elixir", "opt-tiny", about).least_device_bytes
+    found, refused = (asked("elixir", "opt-tiny", replace(about, device_memory=size)) for size in (least, least // 2))
+    assert found.fits and not refused.fits
+    assert found.warm_up_peak_bytes == refused.warm_up_peak_bytes

@@ -296,3 +296,18 @@ def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkey
     assert grown or system == "random", "a slab is taken when a plan comes into force"
     assert all(reserved <= limit or not evictable for reserved, limit, evictable in grown)
     engine.close()
+
+
+def test_without_a_plan_there_is_room_beside_what_the_last_plan_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizer state on the device stays there: a limit below it would have every fetch evict all that may go."""
+    setup = SETUPS[0]
+    monkeypatch.setattr(EmulatedDevice, "allowance", replace(EXACT, warm_up_share=0.3))
+    engine = engine_of(setup, "elixir", budget_of(setup, "half"))
+    run_steps(engine, setup, lambda number: None)
+    parts = parts_of(engine)
+    engine.runtime.planner.learn((), None)  # type: ignore[attr-defined]
+    pinned = parts.device.account.pool
+    assert pinned > 0 and not parts.residency.evictable()
+    share = int(0.3 * (parts.device.plannable_bytes - pinned))
+    assert parts.residency.limit == pinned + min(share, 2 * parts.layout.movable_bytes) > pinned
+    engine.close()

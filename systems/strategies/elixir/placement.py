@@ -14,6 +14,7 @@ from systems.planning.demand import (
     minimum_need,
     non_model_bounds,
     non_model_profile,
+    pool_with,
     room_beside,
     unmovable,
 )
@@ -137,18 +138,18 @@ class Placer:
         bounds = non_model_bounds(self.trace, self.demand, base)
         ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()
-        beside = self.context.pool_budget - max(rest)
         cache = self.options.cache
         spare = cache - max(working) if isinstance(cache, int) else self.layout.param_bytes
         movable = (b for b in self.demand.gradient_spans if b not in base.on_device)
         for bundle in in_order_of_use(movable, self.demand):
             size = self.layout.bundle_bytes(bundle)
             grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
-            constant = size + base.optimizer_bytes(bundle)
-            if size <= spare and constant <= beside and max(map(min, *grown)) <= budget:
+            there = Residence(self.layout, self.context, base.on_device | {bundle}, self.rule)
+            pool = pool_with(rest, bundle, self.demand, base, there)
+            if size <= spare and max(pool) <= self.context.pool_budget and max(map(min, *grown)) <= budget:
                 chosen.add(bundle)
                 ranged, kept = grown
-                spare, beside = spare - size, beside - constant
+                rest, spare = pool, spare - size
         return frozenset(chosen)
 
     def _with(self, base: Residence, need: list[int], bundle: int, *, delay: int) -> list[int]:

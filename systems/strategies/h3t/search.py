@@ -82,7 +82,8 @@ class Search:
         self._measured = replace(measured, base=base)
 
     def candidates(self) -> list[Candidate]:
-        """Those that fit, of every solver asked for. BudgetError if there is none."""
+        """Those that fit, of every solver asked for; where pool and activations of none fit side by side, what passes the
+        budget least. BudgetError if there is none."""
         found: list[Candidate] = []
         shares = SHARES if self._options.variant == "resident-optimizer" else (0.0,)
         for others in OTHERS:
@@ -92,7 +93,8 @@ class Search:
             self.check_minimum()
             everything = dict.fromkeys(self._measured.layers, ALL_ON)
             found = [self._simulated(self.unchecked(everything, "held", "on"))]
-        return found
+        excess = [excess_bytes(each.memory, self._layout, self._context) for each in found]
+        return [each for each, over in zip(found, excess, strict=True) if over <= max(min(excess), 0)]
 
     def check_minimum(self) -> None:
         """BudgetError if a plan with every switch on does not fit; it names the unit that sets the need."""

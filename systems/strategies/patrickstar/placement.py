@@ -15,6 +15,7 @@ from systems.planning.demand import (
     minimum_need,
     non_model_bounds,
     non_model_profile,
+    pool_with,
     reusable,
     room_beside,
     unmovable,
@@ -94,14 +95,15 @@ class Placer:
         bounds = non_model_bounds(self.trace, self.demand, base)
         ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()
-        beside = self.context.pool_budget - states - max(map(sum, zip(held_profile(self.demand, base), gradients, strict=True)))
+        held = held_profile(self.demand, base)
+        pool = [base.static_bytes + sum(pair) for pair in zip(held, gradients, strict=True)]
         for bundle in in_order_of_use((b for b in self.demand.gradient_spans if b not in base.on_device), self.demand):
             grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
-            constant = self.layout.bundle_bytes(bundle) + base.optimizer_bytes(bundle)
-            if constant <= beside and max(map(min, *grown)) <= budget:
+            with_it = pool_with(pool, bundle, self.demand, base, self._residence(base.on_device | {bundle}))
+            if max(with_it) <= self.context.pool_budget and max(map(min, *grown)) <= budget:
                 chosen.add(bundle)
                 ranged, kept = grown
-                beside -= constant
+                pool = with_it
         return frozenset(chosen)
 
     def _with(self, base: Residence, need: list[int], bundle: int, *, delay: int) -> list[int]:
