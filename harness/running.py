@@ -28,7 +28,7 @@ from harness.spec import BadInputError
 from models import registry as models_registry
 from models.flops import count
 from models.loss import count_labels, token_loss
-from systems.limits import Limits, process_memory, read_limits
+from systems.limits import Limits, process_memory, raise_open_files, read_limits
 from systems.messages import one_line
 from systems.system import Engine
 
@@ -99,6 +99,7 @@ def _metrics(job: Job, known: Known) -> dict[str, object]:
 
 def run(job: Job, channel: Channel, import_s: float) -> Record:
     """The record of this job. Raises BadInputError."""
+    raise_open_files()  # of every system alike, and before limits are read
     known = Known(phases_s={"import": import_s}, limits=read_limits(cgroup_root=Path(job.cgroup_root)))
     status: Status = "ok"
     reason: Reason | None = None

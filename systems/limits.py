@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+OPEN_FILES = 1 << 20  # more than anything here needs; some programs walk through all that they may have
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
@@ -130,8 +131,9 @@ def _rlimit(kind: int) -> int | None:
 def raise_open_files() -> None:
     """Let this process have as many open files as it may: CUDA keeps some for events and memory, and stops at the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _smallest(values: list[int | None]) -> int | None:

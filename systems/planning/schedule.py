@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from systems.planning.demand import Demand, Residence, demand_of, in_order_of_use
@@ -115,9 +116,10 @@ class Schedule:
 
     @cached_property
     def operations(self) -> tuple[ScheduledOperation, ...]:
-        """With their waits, which take longer to find than all else, and which bytes do not depend on."""
-        unused_bytes = self.residence.context.device_budget - self.initial_device_bytes
-        return tuple(with_waits(self.bare, unused_bytes, self.late))
+        """With their waits, which take longer to find than all else, and which bytes do not depend on. The pool is as large as
+        its peak: what is left of the budget is for activations."""
+        live = accumulate((o.device_delta for o in self.bare), initial=0)
+        return tuple(with_waits(self.bare, max(live), self.late))
 
     def issued(self, *, steps: int = 2) -> list[IssuedOperation]:
         """Several steady steps in a row as the race detector reads them. Only for schedules without flaws."""
