@@ -51,8 +51,8 @@ class Allowance:
     def warm_up_pool(self, settled: int, movable: int, plannable: int, share: float | None) -> int:
         """Bytes of a pool for steps without a plan, beside activations that are not known yet.
 
-        settled: of what never moves. movable: parameters of all else; as much again would do for their gradients. share: a
-        strategy's own warm_up_share.
+        settled: of what is there and stays. movable: parameters of all else; as much again would do for their gradients.
+        share: a strategy's own warm_up_share.
         """
         share = self.warm_up_share if share is None else share
         return settled + min(int(share * max(plannable - settled, 0)), 2 * movable)

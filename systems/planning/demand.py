@@ -346,6 +346,12 @@ def held_profile(demand: Demand, residence: Residence) -> list[int]:
     return [sum(sizes[bundle] for bundle in bundles) for bundles in demand.held]
 
 
+def pool_profile(demand: Demand, residence: Residence) -> list[int]:
+    """Pool bytes per moment beside bundles that come and go: what is there for good, and gradient ranges."""
+    static = residence.static_bytes
+    return [static + g for g in gradient_profile(demand, residence)]
+
+
 def room_beside(fixed: Sequence[int], pool: Sequence[int], held: Sequence[int], context: PlanningContext) -> list[int]:
     """Bytes per moment for bundles that come and go, beside what is fixed: within the device's budget, and, as far as what
     is held allows, within the pool's.

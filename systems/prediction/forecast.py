@@ -26,7 +26,7 @@ from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
 from systems.planning.simulator import Simulation, simulation_of
-from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
+from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy, check_update_rule
 from systems.planning.trace import Trace
 from systems.planning.work import StepWork, interval_seconds, trace_of_work
 from systems.prediction.meta_step import observe
@@ -35,7 +35,6 @@ from systems.prediction.resident_policy import ResidentPolicy
 from systems.sizes import format_size
 from systems.system import TORCH_DTYPE, DType, System
 
-UNLIMITED = 1 << 62
 MAX_ROUNDS = 16  # of raising a device budget to what the last refusal asked for
 Recompute = Literal["none", "full"] | tuple[int, ...]
 

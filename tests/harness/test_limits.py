@@ -116,10 +116,10 @@ def test_as_many_files_may_be_open_as_the_hard_limit_says() -> None:
     code = (
         "import resource\n"
         "from systems.limits import raise_open_files, read_limits\n"
-        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
-        "assert read_limits().rlimit_open_files == 64\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 96))\n"
+        "before = read_limits().rlimit_open_files\n"
         "raise_open_files()\n"
-        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard if 0 < hard < 1 << 20 else 1 << 20, hard)\n"
+        "print(before, *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert told.split() == ["64", "96", "96"]

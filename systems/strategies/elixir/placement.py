@@ -14,6 +14,7 @@ from systems.planning.demand import (
     minimum_need,
     non_model_bounds,
     non_model_profile,
+    pool_profile,
     pool_with,
     room_beside,
     unmovable,
@@ -62,7 +63,7 @@ class Placer:
         limit = self.options.cache
         whole = limit is None or limit == "auto" or limit >= self.layout.param_bytes or not self.options.offload
         everything = Residence(self.layout, self.context, frozenset(b.index for b in self.layout.bundles), self.rule)
-        peak, pool = max(self._fixed(everything)), max(self._pool(everything))
+        peak, pool = max(self._fixed(everything)), max(pool_profile(self.demand, everything))
         if whole and peak <= self.context.device_budget and pool <= self.context.pool_budget:
             return None
         if not self.options.offload:
@@ -81,7 +82,7 @@ class Placer:
         on_device = base.on_device | self._optimizers(base)
         residence = Residence(self.layout, self.context, on_device, self.rule)
         held = held_profile(self.demand, residence)
-        room = room_beside(self._fixed(residence), self._pool(residence), held, self.context)
+        room = room_beside(self._fixed(residence), pool_profile(self.demand, residence), held, self.context)
         working = [sum(pair) for pair in zip(held, self._ahead(residence), strict=True)]
         capacity = max(min(room), max(working)) if limit == "auto" else max(room) if limit is None else limit
         if isinstance(limit, int):
@@ -103,11 +104,7 @@ class Placer:
     def _fixed(self, residence: Residence) -> list[int]:
         """Bytes per moment that are not for the cache to use."""
         non_model = non_model_profile(self.trace, self.demand, residence)
-        return [sum(pair) for pair in zip(self._pool(residence), non_model, strict=True)]
-
-    def _pool(self, residence: Residence) -> list[int]:
-        """The pool's part of them."""
-        return [residence.static_bytes + g for g in gradient_profile(self.demand, residence)]
+        return [sum(pair) for pair in zip(pool_profile(self.demand, residence), non_model, strict=True)]
 
     def _ahead(self, residence: Residence) -> list[int]:
         """Bytes per moment of the next bundles that prefetching would like to have beside what is held."""

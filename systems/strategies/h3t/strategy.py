@@ -48,8 +48,7 @@ class H3T:
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.offloaded_inputs: frozenset[int] = frozenset()
         self.rematerialised: frozenset[int] | None = frozenset()
-        known = options.hardware or hardware.of_device(context.device_name or "") or DEFAULT_HARDWARE
-        self._hardware = context.hardware or hardware.load(known)
+        self._hardware = context.hardware or hardware.load(options.hardware or self._own_hardware())
         steps = 2 if context.hardware is not None else options.profile_steps  # a forecast sees all layers open at once
         self._profiler = Profiler(steps, None if context.hardware is not None else options.profile)
         self._index, self._blocks = ModelIndex((), ()), frozenset[int]()
@@ -105,6 +104,10 @@ class H3T:
         self._note(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
         return replace(with_peaks(best.plan, memory, layout, self._context), predicted_step_time_s=best.step_time_s)
+
+    def _own_hardware(self) -> str:
+        device = self._context.device_name
+        return (hardware.of_device(device) if device is not None else None) or DEFAULT_HARDWARE
 
     def _without_barriers(self, layout: Layout, found: Candidate) -> Candidate:
         """The same but for one switch, which takes time here and saves no memory: what leaves frees its room at once anyway."""

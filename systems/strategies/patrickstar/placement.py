@@ -15,6 +15,7 @@ from systems.planning.demand import (
     minimum_need,
     non_model_bounds,
     non_model_profile,
+    pool_profile,
     pool_with,
     reusable,
     room_beside,
@@ -54,14 +55,14 @@ class Placer:
         """BudgetError if not even what a unit holds fits."""
         everything = self._residence(frozenset(b.index for b in self.layout.bundles))
         fits = max(self._fixed(everything)) <= self.context.device_budget
-        if self.options.places_optimizer and fits and max(self._pool(everything)) <= self.context.pool_budget:
+        if self.options.places_optimizer and fits and max(pool_profile(self.demand, everything)) <= self.context.pool_budget:
             return Placement(everything.on_device, frozenset(), (0,) * len(self.trace))
         base = self._residence(unmovable(self.layout))
         check_need(minimum_need(self.trace, self.demand, base), self.context, "patrickstar", self.unit_name)
         chosen = self._optimizers(base) if self.options.places_optimizer else frozenset[int]()
         residence = self._residence(base.on_device | chosen)
         held = held_profile(self.demand, residence)
-        room = room_beside(self._fixed(residence), self._pool(residence), held, self.context)
+        room = room_beside(self._fixed(residence), pool_profile(self.demand, residence), held, self.context)
         if not self.options.traces:
             share = int(self.options.warmup_share * self.context.device_budget)
             room = [min(r, max(share, h)) for r, h in zip(room, held, strict=True)]
@@ -77,11 +78,7 @@ class Placer:
     def _fixed(self, residence: Residence) -> list[int]:
         """Bytes per moment that no parameter chunk can have."""
         non_model = non_model_profile(self.trace, self.demand, residence)
-        return [sum(pair) for pair in zip(self._pool(residence), non_model, strict=True)]
-
-    def _pool(self, residence: Residence) -> list[int]:
-        """The pool's part of them."""
-        return [residence.static_bytes + g for g in gradient_profile(self.demand, residence)]
+        return [sum(pair) for pair in zip(pool_profile(self.demand, residence), non_model, strict=True)]
 
     def _optimizers(self, base: Residence) -> frozenset[int]:
         """Optimizer chunks for the margin: as many as fit beside all parameters, so that none is evicted for them.
@@ -95,8 +92,7 @@ class Placer:
         bounds = non_model_bounds(self.trace, self.demand, base)
         ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
         budget, chosen = self.context.device_budget, set[int]()
-        held = held_profile(self.demand, base)
-        pool = [base.static_bytes + sum(pair) for pair in zip(held, gradients, strict=True)]
+        pool = [sum(pair) for pair in zip(held_profile(self.demand, base), pool_profile(self.demand, base), strict=True)]
         for bundle in in_order_of_use((b for b in self.demand.gradient_spans if b not in base.on_device), self.demand):
             grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
             with_it = pool_with(pool, bundle, self.demand, base, self._residence(base.on_device | {bundle}))
