@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,14 @@ def test_every_family_under_every_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_infinity_trains_from_disk(place: str, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
+    """Four sub-groups or more, so that one is read, one updated and one written at the same time."""
+    disk, own = tmp_path / "disk", tmp_path / "own.json"
     disk.mkdir()
-    job = Job("deepspeed-infinity", options=(f"nvme_path={disk}", f"parameters={place}"))
-    results = train_all([Job("resident"), job], tmp_path)
-    ours, reference = results[job], results[Job("resident")]
+    own.write_text(json.dumps({"zero_optimization": {"sub_group_size": 300_000}}))
+    alone = Job("resident", model="gpt-tiny")
+    job = replace(alone, system="deepspeed-infinity", options=(f"nvme_path={disk}", f"parameters={place}", f"config={own}"))
+    results = train_all([alone, job], tmp_path)
+    ours, reference = results[job], results[alone]
     if ours.error is not None and "need libaio" in ours.error:
         pytest.skip("DeepSpeed's disk operations need libaio and its headers, which are not here")
     assert ours.error is None, ours.error

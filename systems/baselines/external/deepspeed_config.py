@@ -31,7 +31,8 @@ BUCKET = 500_000_000
 MAX_LIVE = 1_000_000_000
 PERSISTENT = 100_000
 SUB_GROUP = 1_000_000_000
-OPTIMIZER_BUFFERS = 4
+# Weights, two moments and the gradient of three sub-groups: one is read, one updated, one written at the same time.
+OPTIMIZER_BUFFERS = 12
 IGNORED_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 Place = Literal["device", "cpu", "nvme"]
@@ -240,7 +241,8 @@ def host_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config
     whole, rest = divmod(trainable, group)
     need += pin(gradient_width * trainable)
     if variant.optimizer == "nvme":
-        return need + 2 * OPTIMIZER_BUFFERS * pin(4 * min(group, trainable))
+        buffers = int(config["zero_optimization"]["offload_optimizer"]["buffer_count"])
+        return need + buffers * 4 * min(group, trainable)
     share = float(config["zero_optimization"]["offload_optimizer"].get("ratio", 1.0)) if cuda else 1.0
     return need + int(share * (whole * pin(4 * group) + pin(4 * rest) + 12 * trainable))
 
