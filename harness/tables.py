@@ -46,6 +46,7 @@ COLUMNS = (
 # Of a run's flags those that decide which cell its record belongs to. Batch and sequence are looked up as resolved.
 WORK = ("system", "model", "set", "device_memory", "ranks", "accumulate", "dtype", "recompute", "clip", "option")
 RESOLVED_WORK = ("batch_size", "seq_len")
+LENGTH = ("steps", "warmup")  # of any run, unless the cell names them
 BUDGET_FACTS = frozenset({"device memory asked for", "device memory budget in force"})  # where the table itself differs in it
 
 
@@ -135,7 +136,8 @@ def belongs(record: Record, cell: Cell, hardware: str) -> bool:
     spec, resolved = record.spec, record.resolved
     if resolved.device_label != hardware:
         return False
-    asked = all(_comparable(spec, field) == _comparable(cell.spec, field) for field in WORK)
+    named = [*WORK, *(field for field in LENGTH if field in cell.spec.model_fields_set)]
+    asked = all(_comparable(spec, field) == _comparable(cell.spec, field) for field in named)
     return asked and all(getattr(resolved, field) == getattr(cell.spec, field) for field in RESOLVED_WORK)
 
 

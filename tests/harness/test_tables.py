@@ -97,6 +97,15 @@ def test_options_are_a_set(table: tables.ResultsTable) -> None:
     assert rows(table, [record("elixir", 1, 0.5, option=("a=1",))])[2][2] == "-"
 
 
+def test_a_cell_that_names_the_length_of_its_runs_has_no_others(tmp_path: Path) -> None:
+    (tmp_path / "table.toml").write_text(TABLE.replace('{ system = "dummy" }', '{ system = "dummy", steps = 15, warmup = 5 }'))
+    table = tables.read_table(tmp_path / "table.toml")
+    asked = record("dummy", 1, 0.5, steps=15, warmup=5)
+    others = [record("dummy", 2, 9.0, steps=12, warmup=5), record("dummy", 3, 9.0, steps=15, warmup=4)]
+    assert rows(table, [asked, *others])[3][2:4] == ["1", "0.5"]
+    assert rows(table, others)[3][2] == "-"
+
+
 def test_failed_runs_are_shown_as_what_they_are(table: tables.ResultsTable) -> None:
     reason = {"message": "no room", "tier": "device", "need": 2 * GIB, "have": GIB}
     oom = {"record": {"status": "oom", "reason": reason, "metrics": {}}}
