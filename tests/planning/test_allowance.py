@@ -26,13 +26,14 @@ def test_the_expected_peak_holds_the_slab_and_the_rest(pool: int, largest: int, 
     assert CUDA.plannable(budget) + slab - pool <= budget, "holes are in what plans leave free"
     peak = CUDA.expected_peak(slab, others, budget)
     assert slab + others <= peak <= max(1.06 * (slab + others), budget)
+    assert peak >= min(slab + others + min(64 << 20, budget // 8), budget)
     assert EXACT.slab(pool, largest, budget) == EXACT.expected_peak(pool, 0, budget) == pool
 
 
 @given(others=SIZES, budget=SIZES)
 def test_what_a_pool_takes_beside_others_leaves_the_allocator_a_share(others: int, budget: int) -> None:
     pool = CUDA.beside(others, budget)
-    assert pool + others <= budget / 1.029
+    assert pool + others <= min(budget / 1.029, budget - min(64 << 20, budget // 8))
     assert EXACT.beside(others, budget) == budget - others
 
 
