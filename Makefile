@@ -15,11 +15,12 @@ PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 run: $(READY)
 	$(BIN)/harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB
 
+# A process for each core, up to four, and all tests of a file in one.
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -41,19 +41,26 @@ def _looks_at_trained(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if not session.config.option.collectonly and any(map(_looks_at_trained, session.items)):
-        asked = [*FP32, *BF16, *FROZEN]
-        jobs = [*dict.fromkeys(map(reference, asked)), *sorted(asked, key=lambda job: job.system not in TORCH)]
-        folder = tempfile.TemporaryDirectory()
-        session.config.add_cleanup(folder.cleanup)
-        session.config.stash[TRAINING] = training = Training(jobs, Path(folder.name))
-        session.config.add_cleanup(training.stop)  # before the folder's: the last one added is the first one called
+    one_of_several = hasattr(session.config, "workerinput")  # each collects all tests, and one will be given these
+    if not session.config.option.collectonly and not one_of_several and any(map(_looks_at_trained, session.items)):
+        _start(session.config)
+
+
+def _start(config: pytest.Config) -> Training:
+    asked = [*FP32, *BF16, *FROZEN]
+    jobs = [*dict.fromkeys(map(reference, asked)), *sorted(asked, key=lambda job: job.system not in TORCH)]
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    config.stash[TRAINING] = training = Training(jobs, Path(folder.name))
+    config.add_cleanup(training.stop)  # before the folder's: the last one added is the first one called
+    return training
 
 
 @pytest.fixture(scope="session")
 def trained(pytestconfig: pytest.Config) -> Callable[[Job], Result]:
     """The result of one of the jobs above or its reference; torch's come first, since DeepSpeed changes torch."""
-    results = pytestconfig.stash[TRAINING].results()
+    training = pytestconfig.stash.get(TRAINING, None) or _start(pytestconfig)
+    results = training.results()
 
     def result(job: Job) -> Result:
         found = results[job]
