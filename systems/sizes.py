@@ -31,6 +31,12 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def format_need(need: int, have: int) -> str:
+    """The same of a need, with what tells it from what there is where both are written alike."""
+    text = format_size(need)
+    return f"{text} ({need - have}B more)" if need > have and text == format_size(have) else text
+
+
 def _size_or_unlimited(given: Any) -> int | None:
     return None if given is None or str(given).strip() in ("inf", "unlimited") else parse_size(given)
 

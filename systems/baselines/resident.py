@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers
@@ -71,8 +71,8 @@ class ResidentEngine(Engine):
         if need > self.device.account.budget:
             have = self.device.account.budget
             raise BudgetError(
-                f"resident needs {format_size(need)} of device memory for model states, {format_size(have)} are there: raise "
-                "--device-memory, take a smaller model, or a system that offloads",
+                f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
+                "raise --device-memory, take a smaller model, or a system that offloads",
                 tier="device",
                 need=need,
                 have=have,

@@ -14,7 +14,7 @@ from systems.planning.layout import Bundle, Layout
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import UpdateRule
 from systems.planning.strategy import PlanningContext
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 
 
 def slot_bytes(layout: Layout) -> int:
@@ -52,13 +52,13 @@ def keep_on_device(layout: Layout, context: PlanningContext, rule: UpdateRule) -
     trace = nominal_trace(found, accumulate=context.accumulate)
     need = minimum_need(trace, demand_of(found, trace, context), residence)
     if missing > 0 or need.total_bytes > context.device_budget:
-        total = host_need(layout, context)
+        total, have = host_need(layout, context), context.host_budget
         raise BudgetError(
-            f"the model needs {format_size(total)} of host memory ({format_size(slot_bytes(layout))} for parameters, the "
-            f"rest for master weights and moments), {format_size(context.host_budget)} are there, and the device has no "
+            f"the model needs {format_need(total, have)} of host memory ({format_size(slot_bytes(layout))} for parameters, the "
+            f"rest for master weights and moments), {format_size(have)} are there, and the device has no "
             "room for the difference: raise --host-memory or --device-memory, or take a smaller model",
             tier="host",
             need=total,
-            have=context.host_budget,
+            have=have,
         )
     return found

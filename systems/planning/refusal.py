@@ -8,7 +8,7 @@ from systems.errors import BudgetError
 from systems.planning.demand import Need
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import NO_UNIT
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 
 UnitName = Callable[[int], str]
 
@@ -32,7 +32,7 @@ def check_need(need: Need, context: PlanningContext, system: str, unit_name: Uni
     if needed > need.total_bytes:
         parts.append(f"{format_size(needed - need.total_bytes)} for the allocator")
     raise BudgetError(
-        f"{system} needs at least {format_size(needed)} of device memory for {where} ({', '.join(parts)}), "
+        f"{system} needs at least {format_need(needed, given)} of device memory for {where} ({', '.join(parts)}), "
         f"{format_size(given)} is given: {advice}",
         tier="device",
         need=needed,

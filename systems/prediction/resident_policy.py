@@ -10,7 +10,7 @@ from systems.planning.plan import Plan, Tier, UpdateRule
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import NO_UNIT, Trace
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 
 
 class ResidentPolicy:
@@ -53,7 +53,7 @@ class ResidentPolicy:
             where = "the step" if unit == NO_UNIT else f"unit {self._unit_names[unit]!r}"
             needed, given = self._context.memory_for(memory.total_peak), self._context.memory_for(budget)
             raise BudgetError(
-                f"resident needs {format_size(needed)} of device memory for {where} "
+                f"resident needs {format_need(needed, given)} of device memory for {where} "
                 f"({format_size(memory.pool_peak)} of it for model states), {format_size(given)} is given: raise "
                 "--device-memory, lower --batch-size, recompute activations, or take a system that offloads",
                 tier="device",

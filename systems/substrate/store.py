@@ -16,7 +16,7 @@ import torch
 from systems.errors import BudgetError
 from systems.planning.layout import Layout, Segment
 from systems.planning.plan import LaneKind, Tier
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
 from systems.substrate.host import HostMapping
 from systems.substrate.tiers import Account, Allocation
@@ -102,7 +102,7 @@ class Store:
         need, have = slot_bytes + state_bytes, self.host.room
         if need > have:
             raise BudgetError(
-                f"the model needs {format_size(need)} of host memory ({format_size(slot_bytes)} for parameters, "
+                f"the model needs {format_need(need, have)} of host memory ({format_size(slot_bytes)} for parameters, "
                 f"{format_size(state_bytes)} for master weights and moments), {format_size(have)} are there: raise "
                 "--host-memory or take a smaller model",
                 tier="host",

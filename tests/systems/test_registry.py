@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from systems import registry
-from systems.sizes import Size, SizeOrUnlimited, format_size, parse_size
+from systems.sizes import Size, SizeOrUnlimited, format_need, format_size, parse_size
 
 
 class Options(BaseModel):
@@ -101,6 +101,13 @@ def test_sizes_are_printed_so_that_they_can_be_read_again() -> None:
     for size in (0, 1, 1023, 1 << 10, 3 << 20, 5 << 30, 7 << 40):
         assert parse_size(format_size(size)) == size
     assert format_size(1536) == "1.50KiB"
+
+
+def test_a_need_never_looks_like_what_there_is() -> None:
+    have = 587_418_632
+    assert format_need(have + 1, have) == "560.21MiB (1B more)"
+    assert format_need(2 * have, have) == format_size(2 * have)
+    assert format_need(have, have) == format_size(have)
 
 
 def test_only_some_sizes_may_be_unlimited() -> None:

@@ -12,7 +12,7 @@ import torch
 from systems.cuda_memory import lift_limit, limit_device_memory
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, host_budget
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 from systems.system import MemoryReport, Settings
 
 ONE_MEMORY = "device and host are one memory here: --device-memory does not bind this package, and its device peak is unknown"
@@ -28,7 +28,7 @@ def check_host(settings: Settings, *, system: str, need: int) -> None:
     have = host_budget(settings)
     if need > have:
         raise BudgetError(
-            f"{system} needs about {format_size(need)} of host memory for model states, {format_size(have)} are allowed: "
+            f"{system} needs about {format_need(need, have)} of host memory for model states, {format_size(have)} are allowed: "
             "lower the model, raise --host-memory, or take more of the device",
             tier="host",
             need=need,

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from systems.baselines.external.budget import pinned_bytes
 from systems.baselines.external.package import Config, merge, read_config, refuse_changes
 from systems.errors import BudgetError, UnsupportedError
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 from systems.system import Settings
 
 BUCKET = 500_000_000
@@ -256,8 +256,8 @@ def check_disk(sizes: Sizes, folder: str | None, system: str) -> Path:
     need, have = 16 * sizes.trainable + sizes.width * sizes.parameters, shutil.disk_usage(folder).free
     if need > have:
         raise BudgetError(
-            f"{system} writes about {format_size(need)} to {folder}, {format_size(have)} are free there: lower the model or "
-            "take another folder",
+            f"{system} writes about {format_need(need, have)} to {folder}, {format_size(have)} are free there: lower the "
+            "model or take another folder",
             tier="disk",
             need=need,
             have=have,

@@ -24,7 +24,7 @@ from systems.planning.plan import Plan, Tier, UpdateRule
 from systems.planning.refusal import UnitName, check_need
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 from systems.strategies.elixir.options import ElixirOptions
 
 
@@ -69,7 +69,7 @@ class Placer:
         if not self.options.offload:
             needed, given = self.context.memory_for(peak), self.context.memory_for(self.context.device_budget)
             raise BudgetError(
-                f"elixir with offload=false needs {format_size(needed)} of device memory for parameters, gradients, "
+                f"elixir with offload=false needs {format_need(needed, given)} of device memory for parameters, gradients, "
                 f"optimizer state and activations, {format_size(given)} is given: raise "
                 "--device-memory or allow offload",
                 tier="device",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from systems.errors import BudgetError
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 from systems.strategies.h3t import costs
 from systems.strategies.h3t.costs import Clocks, ModelCosts, on
 from systems.strategies.h3t.switches import ALL_ON, COMMUNICATION, NAMES, Bools, Switches, array_of
@@ -154,7 +154,7 @@ def refuse(model: ModelCosts, budget: int) -> BudgetError:
     need, layer = memory_of(model, all_on(model))
     name = model.layers[int(layer[0])].name if model.layers else "no layer"
     return BudgetError(
-        f"h3t needs at least {format_size(int(need[0]))} of device memory with every switch on, set by {name}, "
+        f"h3t needs at least {format_need(int(need[0]), budget)} of device memory with every switch on, set by {name}, "
         f"{format_size(budget)} is given: raise --device-memory, or lower --batch-size or --seq-len",
         tier="device",
         need=int(need[0]),
