@@ -55,6 +55,7 @@ class Device(ABC):
     stopwatch: Stopwatch
     allowance = EXACT
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
+    evicts_for_activations = False  # while they are made: else there has to be room for them before
 
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log = log
@@ -152,7 +153,7 @@ class EmulatedDevice(Device):
 
     torch_device = torch.device("cpu")
     label = name = "cpu-emulated"
-    measures_always = True
+    measures_always = evicts_for_activations = True
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
         self.stopwatch = HostStopwatch()

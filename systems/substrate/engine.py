@@ -18,6 +18,7 @@ from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputed_units, switchable
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
+from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
@@ -155,8 +156,11 @@ class ManagedEngine(Engine):
         runtime = self.runtime
         with self._recovering():
             if torch.is_grad_enabled():
-                if not runtime.in_step:
+                first = not runtime.in_step
+                if first:
                     self._watch.check()
+                runtime.planner.meet(batch_shape_of((args, kwargs)), first=first)
+                if first:
                     runtime.begin_step()
                 device = self._parts.device
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):

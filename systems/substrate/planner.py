@@ -2,6 +2,13 @@
 
 Steps are told apart by their moments. A kind of step seen for the first time, or one that ran into its budget, is planned
 from what was measured; a kind seen before gets its plan back.
+
+Note [Larger steps]
+    A plan leaves activations the room that they had when the step was measured. Where a larger batch comes, the emulated
+    device evicts for its activations one by one; CUDA's allocator asks nobody, and what it has not it refuses. So
+    there a plan stands for steps of the shape that it was measured at; a larger step begins with everything sent home
+    that can go, is measured, and is planned together with what is known of the others. This ends: maxima only grow.
+    Passes without gradients keep little and change nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from systems.planning.plan import Plan, Tier
 from systems.planning.strategy import Strategy
 from systems.planning.trace import Moment, Trace
 from systems.substrate.activations import Recomputation
+from systems.substrate.batch_shape import BatchShape
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs
@@ -42,11 +50,16 @@ class Parts:
 
 
 class Planner:
-    """plans: the moments of a step to what was measured of it and its plan, None where no plan fits the budget."""
+    """plans: the moments of a step to what was measured of it and its plan, None where no plan fits the budget.
+
+    shapes: by moments, of the steps that were measured.
+    """
 
     def __init__(self, parts: Parts, strategy: Strategy, cursor: Cursor) -> None:
         self.parts, self.strategy, self.cursor = parts, strategy, cursor
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
+        self.shapes: dict[tuple[Moment, ...], BatchShape] = {}
+        self._met = BatchShape()  # in this step
         self._replan = False
         self._eviction = strategy.eviction(parts.layout, None)
         parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
@@ -62,6 +75,22 @@ class Planner:
         device, share = self.parts.device, self.strategy.warm_up_share
         settled = device.account.pool  # only what is pinned is resident, states that the last plan brought included
         return device.allowance.warm_up_pool(settled, self.parts.layout.movable_bytes, device.plannable_bytes, share)
+
+    def meet(self, shape: BatchShape, *, first: bool) -> None:
+        """A forward pass begins, the first of a step or a later one. See Note [Larger steps]."""
+        self._met = shape if first else self._met.join(shape)
+        device, plan = self.parts.device, self.cursor.plan
+        if device.evicts_for_activations or plan is None or shape.within(self.shapes[plan.signature]):
+            return
+        device.log.count("fallbacks")
+        self.cursor.use(None)
+        self._replan = True
+        for bundle in self.parts.layout.bundles:
+            self._send_home(bundle.index)
+        for index in self.parts.residency.evictable():
+            self.parts.residency.drop(index)
+        device.prepare(self._unplanned_bytes, self.parts.layout.largest_movable_bytes)
+        self.parts.residency.limit = self._unplanned_bytes
 
     def learn(self, moments: tuple[Moment, ...], trace: Trace | None) -> None:
         """Have a plan for steps like the one that just ended, and use it for the next.
@@ -81,6 +110,7 @@ class Planner:
             return
         if known is not None and not again:
             trace = merged(known[0], trace)
+        self.shapes[moments] = self.shapes.get(moments, BatchShape()).join(self._met)
         if self.plans and not again:
             self.parts.device.log.count("retraces")
         try:
@@ -95,25 +125,21 @@ class Planner:
         self._apply(plan)
 
     def _apply(self, plan: Plan | None) -> None:
-        residency, store = self.parts.residency, self.parts.store
+        residency, device = self.parts.residency, self.parts.device
         for index in residency.evictable():
             residency.drop(index)
         self.cursor.use(plan)
         self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
         residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
-        if plan is not None and plan.predicted_model_peak_bytes is not None:
-            largest = self.parts.layout.largest_movable_bytes
-            peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
-            residency.limit = self.parts.device.prepare(*peaks)
         if plan is None:
             return
         for bundle in self.parts.layout.bundles:
-            tiers = {plan.optimizer_tier[s] for s in bundle.segments}
-            managed = residency.bundles[bundle.index]
-            if bundle.movable and bundle.trainable and residency.pinned(managed) and tiers == {Tier.HOST}:
-                for s in bundle.segments:
-                    store.state_to_host(s)
-                residency.drop(bundle.index)
+            if bundle.trainable and {plan.optimizer_tier[s] for s in bundle.segments} == {Tier.HOST}:
+                self._send_home(bundle.index)
+        if plan.predicted_model_peak_bytes is not None:
+            largest = self.parts.layout.largest_movable_bytes
+            peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
+            residency.limit = device.prepare(*peaks)
         for bundle in self.parts.layout.bundles:
             on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
             if on_device and not self._promote(bundle.index):
@@ -130,6 +156,18 @@ class Planner:
             self.parts.store.state_to_host(s)
         if bundle in self.parts.gradients.bundles:
             self.parts.gradients.to_slot(bundle)
+
+    def _send_home(self, bundle: int) -> None:
+        """A bundle that is on the device for the sake of its optimizer state leaves it with that, if it has a home to go to."""
+        residency, store = self.parts.residency, self.parts.store
+        managed = residency.bundles[bundle]
+        if not managed.bundle.movable or not managed.bundle.trainable or managed.holds or not residency.pinned(managed):
+            return
+        if self.parts.gradients.bundles[bundle].adopted:
+            return  # its gradient would take the place of its parameters on the host
+        for s in managed.bundle.segments:
+            store.state_to_host(s)
+        residency.drop(bundle)
 
     def _promote(self, bundle: int) -> bool:
         """Bring a bundle and its optimizer state to the device for good."""
