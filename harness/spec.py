@@ -20,6 +20,9 @@ DType = Literal["bf16", "fp16", "fp32"]
 Schedule = Literal["constant", "linear", "cosine"]
 Recompute = Literal["none", "full"] | tuple[int, ...]
 
+MAX_BLOCKS = 1 << 16  # that --recompute may name: more than any model has, and few enough to list
+MAX_SEED = (1 << 63) - 1  # of torch's generators
+MAX_RATE = 1e9  # of --lr and --weight-decay: what Adam makes of both still fits fp32
 DEFAULT_WARMUP_STEPS = 3
 DEFAULT_TIMED_STEPS: Mapping[str, int] = {"cuda": 10, "cpu": 3}
 
@@ -37,7 +40,10 @@ def parse_recompute(given: Any) -> Any:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise ValueError("write none, full, or block numbers such as 0-3,7")
-        blocks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+        first, last = match[1], match[2] or match[1]
+        if len(last) > 9 or int(last) >= MAX_BLOCKS:
+            raise ValueError(f"no model has a block {last}: name blocks below {MAX_BLOCKS}, or full for all")
+        blocks.update(range(int(first), int(last) + 1))
     return tuple(sorted(blocks))
 
 
@@ -63,12 +69,12 @@ class RunSpec(BaseModel):
         "none", description="blocks whose activations are recomputed: none, full, or numbers such as 0-3,7"
     )
     clip: float = Field(0.0, ge=0, description="gradient norm to clip to; 0 is off")
-    lr: float = Field(1e-4, ge=0, description="learning rate of AdamW")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    lr: float = Field(1e-4, ge=0, le=MAX_RATE, description="learning rate of AdamW")
+    weight_decay: float = Field(0.01, ge=0, le=MAX_RATE, description="decoupled weight decay of AdamW")
     schedule: Schedule = Field("constant", description="learning rate over the steps; linear and cosine fall to zero")
     data: str = Field("text", description="text (the Python library's sources), synthetic, or a file or folder of text")
     eval_every: int | None = Field(None, ge=1, description="steps between validation passes, which no timing includes")
-    seed: int = Field(0, ge=0, description="seed of weights, data order and dropout")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="seed of weights, data order and dropout")
     option: tuple[str, ...] = Field((), description="key=value: an option of the system's own")
     repeat: int = Field(1, ge=1, description="runs of the same spec, each in its own process, each with its own record")
     timeout: float | None = Field(None, gt=0, description="seconds after which a run is ended and recorded as timed out")

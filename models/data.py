@@ -145,7 +145,7 @@ def _library() -> tuple[bytes, str]:
 
 def _user_text(source: str) -> tuple[bytes, str]:
     path = Path(source)
-    if not path.exists():
+    if not source or not path.exists():
         raise ValueError(f"--data {source}: no such file or folder (or give text or synthetic)")
     files = (p for p in sorted(path.rglob("*")) if p.is_file()) if path.is_dir() else [path]
     try:

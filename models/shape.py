@@ -16,6 +16,9 @@ from typing import Any, ClassVar, Literal, Self
 
 MAX_TOKENS = 1 << 24  # of a micro-batch on a device: what no device holds, and only the looking would take long
 
+MAX_LAYERS = 1 << 16  # and of any other number of a shape:
+MAX_SIZE = 1 << 31  # what no model has, so that a slip of the hand is told and not built until memory runs out
+
 ObjectiveName = Literal["causal", "masked", "seq2seq"]
 """What a model learns to predict: the next token, masked tokens, or one text from another (`models.objective`)."""
 
@@ -67,6 +70,9 @@ class ModelShape:
             least = 0 if field.name == "num_layers" else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{self.name}: {field.name} must be at least {least}, not {value}")
+            most = MAX_LAYERS if field.name == "num_layers" else MAX_SIZE
+            if type(value) is int and value > most:
+                raise ValueError(f"{self.name}: {field.name} must be at most {most}, not {value}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"{self.name}: dropout must lie in [0, 1), not {self.dropout}")
         if self.heads_divide_width and self.num_heads is not None and self.hidden_size % self.num_heads:

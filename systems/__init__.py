@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def initialize(
     options: the system's own, as --option takes them, e.g. {"prefetch": 4}.
     Raises ValueError for a bad argument, BudgetError and UnsupportedError (ValueErrors too) if it cannot be done.
     """
+    from torch import nn
+
     from systems.registry import get, parse_options
     from systems.sizes import parse_size
     from systems.system import Settings
@@ -40,6 +43,10 @@ def initialize(
     def size(value: int | str | None) -> int | None:
         return parse_size(value) if isinstance(value, str) else value
 
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"options is {type(options).__name__}: give a dict, such as {{'prefetch': 4}}")
     chosen = get(system)
     settings = Settings(
         device=device,

@@ -32,7 +32,8 @@ def invalid_value(error: ValidationError, label: Callable[[str, Any], str]) -> s
     if not first["loc"]:
         return one_line(message)
     given = first["input"] if first["type"] != "missing" else None
-    line = f"{label(str(first['loc'][0]), given)}: {message}"
+    told = label(str(first["loc"][0]), given)
+    line = message if message.startswith(told) else f"{told}: {message}"
     choices = _choices(first.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.5)
     return one_line(line + (f"; did you mean {near[0]}?" if near else ""))

@@ -10,17 +10,24 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
 
 _ADAPTER = TypeAdapter(ByteSize)
+MAX_BYTES = 1 << 60  # 1 EiB: more than any machine has, and still a number that memory can be asked for by
 _UNITS = ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
 
 
 def parse_size(given: Any) -> int:
     """'40GiB' -> 42949672960. Binary (KiB .. TiB) or decimal (KB .. TB) units, or plain bytes. Raises ValueError."""
     if isinstance(given, int) and not isinstance(given, bool):
-        return given
+        return _bounded(given, given)
     try:
-        return int(_ADAPTER.validate_python(str(given).strip()))
-    except ValidationError:
+        return _bounded(int(_ADAPTER.validate_python(str(given).strip())), given)
+    except (ValidationError, OverflowError):
         raise ValueError(f"{given!r} is not a size: write it as 40GiB, 64MiB or plain bytes") from None
+
+
+def _bounded(size: int, given: Any) -> int:
+    if size > MAX_BYTES:
+        raise ValueError(f"{given!r} is more than any machine has: give at most {format_size(MAX_BYTES)}")
+    return size
 
 
 def format_size(size: int) -> str:

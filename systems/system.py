@@ -5,6 +5,7 @@ The harness knows nothing else of a system. All sizes are bytes, all times secon
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -57,6 +58,25 @@ class Settings:
     optimizer: torch.optim.Optimizer | None = None
     initial_weights: Callable[[str, torch.Tensor], None] | None = None
     log_events: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, ("cuda", "cpu"))
+        _one_of("dtype", self.dtype, tuple(TORCH_DTYPE))
+        for name, least in (("device_memory", 0), ("host_memory", 0), ("accumulate", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is None and name.endswith("memory"):
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not 0 <= self.clip < math.inf:
+            raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
+        if isinstance(self.recompute, str):
+            _one_of("recompute", self.recompute, ("none", "full"))
+
+
+def _one_of(name: str, given: object, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise ValueError(f"{name} is {given!r}: give {' or '.join(repr(each) for each in allowed)}")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from systems.substrate.views import Poison
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13 and later
+MAX_ADDRESSES = 1 << 44  # bytes: a budget above this is more than any machine has, and processes have 47 bits of addresses
 COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 
 
@@ -201,7 +202,7 @@ class EmulatedDevice(Device):
 
     def _new_granule(self, nbytes: int) -> torch.Tensor | None:
         """Address space of twice the budget, so that holes between blocks never matter; only touched pages cost memory."""
-        size = max(2 * self.account.budget, nbytes)
+        size = max(min(2 * self.account.budget, MAX_ADDRESSES), nbytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         slab = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
         self.meter.exempt(slab.untyped_storage())

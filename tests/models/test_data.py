@@ -66,7 +66,11 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "vocab_size", "said"),
-    [("nowhere/at/all", 256, "no such file or folder"), ("text", 255, "need a vocabulary of 256, not 255")],
+    [
+        ("nowhere/at/all", 256, "no such file or folder"),
+        ("", 256, "no such file or folder"),
+        ("text", 255, "need a vocabulary of 256, not 255"),
+    ],
 )
 def test_bad_sources_are_one_line(source: str, vocab_size: int, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:

@@ -148,6 +148,8 @@ def test_overrides_take_values_and_text() -> None:
         ({"num_heads": 7}, "does not divide by num_heads 7: the nearest width that does is 770"),
         ({"max_positions": None}, "a whole number"),
         ({"family": "gpt"}, "no field 'family'"),
+        ({"num_layers": "100000000000"}, "num_layers must be at most 65536"),
+        ({"hidden_size": "12800000000000000000000"}, "hidden_size must be at most"),
     ],
 )
 def test_bad_overrides_are_one_line(overrides: dict[str, object], said: str) -> None:

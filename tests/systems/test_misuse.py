@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -317,3 +319,35 @@ def test_the_public_function_says_what_is_wrong_in_one_line() -> None:
         assert "\n" not in str(caught.value)
     with systems.initialize(build("stack"), **given) as engine:
         assert one_step(engine, BATCH, LOSS) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "tpu"}, "device is 'tpu': give 'cuda' or 'cpu'"),
+        ({"dtype": "fp8"}, "dtype is 'fp8'"),
+        ({"dtype": torch.float32}, "dtype is torch.float32"),
+        ({"device_memory": -5}, "device_memory is -5: give a whole number of at least 0"),
+        ({"device_memory": 4e7}, "device_memory is 40000000.0"),
+        ({"host_memory": math.nan}, "host_memory is nan"),
+        ({"accumulate": 0}, "accumulate is 0: give a whole number of at least 1"),
+        ({"accumulate": 1.5}, "accumulate is 1.5"),
+        ({"clip": math.nan}, "clip is nan: give the finite norm"),
+        ({"clip": -1.0}, "clip is -1.0"),
+        ({"clip": None}, "clip is None"),
+        ({"recompute": "some"}, "recompute is 'some': give 'none' or 'full'"),
+        ({"options": ["prefetch=4"]}, "options is list: give a dict"),
+        ({"model": 5}, "model is int: give a torch.nn.Module"),
+    ],
+)
+@pytest.mark.parametrize("system", ["resident", "elixir"])
+def test_an_argument_of_another_kind_is_refused_by_name(system: str, given: dict[str, Any], said: str) -> None:
+    arguments: dict[str, Any] = {"model": nn.Linear(4, 4), "device": "cpu", "device_memory": "8MiB", "dtype": "fp32"} | given
+    with pytest.raises(ValueError, match=re.escape(said)):
+        systems.initialize(system=system, **arguments)
+
+
+def test_a_budget_beyond_every_machine_is_only_a_budget() -> None:
+    engine = started("elixir", device_memory=1 << 60)
+    one_step(engine, BATCH, LOSS)
+    engine.close()
