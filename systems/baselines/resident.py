@@ -28,7 +28,7 @@ from systems.substrate.events import EventLog
 from systems.substrate.labels import labelled
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
-from systems.substrate.units import FoundModel, find_units
+from systems.substrate.units import FoundModel, find_units, take
 from systems.system import TORCH_DTYPE, Engine, MemoryReport, Settings
 
 
@@ -56,6 +56,7 @@ class ResidentEngine(Engine):
         except BaseException:
             self.close()
             raise
+        take(model)
         self._startup = {"initialize": time.perf_counter() - started}
 
     def _build(self, found: FoundModel) -> None:

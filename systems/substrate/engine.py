@@ -32,7 +32,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
-from systems.substrate.units import find_units
+from systems.substrate.units import find_units, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Engine, MemoryReport, PlanReport, Settings, StepOutcome
@@ -62,6 +62,7 @@ class ManagedEngine(Engine):
         except BaseException:
             self._cleanup.close()
             raise
+        take(model)
         self.outcomes: list[StepOutcome] = self._parts.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 

@@ -209,10 +209,13 @@ class Store:
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("h2d_bytes", sum(tensor.nbytes for tensor in new.tensors()))
-        moved = self.device.transfers.issue(
-            LaneKind.H2D, copy, reads=[old.memory], writes=[new.memory], label=f"state of segment {index}"
-        )
-        moved.wait()
+        label = f"state of segment {index}"
+        try:
+            self.device.transfers.issue(LaneKind.H2D, copy, reads=[old.memory], writes=[new.memory], label=label).wait()
+        except BaseException:
+            assert new.allocation is not None
+            self.device.pool.free(new.allocation, label)
+            raise
         stored.state = new
         for name, tensor in zip(STATE_PARTS, old.tensors(), strict=False):
             self._mappings[name].discard(tensor)

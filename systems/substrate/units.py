@@ -7,6 +7,7 @@ directly owns parameters. A tied parameter has one entry and several users.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from torch import nn
 from models.blocks import find_blocks
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
+
+_TAKEN: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,19 @@ class FoundModel:
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
 
 
+def take(model: nn.Module) -> None:
+    """An engine has the model from now on, and for good: its values lie where the engine keeps them, and go with it."""
+    _TAKEN.update(model.modules())
+
+
 def find_units(model: nn.Module) -> FoundModel:
-    """Raises UnsupportedError for a model that cannot be managed: no parameters, compiled, or sparse parameters."""
+    """Raises UnsupportedError for a model that cannot be managed: nothing to train, compiled, sparse, or taken already."""
     for name, module in model.named_modules():
+        if module in _TAKEN:
+            raise UnsupportedError(
+                f"{f'module {name}' if name else 'the model'} was given to an engine before, which took its values: build the "
+                "model anew, and copy values out of the engine with summon()"
+            )
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"
             raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
@@ -53,6 +66,8 @@ def find_units(model: nn.Module) -> FoundModel:
                 owners.setdefault(parameter, []).append((module, attribute))
     if not parameters:
         raise UnsupportedError("the model has no parameters: nothing to train")
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise UnsupportedError("no parameter of the model requires a gradient: nothing to train")
     number = {p: i for i, p in enumerate(parameters)}
     users: dict[nn.Parameter, list[str]] = {p: [] for p in parameters}
     for unit_name, _, _, owned in units:

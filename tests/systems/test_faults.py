@@ -246,12 +246,15 @@ def test_an_allocation_that_keeps_failing_is_said_and_forgotten(system: str, fir
 
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 @pytest.mark.parametrize("kind", [LaneKind.H2D, LaneKind.D2H, LaneKind.CPU], ids=lambda k: k.value)
+@pytest.mark.parametrize("steps", [0, 1], ids=["before there is a plan", "under a plan"])
 @pytest.mark.parametrize("system", MANAGED)
-def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, kind: LaneKind) -> None:
+def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, steps: int, kind: LaneKind) -> None:
+    """Before there is a plan: optimizer state that moves to the device at the end of the step waits for what failed."""
     threads = set(threading.enumerate())
     engine = started(system)
     batch = tokens(1, 1)[0]
-    one_step(engine, batch, LOSS)
+    for _ in range(steps):
+        one_step(engine, batch, LOSS)
     lane = parts_of(engine).device.lanes[kind]
     submit = lane.submit
 

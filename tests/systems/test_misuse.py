@@ -35,8 +35,8 @@ LOSS = CASES["stack"].loss
 BATCH = tokens(1, 1)[0]
 
 
-def started(system: str, **given: Any) -> Engine:
-    return start(SYSTEMS[system], build("stack"), settings(**given))
+def started(system: str, model: nn.Module | None = None, **given: Any) -> Engine:
+    return start(SYSTEMS[system], build("stack") if model is None else model, settings(**given))
 
 
 def assert_still_right(engine: Engine, accumulate: int = 1) -> None:
@@ -351,3 +351,32 @@ def test_a_budget_beyond_every_machine_is_only_a_budget() -> None:
     engine = started("elixir", device_memory=1 << 60)
     one_step(engine, BATCH, LOSS)
     engine.close()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_model_is_an_engine_s_for_good(system: str) -> None:
+    """Its values are where the engine keeps them, and go with it: a second engine would train something else."""
+    model = build("stack")
+    engine = started(system, model)
+    for closed in (False, True):
+        with pytest.raises(UnsupportedError, match="the model was given to an engine before"):
+            started(system, model)
+        with pytest.raises(UnsupportedError, match="module 0 was given to an engine before"):
+            started(system, nn.Sequential(model, nn.Linear(4, 4)))
+        if not closed:
+            assert one_step(engine, BATCH, LOSS) > 0
+            engine.close()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_model_that_was_refused_can_be_given_again(system: str) -> None:
+    model = build("stack")
+    with pytest.raises(BudgetError):
+        started(system, model, device_memory=4096)
+    with started(system, model) as engine:
+        assert one_step(engine, BATCH, LOSS) > 0
+
+
+def test_a_model_in_which_nothing_trains() -> None:
+    with pytest.raises(UnsupportedError, match="no parameter of the model requires a gradient"):
+        started("elixir", build("stack").requires_grad_(False))

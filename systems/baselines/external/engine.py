@@ -17,6 +17,7 @@ from systems.baselines.external.budget import Limits
 from systems.baselines.external.package import PackageStatistics
 from systems.errors import DivergedError
 from systems.substrate.recipe import MAX_SKIPS_IN_A_ROW
+from systems.substrate.units import take
 from systems.system import Engine, MemoryReport, Settings, StepOutcome
 
 NO_OTHER_RANK = {"gather_bytes": 0, "reduce_bytes": 0}
@@ -54,6 +55,7 @@ class PackageEngine(Engine):
     """known: counters whose totals are known without counting; the others a package does not tell are left out."""
 
     def __init__(self, model: nn.Module, settings: Settings, limits: Limits, known: dict[str, int]) -> None:
+        take(model)
         self.module, self.settings, self.limits = model, settings, limits
         self.outcomes: list[StepOutcome] = []
         self._startup: dict[str, float] = {}
