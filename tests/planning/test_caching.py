@@ -108,3 +108,28 @@ def test_prefetching_costs_few_more_fetches(case: Case, spare: int) -> None:
     room = (max(sum(sizes[b] for b in bundles) for bundles in demand.held) + spare * 256,) * len(case.trace)
     lazy, eager = (plan_cache(CacheRequest(demand, sizes, room, prefetch)) for prefetch in (0, 2))
     assert eager.fetches <= 2 * lazy.fetches + 2
+
+
+@settings(deadline=None)
+@given(cases(), st.integers(0, 12), st.integers(0, 4))
+def test_whatever_goes_is_what_is_used_farthest_in_the_future(case: Case, spare: int, prefetch: int) -> None:
+    """For a fetch on demand as for one ahead: nobody that could have gone instead is used later.
+
+    A step that does not settle is emptied at its end, in any order.
+    """
+    demand = demand_of(case.layout, case.trace, case.context)
+    sizes = {b.index: case.layout.bundle_bytes(b.index) for b in case.layout.bundles}
+    room = (max(sum(sizes[b] for b in bundles) for bundles in demand.held) + spare * 256,) * len(case.trace)
+    plan = plan_cache(CacheRequest(demand, sizes, room, prefetch))
+    resident, waiting = set(plan.resident), sorted(plan.operations, key=lambda p: (p.trigger, p.priority))
+    for moment, stale in enumerate(demand.stale):
+        resident -= set(stale)
+        while waiting and waiting[0].trigger == moment:
+            operation = waiting.pop(0).operation
+            if operation.kind is OpKind.FETCH:
+                resident.add(operation.bundle)
+                continue
+            after = {b: demand.next_use.after(b, moment) for b in resident - set(demand.held[moment])}
+            emptied = not plan.resident and moment == len(demand) - 1
+            assert emptied or after[operation.bundle] == max(after.values())
+            resident.remove(operation.bundle)

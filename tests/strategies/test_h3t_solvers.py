@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from systems.errors import BudgetError
 from systems.strategies.h3t.bounds import bounds_of, raise_prices, stacked
 from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, SUBSTRATE, LayerCosts, ModelCosts
-from systems.strategies.h3t.dynamic import basic_dp, pruned_dp
+from systems.strategies.h3t.dynamic import _Search, _States, _without_near, basic_dp, not_dominated, pruned_dp
 from systems.strategies.h3t.evaluation import all_on, allowed, evaluate, memory_of, runtime_of, tables
 from systems.strategies.h3t.solvers import exhaustive_solver, greedy_solver, manual_solver, random_solver
 from systems.strategies.h3t.switches import ALL_ON, EVERY, SYNCHRONISED, Assignment, Switches, array_of, communication
@@ -74,6 +75,63 @@ def test_dynamic_programming_equals_the_paper_s_own(model: ModelCosts, share: fl
         assert found.runtime_s == pytest.approx(runtime_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["pruned", "basic"])
+@settings(max_examples=60, deadline=None)
+@given(models(most=5), st.floats(1.0, 2.0), st.integers(0, 1000), st.sampled_from([1.05, 2.0, np.inf]), st.booleans())
+def test_the_search_alone_finds_the_optimum(
+    whole: bool, model: ModelCosts, share: float, seed: int, known: float, priced: bool
+) -> None:
+    """Without what manual settings and prices find on the way, which on small models often is the optimum already."""
+    budget = int(least(model) * share)
+    choices = sorted(allowed(model, some_choices(seed, 5)), key=lambda s: int(communication([s])[0]))
+    limit, best = budget - model.fixed_bytes, exhaustive_solver(model, budget, choices=choices)
+    optimum_s, r = best.runtime_s - model.fixed_s, communication(choices)
+    costs = stacked(tables(model, choices), r)
+    prices = np.random.default_rng(seed).random(len(model.layers)) * optimum_s / max(limit, 1) * priced
+    known_s = known * optimum_s + 1e-6
+    search = _Search(costs, bounds_of(costs, prices), whole, limit, 1, known_s, 100_000)
+    numbers = search.run(model.start_bytes)
+    assert numbers is not None and search.exact
+    found = evaluate(model, array_of([choices[costs.number[number]] for number in numbers])[None])
+    assert found.runtime_s[0] == pytest.approx(best.runtime_s, rel=1e-9)
+    assert found.memory_bytes[0] <= budget
+
+
+@settings(max_examples=40, deadline=None)
+@given(models(most=3, sizes=st.integers(0, 1)), st.sampled_from([1.0, 1.3, 2.0]), st.integers(0, 1000))
+def test_choices_left_out_as_needless_take_no_optimum_with_them(model: ModelCosts, share: float, seed: int) -> None:
+    """Round times, so that many settings are as good as others in most but not all that they do to their neighbours."""
+    times = [name for name in LayerCosts.__dataclass_fields__ if name.endswith("_s")]
+    rounded = [vars(each) | {name: float(round(getattr(each, name))) for name in times} for each in model.layers]
+    model = replace(model, layers=tuple(LayerCosts(**each) for each in rounded))
+    choices = sorted(allowed(model, some_choices(seed, 15)), key=lambda s: int(communication([s])[0]))
+    costs = stacked(tables(model, choices), communication(choices))
+    useful = np.zeros((len(model.layers), len(choices)), dtype=bool)
+    useful[:, costs.number] = costs.useful
+    picks = np.array(list(product(range(len(choices)), repeat=len(model.layers))))
+    seen = evaluate(model, array_of(choices)[picks])
+    runtime_s = np.where(seen.memory_bytes <= int(least(model) * share), seen.runtime_s, np.inf)
+    left = useful[np.arange(len(model.layers)), picks].all(axis=1)
+    assert runtime_s[left].min() == pytest.approx(runtime_s.min(), rel=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([5, 130, 700]), st.sampled_from([4, 1000]))
+def test_a_state_is_dropped_exactly_if_a_faster_one_of_its_group_needs_no_more_of_either_memory(
+    seed: int, count: int, most: int
+) -> None:
+    """Also where groups are larger than what is compared at once. most: few values, so many equal ones, or many."""
+    rng = np.random.default_rng(seed)
+    group, current = np.sort(rng.integers(0, 3, count)), rng.integers(0, most, count).astype(float)
+    peak = (most - current + rng.integers(0, max(most // 20, 1), count)).astype(float)  # close to a front of many
+    order = np.arange(count)  # by group, and in it by runtime
+    matches = (current[:, None] <= current) & (peak[:, None] <= peak) & (group[:, None] == group) & (order[:, None] < order)
+    kept = [int(n) for n in order if not matches[:, n].any()]
+    assert sorted(not_dominated(order, group, current, peak).tolist()) == kept
+    near = _without_near(order, group, _States(group, group, current, peak, current, current, group, group))
+    assert sorted(not_dominated(near, group, current, peak).tolist()) == kept
+
+
 @settings(max_examples=10, deadline=None)
 @given(models(most=12), st.floats(1.0, 3.0), st.sampled_from((1, 128, 10_000)))
 def test_both_algorithms_have_one_optimum_whatever_the_bins(model: ModelCosts, share: float, bins: int) -> None:
@@ -118,6 +176,39 @@ def test_whatever_is_found_fits(model: ModelCosts, share: float, seed: int) -> N
     assert dp.runtime_s <= greedy_solver(model, budget, choices=SYNCHRONISED).runtime_s * (1 + 1e-9)
     with contextlib.suppress(BudgetError):
         assert random_solver(model, budget, samples=50, seed=seed).memory_bytes <= budget
+
+
+def algorithm_2(model: ModelCosts, budget: int, choices: Sequence[Switches]) -> float:
+    """The least runtime of the paper's own loop (appendix B.2), infinite where nothing fits. Layers count from 1 there."""
+    layers, best_s = len(model.layers), float("inf")
+    for flexible in range(1, layers + 1):
+        for s in choices:
+            sequence = [ALL_ON] * layers
+            for i in range(1, flexible + 1):
+                sequence[(i - 1) * (layers // flexible)] = s
+            seen = evaluate(model, array_of(sequence)[None])
+            if seen.memory_bytes[0] <= budget and seen.runtime_s[0] < best_s:
+                best_s = float(seen.runtime_s[0])
+    return best_s
+
+
+@settings(max_examples=20, deadline=None)
+@given(models(most=7), st.floats(1.0, 3.0), st.integers(0, 1000))
+def test_greedy_is_the_paper_s_loop(model: ModelCosts, share: float, seed: int) -> None:
+    budget, choices = int(least(model) * share), allowed(model, random.Random(seed).sample(EVERY, 6) + [ALL_ON])
+    found = greedy_solver(model, budget, choices=choices)
+    assert found.runtime_s == pytest.approx(algorithm_2(model, budget, choices), rel=1e-9)
+
+
+def test_greedy_spreads_the_layers_that_differ_evenly() -> None:
+    """Of 6 layers 2 or 3 fit with their activations kept; where they lie is Algorithm 2's line 6, not the first ones."""
+    kept = LayerCosts("layer", 1.0, 2.0, intermediate_bytes=100, backward_bytes=100)
+    model = ModelCosts((kept,) * 6, PAPER)
+    for fitting, layers in ((2, [0, 3]), (3, [0, 2, 4])):
+        found = greedy_solver(model, fitting * 100 + 100, choices=SYNCHRONISED)
+        assert [i for i, s in enumerate(found.switches) if not s.rematerialise] == layers
+    everything = greedy_solver(model, 700, choices=SYNCHRONISED)
+    assert not any(s.rematerialise for s in everything.switches)
 
 
 @settings(max_examples=20, deadline=None)
