@@ -372,7 +372,7 @@ def test_a_model_is_an_engine_s_for_good(system: str) -> None:
 def test_a_model_that_was_refused_can_be_given_again(system: str) -> None:
     model = build("stack")
     with pytest.raises(BudgetError):
-        started(system, model, device_memory=4096)
+        started(system, model, device_memory=4096, host_memory=4096)
     with started(system, model) as engine:
         assert one_step(engine, BATCH, LOSS) > 0
 
