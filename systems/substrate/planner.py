@@ -106,6 +106,7 @@ class Planner:
                 self._apply(known[1])
             return
         if trace is None:
+            self._replan = replan  # by the next one: the plan that is known is no plan for it
             self._apply(None)
             return
         if known is not None and not again:

@@ -26,7 +26,7 @@ class SlabDevice(EmulatedDevice):
     """The pool lies in slabs, and activations get what these leave; budget: for both, which is watched and not enforced."""
 
     allowance = replace(EXACT, warm_up_share=0.3)
-    evicts_for_activations = False
+    evicts_for_activations = measures_always = False
 
     def __init__(self, budget: int, log: EventLog) -> None:
         self.real_budget, self.highest = budget, 0
