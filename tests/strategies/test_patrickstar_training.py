@@ -152,7 +152,7 @@ def registered(name: str, system: str, budget: int | None, accumulate: int, clip
 @pytest.mark.parametrize(
     ("accumulate", "clip"), [pytest.param(1, 0.0, id="plain"), pytest.param(2, 1.0, id="clipped", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny"])
+@pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny"])
 def test_every_family_at_half_of_residents_memory(name: str, accumulate: int, clip: float) -> None:
     expected = registered(name, "resident", None, accumulate, clip)
     budget = (expected.memory.device_peak_bytes or 0) // 2
