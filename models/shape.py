@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Literal, Self
 
 MAX_TOKENS = 1 << 24  # of a micro-batch on a device: what no device holds, and only the looking would take long
 
-MAX_LAYERS = 1 << 16  # and of any other number of a shape:
-MAX_SIZE = 1 << 31  # what no model has, so that a slip of the hand is told and not built until memory runs out
+# More than any model has, so that a slip of the hand is told and not built until memory runs out.
+MAX_LAYERS = 1 << 16
+MAX_SIZE = 1 << 31  # of any other number of a shape
 
 ObjectiveName = Literal["causal", "masked", "seq2seq"]
 """What a model learns to predict: the next token, masked tokens, or one text from another (`models.objective`)."""

@@ -170,8 +170,8 @@ def table6() -> Table:
     title = "table 6: share of layers with the switch on, ours (paper's)"
     columns = ("case", "partition", "lazy prefetching", "rematerialisation", "offloading", "step s")
     caption = (
-        "Ours agrees in rematerialisation, and where link or arithmetic is slow. Elsewhere it partitions and prefetches "
-        "lazily far more: a copy that hides behind compute costs nothing here, and what it saves is taken."
+        "Ours is near the paper in rematerialisation, and where link or arithmetic is slow. Elsewhere it partitions and "
+        "prefetches lazily far more: a copy that hides behind compute costs nothing here, and what it saves is taken."
     )
     table = Table(*columns, title=title, caption=caption)
     for name, solver, theirs in cases:

@@ -66,8 +66,7 @@ class Planner:
         for bundle in parts.layout.bundles:
             if not bundle.movable:
                 self._promote(bundle.index)
-        parts.device.prepare(self._unplanned_bytes, parts.layout.largest_movable_bytes)
-        parts.residency.limit = self._unplanned_bytes
+        self._set_aside()
 
     @property
     def _unplanned_bytes(self) -> int:
@@ -75,6 +74,11 @@ class Planner:
         device, share = self.parts.device, self.strategy.warm_up_share
         settled = device.account.pool  # only what is pinned is resident, states that the last plan brought included
         return device.allowance.warm_up_pool(settled, self.parts.layout.movable_bytes, device.plannable_bytes, share)
+
+    def _set_aside(self) -> None:
+        """A pool for steps without a plan, nothing but what is pinned being resident."""
+        self.parts.residency.limit = self._unplanned_bytes
+        self.parts.device.prepare(self._unplanned_bytes, self.parts.layout.largest_movable_bytes)
 
     def meet(self, shape: BatchShape, *, first: bool) -> None:
         """A forward pass begins, the first of a step or a later one. See Note [Larger steps]."""
@@ -89,8 +93,7 @@ class Planner:
             self._send_home(bundle.index)
         for index in self.parts.residency.evictable():
             self.parts.residency.drop(index)
-        device.prepare(self._unplanned_bytes, self.parts.layout.largest_movable_bytes)
-        self.parts.residency.limit = self._unplanned_bytes
+        self._set_aside()
 
     def learn(self, moments: tuple[Moment, ...], trace: Trace | None) -> None:
         """Have a plan for steps like the one that just ended, and use it for the next.

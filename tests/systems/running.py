@@ -83,9 +83,13 @@ def start(
     return system.initialize(model, asked, chosen, device=lambda log: EmulatedDevice(budget, log, jitter=jitter))
 
 
-def one_step(engine: Engine, micro_batches: torch.Tensor, loss: Callable[..., torch.Tensor] = next_token_loss) -> float:
-    """micro_batches: [accumulate, batch, length]. The step's loss."""
-    count, total = micro_batches[:, :, 1:].numel(), 0.0
+def one_step(
+    engine: Engine,
+    micro_batches: torch.Tensor | Sequence[torch.Tensor],
+    loss: Callable[..., torch.Tensor] = next_token_loss,
+) -> float:
+    """micro_batches: [accumulate, batch, length], or a [batch, length] for each. The step's loss."""
+    count, total = sum(micro[:, 1:].numel() for micro in micro_batches), 0.0
     for micro in micro_batches:
         value = loss(engine, micro, count)
         engine.backward(value)

@@ -348,9 +348,11 @@ def test_an_argument_of_another_kind_is_refused_by_name(system: str, given: dict
 
 
 def test_a_budget_beyond_every_machine_is_only_a_budget() -> None:
-    engine = started("elixir", device_memory=1 << 60)
-    one_step(engine, BATCH, LOSS)
+    engine, expected = started("elixir", device_memory=1 << 60), started("resident")
+    assert one_step(engine, BATCH, LOSS) == one_step(expected, BATCH, LOSS)
+    assert engine.memory().device_budget_bytes == 1 << 60
     engine.close()
+    expected.close()
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
