@@ -25,6 +25,7 @@ def limit_device_memory(budget: int) -> torch.device:
         raise BudgetError(message, tier="device", need=budget, have=total)
     if not any(os.environ.get(name) for name in SETTINGS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.empty_cache()  # what an engine before this one left cached would count as this one's
     torch.cuda.set_per_process_memory_fraction(budget / total, device)
     torch.cuda.reset_peak_memory_stats(device)
     return device

@@ -69,7 +69,8 @@ class Plan:
     resident_at_start: bundles on the device at moment 0 of a steady step (and again at its end).
     rematerialise, offload_inputs: units that are recomputed, and units whose inputs wait on the host for their backward, in
     steps under this plan; None leaves it to the settings and to the strategy.
-    provisional: the strategy wants to see a step under this plan, and plans again then.
+    provisional: the strategy wants to see a step under this plan, and plans again then. provisional_peak_bytes: in a forecast,
+    which sees fewer of such steps than a run has, their highest device peak.
     in_place: bundles updated on the host whose gradients take their parameters' place on the device (of Layout.in_place).
     barriers: moments at which, before anything else there, the device's lanes wait for each other: what any of them is given
     later comes after all that the others were given before. The host's updates go on, and the host does not wait.
@@ -90,6 +91,7 @@ class Plan:
     rematerialise: frozenset[int] | None = None
     offload_inputs: frozenset[int] | None = None
     provisional: bool = False
+    provisional_peak_bytes: int = 0
     barriers: frozenset[int] = frozenset()
 
 

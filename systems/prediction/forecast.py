@@ -250,7 +250,7 @@ class _Planner:
             trace = self._trace(question, layout, self._observations.of(question)[1])
             trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
             if plan is not None and not plan.provisional:
-                return _Planned(layout, trace, plan, context, warm_up or 0)
+                return _Planned(layout, trace, plan, context, max(warm_up or 0, plan.provisional_peak_bytes))
             seen = self._warm_up(strategy, layout, trace, context)
             warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
             plan = strategy.plan(layout, trace)

@@ -308,3 +308,24 @@ def test_the_warm_up_of_a_device_that_is_too_small_is_that_of_the_least_one() ->
     found, refused = (asked("elixir", "opt-tiny", replace(about, device_memory=size)) for size in (least, least // 2))
     assert found.fits and not refused.fits
     assert found.warm_up_peak_bytes == refused.warm_up_peak_bytes
+
+
+@pytest.mark.parametrize("profile_steps", [2, 3, 4])
+def test_the_layers_that_a_run_measures_at_once_are_in_the_forecast(profile_steps: int) -> None:
+    """With every switch on afterwards, the steps in which some layers are open are the highest of the run."""
+    shape, options = models_registry.resolve("opt-tiny"), {"solver": "on", "profile_steps": profile_steps}
+    chosen, ids = registry.get("h3t"), torch.randint(0, 384, (4, 128))
+    settings = Settings(
+        device="cpu", dtype="bf16", device_memory=64 * MIB, initial_weights=models_registry.initial_weights(shape, 0)
+    )
+    peaks = []
+    with chosen.initialize(models_registry.build(shape), settings, chosen.Options(**options)) as engine:
+        for _ in range(profile_steps + 2):
+            engine.backward(token_loss(engine, {"input_ids": ids, "labels": ids.clone()}, ids.numel()))
+            engine.step()
+            engine.drain()
+            peaks.append(engine.memory().device_peak_bytes)
+    highest = peaks[profile_steps - 1]
+    assert highest == peaks[-1]
+    found = asked("h3t", "opt-tiny", question(device_memory=64 * MIB, seq_len=128), **options)
+    assert highest <= found.device_peak_bytes <= 1.1 * highest

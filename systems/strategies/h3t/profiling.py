@@ -89,10 +89,10 @@ class Profiler:
     def wants_more(self, found: Measured) -> bool:
         return found.steps < self._steps and found is self._known.get(found.base.moments)
 
-    def to_open(self, found: Measured) -> tuple[int, ...]:
-        """Layers for the next step: those not measured yet, spread over the steps that are left."""
+    def to_open(self, found: Measured, steps: int) -> tuple[int, ...]:
+        """Layers for the next step: those not measured yet, spread over the steps that are left of so many."""
         waiting = [unit for unit in found.layers if unit not in found.opened]
-        left = max(1, self._steps - found.steps)
+        left = max(1, steps - found.steps)
         return tuple(waiting[: -(-len(waiting) // left)])
 
 

@@ -57,6 +57,9 @@ class Candidate:
     solver: str
     step_time_s: float = 0.0
 
+    def fits(self, context: PlanningContext) -> bool:
+        return self.memory.total_peak <= context.device_budget
+
 
 def fastest(layout: Layout, found: list[Candidate]) -> Candidate:
     """Of those as fast as the fastest, to a thousandth, the one that moves the fewest bytes."""
@@ -179,7 +182,7 @@ class Search:
     ) -> Candidate | None:
         """None if it does not fit."""
         found = self.unchecked(switches, others, solver, on_device)
-        return found if found.memory.total_peak <= self._context.device_budget else None
+        return found if found.fits(self._context) else None
 
     def unchecked(
         self, switches: Mapping[int, Switches], others: str, solver: str, on_device: frozenset[int] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -53,6 +54,7 @@ class H3T:
         self._profiler = Profiler(steps, None if context.hardware is not None else options.profile)
         self._index, self._blocks = ModelIndex((), ()), frozenset[int]()
         self._forced = frozenset[int]()
+        self._opened: list[int] = []  # layers that the steps of a run would measure at once, in a forecast
         self._statistics: H3TStatistics | None = None
 
     def layout(self, index: ModelIndex) -> Layout:
@@ -103,7 +105,17 @@ class H3T:
         best = fastest(layout, found)
         self._note(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
-        return replace(with_peaks(best.plan, memory, layout, self._context), predicted_step_time_s=best.step_time_s)
+        plan = with_peaks(best.plan, memory, layout, self._context)
+        return replace(
+            plan, predicted_step_time_s=best.step_time_s, provisional_peak_bytes=self._profiling_peak(search, layout, measured)
+        )
+
+    def _profiling_peak(self, search: Search, layout: Layout, measured: Measured) -> int:
+        """Of the steps in which a run would measure some layers at a time; 0 at run time, where they were run."""
+        if not self._opened:
+            return 0
+        found = self._with_open(search, measured, self._opened)
+        return with_peaks(found.plan, found.memory, layout, self._context).predicted_device_peak_bytes or 0
 
     def _own_hardware(self) -> str:
         device = self._context.device_name
@@ -126,20 +138,21 @@ class H3T:
 
     def _provisional(self, search: Search, layout: Layout, measured: Measured) -> Plan:
         """Every switch on but synchronisation, and those of the layers that this step measures: as many as fit."""
-        waiting = list(self._profiler.to_open(measured))
-        while True:
-            switches = dict.fromkeys(measured.layers, ALL_ON)
-            switches |= {unit: replace(ALL_ON, rematerialise=False, offload_hidden=False) for unit in waiting}
-            found = search.candidate(switches, "held", "profiler")
-            if found is not None or not waiting or self._context.hardware is not None:
-                break
+        waiting = list(self._profiler.to_open(measured, self._options.profile_steps))
+        while waiting and not self._with_open(search, measured, waiting).fits(self._context):
             waiting = waiting[: len(waiting) // 2]
-        if found is None:
-            found = search.unchecked(switches, "held", "profiler")
-            if self._context.hardware is None:
-                search.check_minimum()
+        if self._context.hardware is not None:
+            self._opened, waiting = waiting, list(measured.layers)
+        found = self._with_open(search, measured, waiting)
+        if not waiting and not found.fits(self._context):
+            search.check_minimum()
         peaks = with_peaks(found.plan, found.memory, layout, self._context)
         return replace(peaks, provisional=True, barriers=frozenset())
+
+    def _with_open(self, search: Search, measured: Measured, layers: Sequence[int]) -> Candidate:
+        switches = dict.fromkeys(measured.layers, ALL_ON)
+        switches |= {unit: replace(ALL_ON, rematerialise=False, offload_hidden=False) for unit in layers}
+        return search.unchecked(switches, "held", "profiler")
 
     def statistics(self) -> BaseModel:
         assert self._statistics is not None, "statistics are there once layout() was called"
