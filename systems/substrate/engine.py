@@ -166,6 +166,7 @@ class ManagedEngine(Engine):
                 device = self._parts.device
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     return self.module(*args, **kwargs)
+            runtime.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=runtime.in_step)
             with runtime.aside(), ambient(), self._parts.device.metered(), record_function("forward (no grad)"):
                 return self.module(*args, **kwargs)
 

@@ -8,7 +8,7 @@ Note [Larger steps]
     device evicts for its activations one by one; CUDA's allocator asks nobody, and what it has not it refuses. So
     there a plan stands for steps of the shape that it was measured at; a larger step begins with everything sent home
     that can go, is measured, and is planned together with what is known of the others. This ends: maxima only grow.
-    Passes without gradients keep little and change nothing.
+    A larger pass without gradients (an evaluation) begins in the same way and teaches nothing: the plan rests until the next step.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Planner:
         self.shapes: dict[tuple[Moment, ...], BatchShape] = {}
         self._met = BatchShape()  # in this step
         self._replan = False
+        self._resting: Plan | None = None  # since a pass without gradients
         self._eviction = strategy.eviction(parts.layout, None)
         parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
         for bundle in parts.layout.bundles:
@@ -83,12 +84,26 @@ class Planner:
     def meet(self, shape: BatchShape, *, first: bool) -> None:
         """A forward pass begins, the first of a step or a later one. See Note [Larger steps]."""
         self._met = shape if first else self._met.join(shape)
-        device, plan = self.parts.device, self.cursor.plan
-        if device.evicts_for_activations or plan is None or shape.within(self.shapes[plan.signature]):
-            return
-        device.log.count("fallbacks")
+        if first and self._resting is not None:
+            self._apply(self._resting)
+        if self._is_too_large(shape):
+            self._replan = True
+            self._clear()
+
+    def meet_aside(self, shape: BatchShape, *, in_step: bool) -> None:
+        """A pass without gradients begins, within a step or between two. See Note [Larger steps]."""
+        if self._is_too_large(shape):
+            self._resting = None if in_step else self.cursor.plan
+            self._clear()
+
+    def _is_too_large(self, shape: BatchShape) -> bool:
+        plan = self.cursor.plan
+        return not self.parts.device.evicts_for_activations and plan is not None and not shape.within(self.shapes[plan.signature])
+
+    def _clear(self) -> None:
+        """Leave the device to activations, as far as can be."""
+        self.parts.device.log.count("fallbacks")
         self.cursor.use(None)
-        self._replan = True
         for bundle in self.parts.layout.bundles:
             self._send_home(bundle.index)
         for index in self.parts.residency.evictable():
@@ -130,6 +145,7 @@ class Planner:
 
     def _apply(self, plan: Plan | None) -> None:
         residency, device = self.parts.residency, self.parts.device
+        self._resting = None
         for index in residency.evictable():
             residency.drop(index)
         self.cursor.use(plan)

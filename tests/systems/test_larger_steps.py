@@ -15,7 +15,7 @@ from systems.substrate.device import EmulatedDevice
 from systems.substrate.events import EventLog
 from systems.system import Engine
 from tests.systems import models_small
-from tests.systems.models_small import tokens
+from tests.systems.models_small import next_token_loss, tokens
 from tests.systems.running import AMPLE, RESIDENT, Run, assert_equal, elixir, finished, h3t, one_step, patrickstar, settings
 
 SYSTEMS = {"elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t()}
@@ -117,3 +117,48 @@ def test_the_shape_of_a_batch() -> None:
     assert batch_shape_of(((), {})) == batch_shape_of("abc") == BatchShape()
     assert not batch_shape_of(long).within(batch_shape_of(wide)) and batch_shape_of(wide).within(batch_shape_of(long))
     assert batch_shape_of(long).join(batch_shape_of([wide, wide])) == BatchShape(128, 64)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "between micro-batches"])
+def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_step: bool) -> None:
+    """The plan rests meanwhile, and holds again in the next step."""
+    devices: list[SlabDevice] = []
+
+    def device(log: EventLog) -> SlabDevice:
+        devices.append(SlabDevice(BUDGET, log))
+        return devices[0]
+
+    asked = settings(clip=0.5, device_memory=BUDGET, accumulate=2)
+    engine = SYSTEMS[system].initialize(
+        models_small.build("opt", positions=158), asked, SYSTEMS[system].Options(), device=device
+    )
+    plain = RESIDENT.initialize(models_small.build("opt", positions=158), settings(clip=0.5, accumulate=2), RESIDENT.Options())
+    large, fallbacks, following = tokens(1, 1, 4, 128)[0, 0], [], []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            ours, theirs = (each(input_ids=large).logits for each in (engine, plain))
+        assert torch.equal(ours, theirs)
+
+    def micro_batch(model: Engine, ids: torch.Tensor) -> None:
+        model.backward(next_token_loss(model, ids, 30))
+
+    with engine, plain:
+        for step in range(9):
+            for micro in range(2):
+                if step == 6 and micro == int(in_step):
+                    evaluate()
+                    evaluate()
+                ids = tokens(1, 1, 1, 8, seed=2 * step + micro)[0, 0]
+                micro_batch(engine, ids)
+                micro_batch(plain, ids)
+            following.append(engine.runtime.cursor.following)
+            for each in (engine, plain):
+                each.step()
+                each.drain()
+            assert engine.outcomes[-1] == plain.outcomes[-1]
+            fallbacks.append(engine.counters()["fallbacks"])
+    assert devices[0].highest <= BUDGET
+    assert fallbacks == [0] * 6 + [1] * 3, "the evaluation is one, of two passes; the step that is planned for is none"
+    assert following[5:] == [True, not in_step, True, True]
