@@ -22,11 +22,11 @@ def host_budget(settings: Settings) -> int:
 
 
 def device_budget(settings: Settings) -> int:
-    """Bytes the device may hold. The emulated device is host memory, so its default is the host's limit."""
+    """Bytes the device may hold. The emulated device is host memory, so its default is the machine's limit for that."""
     if settings.device_memory is not None:
         return settings.device_memory
     if settings.device == "cpu":
-        return host_budget(settings)
+        return read_limits().host_budget_bytes or host_budget(settings)
     if not torch.cuda.is_available():
         raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

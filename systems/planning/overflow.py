@@ -53,10 +53,13 @@ def keep_on_device(layout: Layout, context: PlanningContext, rule: UpdateRule) -
     need = minimum_need(trace, demand_of(found, trace, context), residence)
     if missing > 0 or need.total_bytes > context.device_budget:
         total, have = host_need(layout, context), context.host_budget
+        if missing > 0:
+            why = "parameters have a place there whatever the device holds: raise --host-memory"
+        else:
+            why = "the device has no room for the difference: raise --host-memory or --device-memory"
         raise BudgetError(
             f"the model needs {format_need(total, have)} of host memory ({format_size(slot_bytes(layout))} for parameters, the "
-            f"rest for master weights and moments), {format_size(have)} are there, and the device has no "
-            "room for the difference: raise --host-memory or --device-memory, or take a smaller model",
+            f"rest for master weights and moments), {format_size(have)} are there, and {why}, or take a smaller model",
             tier="host",
             need=total,
             have=have,

@@ -8,7 +8,8 @@ Note [Larger steps]
     device evicts for its activations one by one; CUDA's allocator asks nobody, and what it has not it refuses. So
     there a plan stands for steps of the shape that it was measured at; a larger step begins with everything sent home
     that can go, is measured, and is planned together with what is known of the others. This ends: maxima only grow.
-    A larger pass without gradients (an evaluation) begins in the same way and teaches nothing: the plan rests until the next step.
+    A larger pass without gradients (an evaluation) begins in the same way and teaches nothing: the plan rests until the
+    next step.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Planner:
 
     def _is_too_large(self, shape: BatchShape) -> bool:
         plan = self.cursor.plan
-        return not self.parts.device.evicts_for_activations and plan is not None and not shape.within(self.shapes[plan.signature])
+        if plan is None or self.parts.device.evicts_for_activations:
+            return False
+        return not shape.within(self.shapes[plan.signature])
 
     def _clear(self) -> None:
         """Leave the device to activations, as far as can be."""

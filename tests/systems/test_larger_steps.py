@@ -130,7 +130,7 @@ def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_st
         return devices[0]
 
     asked = settings(clip=0.5, device_memory=BUDGET, accumulate=2)
-    engine = SYSTEMS[system].initialize(
+    engine: Any = SYSTEMS[system].initialize(
         models_small.build("opt", positions=158), asked, SYSTEMS[system].Options(), device=device
     )
     plain = RESIDENT.initialize(models_small.build("opt", positions=158), settings(clip=0.5, accumulate=2), RESIDENT.Options())
