@@ -57,6 +57,7 @@ def test_it_fits_both_memories_or_says_what_is_missing(sizes: list[int], host: i
     if found is None:
         assert error is not None and error.tier == "host" and error.need > error.have == host
         assert slot_bytes(layout) > host or device < PLENTY
+        assert ("parameters have a place there" in str(error)) == (slot_bytes(layout) > host)
         return
     assert host_need(found, asked) <= host
     on_device = kept(found)
