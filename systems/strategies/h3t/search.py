@@ -187,10 +187,14 @@ class Search:
     def unchecked(
         self, switches: Mapping[int, Switches], others: str, solver: str, on_device: frozenset[int] | None = None
     ) -> Candidate:
+        """The best plan has no barriers: they take time here and save no memory, for what leaves frees its room at once."""
         base = self._measured.base
         compiler = Compiler(self._layout, base, self._context, self._asked.rule, self._asked.blocks)
         staying = unmovable(self._layout) if on_device is None else on_device
         plan = compiler.plan(switches, others=others, on_device=staying)
+        if self._options.solver == "best":
+            plan = replace(plan, barriers=frozenset())
+            switches = {unit: replace(each, synchronise=False) for unit, each in switches.items()}
         assert plan.rematerialise is not None and plan.offload_inputs is not None
         trace = under(base, self._measured.kept, recomputed=plan.rematerialise, offloaded=plan.offload_inputs)
         schedule = expand(self._layout, trace, plan, self._context)

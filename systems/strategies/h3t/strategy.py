@@ -16,8 +16,6 @@ from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
-from systems.planning.schedule import expand
-from systems.planning.simulator import step_time_of
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
@@ -100,8 +98,6 @@ class H3T:
             return self._provisional(search, layout, measured)
         began = time.perf_counter()
         found = search.candidates()
-        if self._options.solver == "best":
-            found = [self._without_barriers(layout, each) if each.plan.barriers else each for each in found]
         best = fastest(layout, found)
         self._note(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
@@ -120,14 +116,6 @@ class H3T:
     def _own_hardware(self) -> str:
         device = self._context.device_name
         return (hardware.of_device(device) if device is not None else None) or DEFAULT_HARDWARE
-
-    def _without_barriers(self, layout: Layout, found: Candidate) -> Candidate:
-        """The same but for one switch, which takes time here and saves no memory: what leaves frees its room at once anyway."""
-        plan = replace(found.plan, barriers=frozenset())
-        switches = {unit: replace(each, synchronise=False) for unit, each in found.switches.items()}
-        schedule = expand(layout, found.trace, plan, self._context)
-        seconds = step_time_of(schedule, self._hardware)
-        return replace(found, plan=plan, schedule=schedule, switches=switches, step_time_s=seconds)
 
     def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
         """Every switch on but synchronisation, for a kind of step of which no trace tells enough; this one bounds it."""
