@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from systems.substrate.replay import Replay, own_containers
 from systems.substrate.units import FoundModel
 
 
@@ -77,12 +78,23 @@ def _always(args: tuple[Any, ...]) -> bool:
 
 
 def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _always) -> None:
-    forward = module.forward
+    forward, replay = module.forward, Replay(module)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not recomputes(args):
+        if not recomputes(args) or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        given, state = [(args, kwargs)], replay.take()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if given:  # the forward itself, which may change what it was given
+                mine, more = given.pop()
+                output = forward(*mine, **more)
+                replay.learn(state)
+                return output
+            with replay.again(state):
+                return forward(*own_containers(args), **own_containers(kwargs))
+
+        return checkpoint(run, *own_containers(args), use_reentrant=False, **own_containers(kwargs))
 
     module.forward = recomputed
