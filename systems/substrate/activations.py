@@ -84,7 +84,7 @@ def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _al
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not recomputes(args) or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given, state = [(args, kwargs)], replay.take()
+        given, same, state = [(args, kwargs)], _same_objects(args, kwargs), replay.take()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if given:  # the forward itself, which may change what it was given
@@ -92,9 +92,23 @@ def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _al
                 output = forward(*mine, **more)
                 replay.learn(state)
                 return output
+            values: dict[Any, Any] = own_containers(dict(enumerate(args)) | kwargs)
+            values |= {again: values[first] for again, first in same.items()}
+            mine = tuple(values.pop(i) for i in range(len(args)))
             with replay.again(state):
-                return forward(*own_containers(args), **own_containers(kwargs))
+                return forward(*mine, **values)
 
         return checkpoint(run, *own_containers(args), use_reentrant=False, **own_containers(kwargs))
 
     module.forward = recomputed
+
+
+def _same_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, int | str]:
+    """Arguments that are a tensor given before, to that one: attention asks `query is key`, and checkpoint gives it copies."""
+    first: dict[int, int | str] = {}
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {
+        place: first[id(value)]
+        for place, value in places
+        if isinstance(value, torch.Tensor) and first.setdefault(id(value), place) != place
+    }

@@ -186,7 +186,9 @@ class UnitHooks:
     def _enter_backward(self, unit: int) -> None:
         runtime = self._runtime
         if not runtime.in_backward:
-            raise RuntimeError("call engine.backward(loss) instead of loss.backward(): the engine has to see it begin")
+            raise RuntimeError(
+                "call engine.backward(loss) instead of loss.backward(), and not torch.autograd.grad: it has to be seen to begin"
+            )
         if not runtime.holds_backward(unit):
             self._missing[unit] = set(self._waiting[unit])
         runtime.backward_enter(unit)

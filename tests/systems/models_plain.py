@@ -427,6 +427,19 @@ class Stateful(Stack):
         return self.head(states[0])
 
 
+class Attention(Stack):
+    """Attention computes in another order where its three arguments are one object."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.MultiheadAttention(DIM, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.head.weight.dtype)
+        for block in self.blocks:
+            x = x + block(x, x, value=x, need_weights=False)[0]
+        return self.head(x)
+
+
 @dataclass(frozen=True)
 class Case:
     build: Callable[[], nn.Module]
@@ -459,6 +472,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "containers": Case(Containers),
         "silent": Case(Silent),
         "stateful": Case(Stateful),
+        "attention": Case(Attention),
     }
 )
 

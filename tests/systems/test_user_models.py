@@ -29,7 +29,7 @@ from tests.systems.running import (
 
 STEPS = 3
 # For H3T, whose search takes half a second.
-OFTEN = {"stack", "shared-weight", "frozen-middle", "called-twice", "late-leaf", "adapters", "silent", "stateful"}
+OFTEN = {"stack", "shared-weight", "frozen-middle", "called-twice", "late-leaf", "adapters", "silent", "stateful", "attention"}
 
 
 @cache
