@@ -5,19 +5,24 @@ from __future__ import annotations
 from torch import nn
 
 
+def has_forward(module: nn.Module) -> bool:
+    """False for a mere container (ModuleList, ParameterDict, a bare Module), which nobody ever calls."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Name to module of every block, in module order: block number i of a run is entry i.
 
     A block is an element, with parameters, of an outermost ModuleList of modules of one type. Lists one behind the other
     (an encoder's and a decoder's) are numbered on. A list of one counts too: a model of one layer, or ALBERT, which calls
-    its one layer many times.
+    its one layer many times. In a list of lists the inner ones have the blocks.
     """
     found: dict[str, nn.Module] = {}
     lists: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in lists):
             continue
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and has_forward(module[0]):
             prefix = f"{name}." if name else ""
             lists.append(prefix)
             found |= {f"{prefix}{i}": child for i, child in enumerate(module) if any(True for _ in child.parameters())}

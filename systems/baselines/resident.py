@@ -86,7 +86,7 @@ class ResidentEngine(Engine):
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
         self.device.account.add_other(place_buffers(self.module, self.device.torch_device), "buffers")
         self._names = [p.name for p in found.index.parameters]
-        self._watch = ParameterWatch(self._names, self.parameters, lambda: self._micro_step > 0)
+        self._watch = ParameterWatch(self._names, self.parameters, lambda there: self._micro_step > 0)
         self._cleanup.callback(self._watch.end)
 
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:

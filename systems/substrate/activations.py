@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from systems.substrate.replay import Replay, own_containers
 from systems.substrate.units import FoundModel
 
 
@@ -77,12 +78,37 @@ def _always(args: tuple[Any, ...]) -> bool:
 
 
 def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _always) -> None:
-    forward = module.forward
+    forward, replay = module.forward, Replay(module)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not recomputes(args):
+        if not recomputes(args) or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        given, same, state = [(args, kwargs)], _same_objects(args, kwargs), replay.take()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if given:  # the forward itself, which may change what it was given
+                mine, more = given.pop()
+                output = forward(*mine, **more)
+                replay.learn(state)
+                return output
+            values: dict[Any, Any] = own_containers(dict(enumerate(args)) | kwargs)
+            values |= {again: values[first] for again, first in same.items()}
+            mine = tuple(values.pop(i) for i in range(len(args)))
+            with replay.again(state):
+                return forward(*mine, **values)
+
+        return checkpoint(run, *own_containers(args), use_reentrant=False, **own_containers(kwargs))
 
     module.forward = recomputed
+
+
+def _same_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, int | str]:
+    """Arguments that are a tensor given before, to that one: attention asks `query is key`, and checkpoint gives it copies."""
+    first: dict[int, int | str] = {}
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {
+        place: first[id(value)]
+        for place, value in places
+        if isinstance(value, torch.Tensor) and first.setdefault(id(value), place) != place
+    }

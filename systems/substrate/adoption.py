@@ -72,4 +72,11 @@ def place_buffers(model: nn.Module, device: torch.device) -> int:
             if id(buffer) not in moved:
                 moved[id(buffer)] = buffer.to(device)
             module._buffers[name] = moved[id(buffer)]
-    return sum(b.untyped_storage().nbytes() for b in moved.values())
+    return sum(map(_bytes_of, moved.values()))
+
+
+def _bytes_of(buffer: torch.Tensor) -> int:
+    if buffer.layout is torch.strided:
+        return buffer.untyped_storage().nbytes()
+    sparse = buffer.to_sparse_coo()
+    return sparse._indices().nbytes + sparse._values().nbytes

@@ -169,11 +169,13 @@ class EmulatedDevice(Device):
 
         def check(func: object, tensors: Sequence[torch.Tensor]) -> None:
             for tensor in tensors:
-                if tensor.numel() and (poison.contains(tensor.data_ptr()) or residency.reads_gradient(tensor)):
+                if tensor.layout is not torch.strided or not tensor.numel():
+                    continue
+                if poison.contains(tensor.data_ptr()) or residency.reads_gradient(tensor):
                     name = names(tensor)
                     raise RuntimeError(
                         f"{func} reads parameter {name} outside the unit that owns it, where it is not on the device: "
-                        "move the use into that module's forward, or read it through engine.summon()"
+                        "move the use into that module's forward, which has to return what it makes, or use engine.summon()"
                     )
 
         self.meter.attend(make_room, check)

@@ -25,7 +25,7 @@ from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
-from systems.substrate.parameters import ParameterWatch
+from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
 from systems.substrate.phases import phased
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
@@ -63,6 +63,7 @@ class ManagedEngine(Engine):
             self._cleanup.close()
             raise
         take(model)
+        refuse_state_dict(model)
         self.outcomes: list[StepOutcome] = self._parts.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 
@@ -131,12 +132,14 @@ class ManagedEngine(Engine):
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
-        self._watch = ParameterWatch([p.name for p in found.index.parameters], self.parameters, self._gradients_pending)
+        names = [p.name for p in found.index.parameters]
+        self._watch = ParameterWatch(names, self.parameters, self._gradients_pending, MovingParameter)
         self._cleanup.callback(self._watch.end)
 
-    def _gradients_pending(self) -> bool:
-        """Between a backward pass and the step that uses it."""
-        return self.runtime.in_step and self.runtime.micro_step > 0 and not self.runtime.in_backward
+    def _gradients_pending(self, in_place: bool) -> bool:
+        """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
+        runtime = self.runtime
+        return runtime.in_step and (not in_place if runtime.in_backward else runtime.micro_step > 0)
 
     def _name_of(self, view: torch.Tensor) -> str:
         """The parameter that a view of a bundle's storage begins in, for a message."""

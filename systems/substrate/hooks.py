@@ -6,6 +6,9 @@ Note [Where a unit's backward begins and ends]
     parameters have come; the gradient of the unit's first input that requires one; the end of the whole backward pass.
     `register_full_backward_hook` would fire early without grad inputs, and never for keyword-only modules.
 
+    A parameter that is read without wanting a gradient (frozen under an adapter, or detached) may be needed on the way to an
+    input after the last gradient has come. So gradients end a unit only if it has no frozen parameter or no such input.
+
     Autograd runs what was made last first, so the gradient of an input comes after everything the unit did with it, but for
     two cases. A leaf's gradient is accumulated ahead of whatever else is ready: then the unit ends with the graph task,
     which is the checkpoint's own where a reentrant one made the leaf. And where a unit's output goes straight into the same
@@ -72,6 +75,27 @@ def _first(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return next((t for t in inputs if not t.is_leaf), inputs[0])
 
 
+def _made(value: Any, inputs: Sequence[_Seen]) -> list[torch.Tensor]:
+    """Tensors of a unit's that want a gradient and were not merely passed through."""
+    wanted = (t for t in tensors_in(value) if t.requires_grad and not isinstance(t, nn.Parameter))
+    return [t for t in wanted if not any(x.still(t) for x in inputs)]
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def _places_kept(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Attributes of a unit that hold tensors which want a gradient: a block may leave a loss of its own on itself."""
+    return [
+        (vars(part), name)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name not in _INTERNAL
+        and isinstance(value, torch.Tensor | list | tuple | dict)
+        and any(t.requires_grad and not isinstance(t, nn.Parameter) for t in tensors_in(value))
+    ]
+
+
 class UnitHooks:
     """Installs the hooks on construction; `remove` takes them off again."""
 
@@ -81,6 +105,9 @@ class UnitHooks:
         self._outputs: dict[int, list[_Seen]] = {}  # of the last call
         self._waiting = [{p for p in unit.parameters if found.index.parameters[p].trainable} for unit in found.index.units]
         self._missing = [set(parameters) for parameters in self._waiting]
+        self._frozen = [len(mine) < len(u.parameters) for mine, u in zip(self._waiting, found.index.units, strict=True)]
+        self._passes_on: set[int] = set()  # units with frozen parameters that hand a gradient on to an input
+        self._kept: dict[int, list[tuple[dict[str, Any], str]]] = {}  # per unit, found at its first call
         self._handles: list[Any] = []
         users: dict[int, list[int]] = {}
         for unit, module in zip(found.index.units, found.modules, strict=True):
@@ -115,6 +142,8 @@ class UnitHooks:
             self._inputs[unit] = [_Seen(t) for t in inputs]
             if inputs:
                 self._end_backward_with(unit, _first(inputs))
+                if self._frozen[unit]:
+                    self._passes_on.add(unit)
 
         return hook
 
@@ -141,7 +170,11 @@ class UnitHooks:
             runtime = self._runtime
             inputs = self._inputs.pop(unit, [])
             if torch.is_grad_enabled():
-                made = [t for t in tensors_in(output) if t.requires_grad and not any(x.still(t) for x in inputs)]
+                made = _made(output, inputs) or _made((args, kwargs), inputs)  # returned, or left in what it was given
+                if unit not in self._kept:
+                    self._kept[unit] = _places_kept(module)
+                if self._kept[unit]:
+                    made += _made([held.get(name) for held, name in self._kept[unit]], inputs)
                 for tensor in made:
                     tensor.register_hook(lambda gradient: self._enter_backward(unit))
                 self._outputs[unit] = [_Seen(t) for t in made]
@@ -153,7 +186,9 @@ class UnitHooks:
     def _enter_backward(self, unit: int) -> None:
         runtime = self._runtime
         if not runtime.in_backward:
-            raise RuntimeError("call engine.backward(loss) instead of loss.backward(): the engine has to see it begin")
+            raise RuntimeError(
+                "call engine.backward(loss) instead of loss.backward(), and not torch.autograd.grad: it has to be seen to begin"
+            )
         if not runtime.holds_backward(unit):
             self._missing[unit] = set(self._waiting[unit])
         runtime.backward_enter(unit)
@@ -173,7 +208,7 @@ class UnitHooks:
             for unit in users:
                 missing = self._missing[unit]
                 missing.discard(number)
-                if not missing and self._runtime.holds_backward(unit):
+                if not missing and unit not in self._passes_on and self._runtime.holds_backward(unit):
                     self._runtime.backward_exit(unit)
 
         return hook

@@ -14,7 +14,7 @@ from torch import nn
 
 from systems.errors import UnsupportedError
 
-Pending = Callable[[], bool]
+Pending = Callable[[bool], bool]
 _GRAD: Any = torch._C.TensorBase.grad  # the descriptor behind Tensor.grad
 
 
@@ -25,17 +25,44 @@ class ManagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if "_pending" in self.__dict__ and self._pending():
+        gradient: torch.Tensor | None = _GRAD.__get__(self)
+        if "_pending" in self.__dict__ and self._pending(gradient is not None):
             raise RuntimeError(
                 "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument clip of "
                 "initialize (--clip), read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
             )
-        gradient: torch.Tensor | None = _GRAD.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _GRAD.__set__(self, value)
+
+
+COPY = (
+    "the engine keeps this model's weights, and what the model shows of them is not all there: take them out of "
+    "engine.summon() while the engine is open, instead of "
+)
+
+
+class MovingParameter(ManagedParameter):
+    """One whose value comes and goes: a copy made of the model would hold NaN, and nobody would know before it is loaded."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(f"{COPY}copying the model")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(f"{COPY}saving the model")
+
+
+def refuse_state_dict(model: nn.Module) -> None:
+    """For good: when its engine is closed, a model has no weights left."""
+
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        raise UnsupportedError(f"{COPY}state_dict()")
+
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_state_dict_pre_hook(refuse)
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -50,14 +77,23 @@ def has_gradient(parameter: torch.Tensor) -> bool:
 
 
 class ParameterWatch:
-    """Refuses reads of `.grad` while `pending()`, and notices edits that went past the engine. `end` undoes it all."""
+    """Refuses reads of `.grad` while `pending`, and notices edits that went past the engine. `end` undoes it all.
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], pending: Pending) -> None:
+    pending: asked with whether there is something in `.grad`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        pending: Pending,
+        kind: type[ManagedParameter] = ManagedParameter,
+    ) -> None:
         self._names, self._parameters = names, parameters
         self._classes: list[Any] = [type(p) for p in parameters]
         for parameter in parameters:
             if type(parameter) is nn.Parameter:
-                parameter.__class__ = ManagedParameter
+                parameter.__class__ = kind
                 parameter._pending = pending  # type: ignore[attr-defined]
         self._trainable = [p.requires_grad for p in parameters]
         self._versions = [p._version for p in parameters]

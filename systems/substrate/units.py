@@ -1,18 +1,19 @@
 """Finds the units of a model and who uses which parameter: the index that strategies lay out.
 
 A unit is each element of an outermost homogeneous ModuleList (a transformer block), and every module outside those that
-directly owns parameters. A tied parameter has one entry and several users.
+owns parameters, itself or in a container without a forward (a ParameterList). A tied parameter has one entry and several users.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from models.blocks import find_blocks
+from models.blocks import find_blocks, has_forward
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 
@@ -37,6 +38,14 @@ def take(model: nn.Module) -> None:
     _TAKEN.update(model.modules())
 
 
+def _owned(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a module reads in its own forward: those of containers below it, which nobody calls, are its own."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not has_forward(child):
+            yield from _owned(child)
+
+
 def find_units(model: nn.Module) -> FoundModel:
     """Raises UnsupportedError for a model that cannot be managed: nothing to train, compiled, sparse, or taken already."""
     for name, module in model.named_modules():
@@ -48,14 +57,18 @@ def find_units(model: nn.Module) -> FoundModel:
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"
             raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedError(f"module {name or '<root>'} makes sparse gradients, which cannot be kept: leave sparse off")
     blocks = {name: (block, number) for number, (name, block) in enumerate(find_blocks(model).items())}
     inside = {id(m) for block, _ in blocks.values() for m in block.modules()}
     units: list[tuple[str, nn.Module, int | None, list[nn.Parameter]]] = []
     for name, module in model.named_modules():
         if name in blocks:
             units.append((name, module, blocks[name][1], list(module.parameters())))
-        elif id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
-            units.append((name or "<root>", module, None, list(module.parameters(recurse=False))))
+        elif id(module) not in inside and (has_forward(module) or not name):
+            owned = list(_owned(module))
+            if owned:
+                units.append((name or "<root>", module, None, owned))
 
     parameters: dict[nn.Parameter, list[str]] = {}
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}

@@ -6,11 +6,13 @@ of `models_small.next_token_loss`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -315,6 +317,129 @@ class Recurrent(nn.Module):
         return self.encoder(out).squeeze(1)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable correction of low rank."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(0.1 * torch.randn(4, base.in_features))
+        self.b = nn.Parameter(0.1 * torch.randn(base.out_features, 4))
+        self.weight = base.weight  # its dtype is asked for
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+class Adapters(Stack):
+    """Fine-tuning by adapters: frozen weights are needed after a block's last gradient, on the way to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm.requires_grad_(False)
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
+
+
+class ListsOfLists(Stack):
+    """Stages of blocks, and a list of one block and one norm a stage: only the inner lists have what is called."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.ModuleList([Block(), Block()]), 2)
+        self.joints: Any = nn.ModuleList([nn.ModuleList([Block(), nn.LayerNorm(DIM)]) for _ in self.blocks])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage, joint in zip(self.blocks, self.joints, strict=True):
+            for each in (*stage, *joint):
+                x = each(x)
+        return self.head(x)
+
+
+class Containers(Stack):
+    """Parameters in a list, in a dict and in a bare module, none of which is ever called: their owner uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList([nn.Parameter(0.1 * torch.randn(DIM)) for _ in self.blocks])
+        self.kinds = nn.ModuleDict({"a": nn.ParameterDict({"gain": nn.Parameter(torch.ones(DIM))})})
+        self.bag = nn.Module()
+        self.bag.mix = nn.Parameter(torch.eye(DIM))
+        self.bag.joint = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bag, kinds = self.bag, self.kinds
+        x = bag.joint(x.to(self.head.weight.dtype) @ bag.mix)  # type: ignore[operator]
+        for block, shift in zip(self.blocks, self.shifts, strict=True):
+            x = block(x) * kinds["a"].gain + shift
+        return self.head(x)
+
+
+class SilentBlock(Block):
+    """Returns nothing: its output is in the dict that it was given, and a penalty on itself."""
+
+    def forward(self, state: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
+        state["hidden"] = super().forward(state["hidden"])
+        self.penalty = torch.tanh(self.up(state["hidden"])).square().mean()
+
+
+class Silent(Stack):
+    def __init__(self) -> None:
+        super().__init__(SilentBlock)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = {"hidden": x.to(self.head.weight.dtype)}
+        for block in self.blocks:
+            block(state)
+        return self.head(state["hidden"]) + sum(block.penalty for block in self.blocks)
+
+
+class StatefulBlock(Block):
+    """Averages in a buffer, counts in an attribute, draws from three generators, edits its list: run again, it must not."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        random.seed(0)
+        numpy.random.seed(0)
+        self.register_buffer("mean", torch.zeros(DIM))
+        self.batch_norm = nn.BatchNorm1d(DIM, affine=False)
+        self.calls, self.own = 0, torch.Generator().manual_seed(0)
+
+    def forward(self, states: list[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        self.calls += 1
+        x = super().forward(states.pop())
+        self.mean.lerp_(x.detach().float().mean(0), 0.1)
+        drawn = random.random() + numpy.random.rand() + torch.rand(DIM, generator=self.own) + self.calls
+        x = x + self.down(torch.relu(self.up(x + (self.mean + 0.1 * drawn).to(x.dtype))))
+        states.append(self.batch_norm(x.float()).to(x.dtype))
+        return states
+
+
+class Stateful(Stack):
+    def __init__(self) -> None:
+        super().__init__(StatefulBlock)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = [x.to(self.head.weight.dtype)]
+        for block in self.blocks:
+            states = block(states)
+        return self.head(states[0])
+
+
+class Attention(Stack):
+    """Attention computes in another order where its three arguments are one object."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.MultiheadAttention(DIM, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.head.weight.dtype)
+        for block in self.blocks:
+            x = x + block(x, x, value=x, need_weights=False)[0]
+        return self.head(x)
+
+
 @dataclass(frozen=True)
 class Case:
     build: Callable[[], nn.Module]
@@ -342,6 +467,12 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "reentrant-rounds": Case(ReentrantRounds),
         "parametrized": Case(Parametrized),
         "recurrent": Case(Recurrent),
+        "adapters": Case(Adapters),
+        "lists-of-lists": Case(ListsOfLists),
+        "containers": Case(Containers),
+        "silent": Case(Silent),
+        "stateful": Case(Stateful),
+        "attention": Case(Attention),
     }
 )
 

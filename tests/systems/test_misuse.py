@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import re
 from collections.abc import Callable
@@ -204,6 +206,50 @@ def test_gradients_asked_for_where_they_are_not(system: str, accumulate: int) ->
     assert all(p.grad is None for p in model.parameters())
     engine.close()
     assert {type(p) for p in model.parameters()} == {nn.Parameter}, "a closed engine lets go of the parameters"
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_a_gradient_that_a_hook_of_the_user_s_asks_for(system: str) -> None:
+    """A hook that runs after the engine's would find None and go on in silence; one that runs before finds it."""
+    model = build("stack")
+    norms: list[float] = []
+    handle = model.head.weight.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm().item()))
+    engine = started(system, model)
+    one_step(engine, BATCH, LOSS)
+    assert len(norms) == 1 and norms[0] > 0
+    handle.remove()
+    handle = model.head.weight.register_post_accumulate_grad_hook(lambda p: norms.append(0.0 if p.grad is None else 1.0))
+    with pytest.raises(RuntimeError, match=r"gradients are with the engine until engine\.step\(\)"):
+        one_step(engine, BATCH, LOSS)
+    handle.remove()
+    assert one_step(engine, BATCH, LOSS) > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("system", MANAGED)
+def test_a_copy_of_the_model_would_hold_no_weights(system: str, closed: bool) -> None:
+    """A checkpoint full of NaN shows itself only when it is wanted, so the copy is refused."""
+    model = build("stack")
+    engine = started(system, model)
+    one_step(engine, BATCH, LOSS)
+    copies = [model.state_dict, model.blocks[1].state_dict]
+    if closed:
+        engine.close()
+    else:
+        copies += [lambda: copy.deepcopy(model), lambda: torch.save(list(model.parameters()), io.BytesIO())]
+    for take in copies:
+        with pytest.raises(UnsupportedError, match=r"take them out of engine\.summon\(\) while the engine is open"):
+            take()
+    if not closed:
+        assert one_step(engine, BATCH, LOSS) > 0
+        engine.close()
+
+
+def test_sparse_gradients_are_refused_by_the_module_that_makes_them() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match="module 0 makes sparse gradients, which cannot be kept: leave sparse off"):
+        started("elixir", model)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

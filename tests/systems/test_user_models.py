@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from systems.strategies.elixir.options import ElixirOptions
-from tests.systems.models_plain import CASES, build
+from tests.systems.models_plain import CASES, DIM, build, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     RANDOM,
@@ -27,7 +28,8 @@ from tests.systems.running import (
 )
 
 STEPS = 3
-OFTEN = {"stack", "shared-weight", "frozen-middle", "called-twice", "late-leaf"}  # for H3T, whose search takes half a second
+# For H3T, whose search takes half a second.
+OFTEN = {"stack", "shared-weight", "frozen-middle", "called-twice", "late-leaf", "adapters", "silent", "stateful", "attention"}
 
 
 @cache
@@ -67,6 +69,8 @@ def check(system: Any, case: str, share: float) -> None:
     asked = settings(dtype="bf16", clip=1.0, device_memory=budget)
     run = train(start(system, build(case), asked), tokens(STEPS, 1), CASES[case].loss)
     assert_equal(expected, run)
+    buffers = dict(expected.engine.module.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in run.engine.module.named_buffers())
     assert share > 1 or run.per_step[-1]["h2d_bytes"] > 0, "void: nothing moved"
 
 
@@ -113,3 +117,51 @@ def test_chunks_of_any_size(case: str, chunk: str) -> None:
     assert sorted(placed) == list(range(len(run.parameters))), "every parameter is stored once"
     sizes = [len(s.placements) for s in layout.segments]
     assert max(sizes) == 1 if chunk == "smallest" else len(sizes) <= 4
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("system", [RESIDENT, elixir(), h3t()], ids=lambda s: s.name)
+def test_recomputation_leaves_no_trace(system: Any, recompute: Any) -> None:
+    """What a block counts, averages and draws is what it does in plain PyTorch, however often it is run again."""
+    expected: Any = build("stateful")
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-4)
+    for batch in tokens(STEPS, 1):
+        squared_error(expected, batch[0], 30).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = build("stateful")
+    train(start(system, model, settings(recompute=recompute)), tokens(STEPS, 1), squared_error)
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-5, atol=1e-6)
+    for block, other in zip(model.blocks, expected.blocks, strict=True):
+        assert block.calls == other.calls == STEPS
+        assert torch.equal(block.own.get_state(), other.own.get_state())
+
+
+class Graph(nn.Module):
+    """Messages along the edges of a sparse matrix, kept in a buffer and given anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)])
+        self.register_buffer("edges", torch.eye(DIM).roll(1, 0).to_sparse())
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(torch.sparse.mm(edges, torch.sparse.mm(self.edges, x))))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers_and_inputs(layout: torch.layout) -> None:
+    edges = torch.eye(DIM).roll(2, 1).to_sparse(layout=layout)
+
+    def run(system: Any, budget: int) -> Run:
+        torch.manual_seed(0)
+        engine = start(system, Graph(), settings(device_memory=budget))
+        losses = [one_step(engine, batch, lambda e, ids, n: e(torch.eye(DIM), edges).sum()) for batch in tokens(3, 1)]
+        return finished(engine, losses)
+
+    expected = run(RESIDENT, 1 << 30)
+    assert_equal(expected, run(elixir(), (expected.memory.device_peak_bytes or 0) * 2 // 3))
