@@ -2,93 +2,115 @@
 
 torch.utils.checkpoint itself restores torch's default generators. A block may also count, average or normalise in buffers and
 in plain attributes, draw from a generator of its own or from those of Python and numpy, and append to the lists that it is
-given. What of its buffers and attributes a forward changes is learned at the first one; nothing else is copied later.
+given. What of all this a forward changes is learned at the first one; nothing else is looked at later.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 PLAIN = (int, float, str, type(None))
-Place = tuple[dict[str, Any], str]  # a module's buffers or attributes, and a name in them
+
+
+class _Place:
+    """A buffer or an attribute of a module: what a forward may change."""
+
+    def __init__(self, held: dict[str, Any], name: str) -> None:
+        self._held, self._name = held, name
+
+    def get(self) -> Any:
+        return self._held.get(self._name)
+
+    def put(self, value: Any) -> None:
+        self._held[self._name] = value
+
+    def copy(self) -> Any:
+        return _copied(self.get())
+
+    def changed(self, found: Any, copy: Any) -> bool:
+        now = self.get()
+        if isinstance(copy, torch.Tensor):
+            return now is not found or not torch.equal(now, copy)
+        return bool(now != copy)
+
+
+class _Draws:
+    """A generator of random numbers."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.get, self.put = get, put
+        self.copy = get
+
+    def changed(self, found: Any, copy: Any) -> bool:
+        return pickle.dumps(self.get()) != pickle.dumps(copy)
+
+
+_Changing = _Place | _Draws
+
+
+class State:
+    """What a block found at its forward: objects, and copies of them."""
+
+    __slots__ = ("copies", "found")
+
+    def __init__(self, changing: list[_Changing]) -> None:
+        self.found = [each.get() for each in changing]
+        self.copies = [each.copy() for each in changing]
 
 
 class Replay:
-    """Of one block. `take` before its forward, `learn` after the first, `again` around each recomputation."""
+    """Of one block. `take` before its forward, `learn` after it, `again` around each recomputation."""
 
     def __init__(self, module: nn.Module) -> None:
-        inside = list(module.modules())
-        self._holders: list[dict[str, Any]] = [h for m in inside for h in (m._buffers, vars(m)) if h]
-        values = [value for m in inside for value in vars(m).values()]
-        self._generators = list({id(v): v for v in values if isinstance(v, torch.Generator)}.values())
-        self._changing: list[tuple[int, str]] | None = None  # (holder, name); None until they were learned
+        self._module = module
+        self._changing: list[_Changing] = []
+        self._learned = False
 
-    def take(self) -> _State:
-        changing = self._changing
-        if changing is None:
-            changing = [(i, n) for i, h in enumerate(self._holders) for n, v in h.items() if _copyable(v)]
-        values = [(i, n, self._holders[i].get(n)) for i, n in changing]
-        return _State([(i, n, v, _copied(v)) for i, n, v in values], [g.get_state() for g in self._generators], _drawn())
+    def take(self) -> State:
+        if not self._learned:
+            self._changing = _all_of(self._module)
+        return State(self._changing)
 
-    def learn(self, state: _State) -> None:
-        """Once; asks the device whether a buffer is what it was."""
-        if self._changing is not None:
+    def learn(self, state: State) -> None:
+        """The first time: keep what changed. Asks the device whether buffers are what they were."""
+        if self._learned:
             return
-        state.values = [entry for entry in state.values if self._changed(*entry)]
-        self._changing = [(holder, name) for holder, name, _, _ in state.values]
-
-    def _changed(self, holder: int, name: str, before: Any, copy: Any) -> bool:
-        now = self._holders[holder].get(name)
-        if isinstance(copy, torch.Tensor):
-            return now is not before or not torch.equal(now, copy)
-        return bool(now != copy)
+        kept = [i for i, each in enumerate(self._changing) if each.changed(state.found[i], state.copies[i])]
+        self._changing = [self._changing[i] for i in kept]
+        state.found, state.copies = [state.found[i] for i in kept], [state.copies[i] for i in kept]
+        self._learned = True
 
     @contextmanager
-    def again(self, state: _State) -> Iterator[None]:
-        places: list[Place] = [(self._holders[holder], name) for holder, name, _, _ in state.values]
-        now = [held.get(name) for held, name in places]
-        generators, drawn = [g.get_state() for g in self._generators], _drawn()
-        self._put(places, [_copied(copy) for _, _, _, copy in state.values], state.generators, state.drawn)
+    def again(self, state: State) -> Iterator[None]:
+        now = [each.get() for each in self._changing]
+        for each, copy in zip(self._changing, state.copies, strict=True):
+            each.put(_copied(copy))
         try:
             yield
         finally:
-            self._put(places, now, generators, drawn)
-
-    def _put(self, places: list[Place], values: list[Any], generators: list[torch.Tensor], drawn: _Drawn) -> None:
-        for (held, name), value in zip(places, values, strict=True):
-            held[name] = value
-        for generator, state in zip(self._generators, generators, strict=True):
-            generator.set_state(state)
-        for put, was in drawn:
-            put(was)
+            for each, value in zip(self._changing, now, strict=True):
+                each.put(value)
 
 
-_Drawn = list[tuple[Callable[[Any], None], Any]]
-
-
-class _State:
-    """values: (holder, name, what was there, its copy)."""
-
-    __slots__ = ("drawn", "generators", "values")
-
-    def __init__(self, values: list[tuple[int, str, Any, Any]], generators: list[torch.Tensor], drawn: _Drawn) -> None:
-        self.values, self.generators, self.drawn = values, generators, drawn
-
-
-def _drawn() -> _Drawn:
-    """The states of Python's generator and, where it is in use, numpy's, with what puts them back."""
-    found: _Drawn = [(random.setstate, random.getstate())]
+def _all_of(module: nn.Module) -> list[_Changing]:
+    inside = list(module.modules())
+    holders = [held for m in inside for held in (m._buffers, vars(m))]
+    own = {id(v): v for m in inside for v in vars(m).values() if isinstance(v, torch.Generator)}
+    draws = [_Draws(generator.get_state, generator.set_state) for generator in own.values()]
+    draws.append(_Draws(random.getstate, random.setstate))
     if "numpy.random" in sys.modules:
         numpy_random = sys.modules["numpy.random"]
-        found.append((numpy_random.set_state, numpy_random.get_state(legacy=False)))
-    return found
+        draws.append(_Draws(partial(numpy_random.get_state, legacy=False), numpy_random.set_state))
+    return [*draws, *(_Place(held, name) for held in holders for name, value in held.items() if _copyable(value))]
 
 
 def _copyable(value: Any) -> bool:
