@@ -313,7 +313,8 @@ def test_the_warm_up_of_a_device_that_is_too_small_is_that_of_the_least_one() ->
 @pytest.mark.parametrize("profile_steps", [2, 3, 4])
 def test_the_layers_that_a_run_measures_at_once_are_in_the_forecast(profile_steps: int) -> None:
     """With every switch on afterwards, the steps in which some layers are open are the highest of the run."""
-    shape, options = models_registry.resolve("opt-tiny"), {"solver": "on", "profile_steps": profile_steps}
+    shape = models_registry.resolve("opt-tiny")
+    options: dict[str, Any] = {"solver": "on", "profile_steps": profile_steps}
     chosen, ids = registry.get("h3t"), torch.randint(0, 384, (4, 128))
     settings = Settings(
         device="cpu", dtype="bf16", device_memory=64 * MIB, initial_weights=models_registry.initial_weights(shape, 0)
@@ -324,8 +325,13 @@ def test_the_layers_that_a_run_measures_at_once_are_in_the_forecast(profile_step
             engine.backward(token_loss(engine, {"input_ids": ids, "labels": ids.clone()}, ids.numel()))
             engine.step()
             engine.drain()
-            peaks.append(engine.memory().device_peak_bytes)
+            peaks.append(engine.memory().device_peak_bytes or 0)
     highest = peaks[profile_steps - 1]
     assert highest == peaks[-1]
     found = asked("h3t", "opt-tiny", question(device_memory=64 * MIB, seq_len=128), **options)
     assert highest <= found.device_peak_bytes <= 1.1 * highest
+
+
+def test_a_run_that_measures_for_one_step_opens_no_layer_and_its_forecast_has_none() -> None:
+    found = asked("h3t", "opt-tiny", question(device_memory=64 * MIB, seq_len=128), solver="on", profile_steps=1)
+    assert found.device_peak_bytes == found.tiers["device"].need_bytes
