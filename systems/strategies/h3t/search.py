@@ -104,7 +104,7 @@ class Search:
         trace = self._measured.base
         residence = Residence(self._layout, self._context, unmovable(self._layout), self._asked.rule)
         need = minimum_need(trace, demand_of(self._layout, trace, self._context), residence)
-        check_need(need, self._context, "h3t", self._asked.unit_name)
+        check_need(need, self._context, "h3t", self._asked.unit_name, smaller=None)
 
     def _first_bundles(self, share: float) -> frozenset[int]:
         """The bundles used first, with this share of all parameters, and those that never move."""
