@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from models import registry as models_registry
 from models.loss import token_loss
@@ -135,6 +136,35 @@ def test_the_least_device_is_the_least(system: str) -> None:
     assert not below.fits and below.least_device_bytes == least
     assert below.why_not is not None and "unit '" in below.why_not and "is given" in below.why_not
     assert below.tiers["device"].need_bytes == least and below.tiers["device"].spare_bytes == -1
+
+
+class WideHead(nn.Module):
+    """The loss, beside a head that is held from its forward to its backward, needs more than any block."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(384, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.head = nn.Linear(64, 384)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_the_least_device_is_the_least_where_the_loss_sets_it(system: str, layers: int) -> None:
+    chosen, seen = registry.get(system), Observations(WideHead(layers), "causal")
+    about = question(batch_size=4, seq_len=32)
+    least = forecast(chosen, chosen.Options(), about, seen).least_device_bytes
+    for budget in (least, least - 1, least // 2):
+        found = forecast(chosen, chosen.Options(), replace(about, device_memory=budget), seen)
+        assert (found.fits, found.least_device_bytes) == (budget == least, least)
+        assert found.fits or "for unit 'head'" in (found.why_not or "")
 
 
 H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "off"}, {"variant": "resident-optimizer"})

@@ -158,6 +158,16 @@ def test_a_profile_is_kept_and_used_again(tmp_path: Path) -> None:
         setup.run(H3T, None, options(profile=str(path)))
 
 
+def test_a_profile_that_cannot_be_written_is_refused_before_any_step(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file / "profile.json", tmp_path / ("long" * 100)):
+        with pytest.raises(ValueError, match="cannot be written"):
+            options(profile=str(path))
+    options(profile=str(tmp_path / "new" / "profile.json"))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def profile_of_one_layer() -> dict[str, Any]:
     base = {
         "moments": [["step-begin", -1, 0], ["step-end", -1, 0]],

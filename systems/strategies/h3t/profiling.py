@@ -112,6 +112,17 @@ def _write(path: Path, found: Iterable[Measured]) -> None:
         raise ValueError(f"profile {path}: cannot be written: {error.strerror or error}") from None
 
 
+def prepare(path: Path) -> None:
+    """Prove that the file can be written, before any step, and leave nothing but its folder. ValueError, one line, if not."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"profile {path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
 def _plain(each: Measured) -> dict[str, Any]:
     base = asdict(each.base)
     base["moments"] = [[m.phase.value, m.unit, m.micro_step] for m in each.base.moments]

@@ -145,7 +145,7 @@ class H3T:
             self._opened, waiting = waiting, list(measured.layers)
         found = self._with_open(search, measured, waiting)
         if not waiting and not found.fits(self._context):
-            search.check_minimum()
+            raise search.refusal(found)
         peaks = with_peaks(found.plan, found.memory, layout, self._context)
         return replace(peaks, provisional=True, barriers=frozenset())
 
