@@ -28,6 +28,10 @@ CLOSED_LIST: Mapping[str, tuple[str, str]] = MappingProxyType(
             "few steps let one odd step decide",
             f"time {MIN_TIMED_STEPS} steps or more with --steps",
         ),
+        "steps_without_plan": (
+            "a strategy that still measures, as h3t does in its profile_steps, or a budget in which no plan fits",
+            "raise --warmup above those steps, or --device-memory",
+        ),
         "other_processes_on_device": ("someone else computes there", "run when the device is free"),
         "clocks_throttled": ("power or temperature limits", "compare only runs made under the same limit"),
         "pcie_link_below_maximum": ("power saving, a wrong slot or a riser", "check the slot, run a transfer test"),
@@ -43,11 +47,15 @@ CLOSED_LIST: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What the doubts are judged by. None: not known, and then no doubt is raised."""
+    """What the doubts are judged by. None: not known, and then no doubt is raised.
+
+    steps_without_plan: of the timed ones, those under a provisional plan included.
+    """
 
     timed_step_s: Sequence[float]
     threads: int
     cores: int
+    steps_without_plan: int = 0
     swap_bytes: int | None = None
     other_processes: int | None = None
     throttled_by: Sequence[str] | None = None
@@ -80,6 +88,9 @@ def _timing(step_s: Sequence[float]) -> list[Doubt]:
 def judge(seen: Seen) -> list[Doubt]:
     """The doubts that apply, in the order of the list."""
     found = _timing(seen.timed_step_s)
+    if seen.steps_without_plan:
+        several = f"{seen.steps_without_plan} of {len(seen.timed_step_s)} timed steps, or under a provisional plan"
+        found.append(_doubt("steps_without_plan", several))
     if seen.other_processes:
         found.append(_doubt("other_processes_on_device", f"{seen.other_processes} of them"))
     if seen.throttled_by:

@@ -337,6 +337,7 @@ def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Re
         timed_step_s=measured.step_time_s[warmup:] if measured.complete else (),
         threads=torch.get_num_threads(),
         cores=known.limits.cores,
+        steps_without_plan=measured.timed_counters["steps_without_plan"],
         swap_bytes=process_memory("self").get("VmSwap"),
         other_processes=known.watch.other_processes,
         throttled_by=sorted(known.watch.throttled_by),

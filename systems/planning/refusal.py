@@ -13,8 +13,19 @@ from systems.sizes import format_need, format_size
 UnitName = Callable[[int], str]
 
 
-def check_need(need: Need, context: PlanningContext, system: str, unit_name: UnitName, *, measured: bool | None = None) -> None:
-    """BudgetError unless `need` fits. measured: activations were traced; None takes them as such if there are any."""
+def check_need(
+    need: Need,
+    context: PlanningContext,
+    system: str,
+    unit_name: UnitName,
+    *,
+    measured: bool | None = None,
+    smaller: str | None = "chunk_max",
+) -> None:
+    """BudgetError unless `need` fits. measured: activations were traced; None takes them as such if there are any.
+
+    smaller: the system's option that bounds what is moved at once; None if it has none.
+    """
     if need.total_bytes <= context.device_budget:
         return
     where = f"unit {unit_name(need.unit)!r}" if need.unit != NO_UNIT else "the step"
@@ -27,7 +38,9 @@ def check_need(need: Need, context: PlanningContext, system: str, unit_name: Uni
     else:
         if need.non_model_bytes:
             parts[1] = f"{format_size(need.gradient_bytes + need.non_model_bytes)} of gradients"
-        advice = "activations come on top: raise --device-memory well above this, or give a smaller --option chunk_max"
+        advice = "activations come on top: raise --device-memory well above this"
+        if smaller is not None:
+            advice += f", or give a smaller --option {smaller}"
     needed, given = context.memory_for(need.total_bytes), context.memory_for(context.device_budget)
     if needed > need.total_bytes:
         parts.append(f"{format_size(needed - need.total_bytes)} for the allocator")

@@ -121,6 +121,8 @@ class Planner:
         known = self.plans.get(moments)
         replan, self._replan = self._replan, False
         old = self.cursor.plan
+        if old is None or old.provisional:
+            self.parts.device.log.count("steps_without_plan")
         again = old is not None and old.provisional and old.signature == moments and trace is not None
         if known is not None and not replan and not again:
             if old is None or old.signature != moments:

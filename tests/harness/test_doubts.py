@@ -29,6 +29,7 @@ def test_a_good_run_raises_none() -> None:
         ("first_timed_step_slow", {"timed_step_s": [1.3, *STEADY]}),
         ("step_time_spread", {"timed_step_s": [*STEADY, 1.06]}),
         ("short_timed_region", {"timed_step_s": [1.0] * 9}),
+        ("steps_without_plan", {"steps_without_plan": 1}),
         ("other_processes_on_device", {"other_processes": 1}),
         ("clocks_throttled", {"throttled_by": ["power cap"]}),
         ("pcie_link_below_maximum", {"link": Link(generation=1, generation_max=5)}),

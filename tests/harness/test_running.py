@@ -97,6 +97,14 @@ def test_a_good_run(run_here: Run) -> None:
     assert any("skipped" in note for note in record.notes)
 
 
+@pytest.mark.parametrize(("profile_steps", "told"), [(1, False), (2, True)])
+def test_timed_steps_in_which_a_strategy_still_measures_are_doubted(run_here: Run, profile_steps: int, told: bool) -> None:
+    options = (f"profile_steps={profile_steps}", "solver=on")
+    record = run_here(make_spec(system="h3t", option=options, device_memory=6 << 20, steps=3, warmup=1))
+    assert (record.status, record.reason) == ("ok", None)
+    assert ("steps_without_plan" in [doubt.code for doubt in record.doubts]) == told
+
+
 def test_phases_are_of_one_more_step_that_nothing_else_counts(run_here: Run) -> None:
     options = ("activations=host", "variant=osc")
     given = {"system": "patrickstar", "option": options, "dtype": "fp32", "device_memory": 6 << 20, "recompute": "full"}

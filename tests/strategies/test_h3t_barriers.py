@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from systems.planning.trace import EXIT, Moment, Phase
 from systems.strategies.h3t.barriers import barriers
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics, Solver
+from systems.strategies.h3t.search import LIKE
 from systems.strategies.h3t.switches import Switches
 from systems.substrate.engine import ManagedEngine
 from tests.planning.synthetic import layout_of, trace_of
@@ -86,4 +87,5 @@ def test_the_best_plan_waits_for_nothing_it_need_not(solver: Solver) -> None:
     _, told, barriers = trained(solver)
     assert told.barriers_per_step == barriers == 0
     assert (told.switch_on_ratios or {})["synchronise"] == 0.0
-    assert told.simulated_step_time_s == min(told.candidates_s.values()) or solver == "off"
+    fastest_s = min(told.candidates_s.values())  # of those as fast, the one that moves the fewest bytes is taken
+    assert (told.simulated_step_time_s or 0.0) <= fastest_s * (1 + LIKE) or solver == "off"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from systems.managed import ManagedSystem
 from systems.planning.plan import Tier
 from systems.strategies.h3t import STRATEGY
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
+from systems.strategies.h3t.profiling import read_profile
 from systems.strategies.h3t.switches import NAMES
 from systems.substrate.engine import ManagedEngine
 from tests.systems.models_plain import Stack, squared_error
@@ -146,9 +149,81 @@ def test_a_profile_is_kept_and_used_again(tmp_path: Path) -> None:
     again = setup.run(H3T, None, options(profile=str(path), profile_steps=50))
     assert told(again).solver is not None, "solved after the first step"
     assert_equal(reference(setup), again)
+    content["steps"][0]["base"]["flushes"].reverse()
+    path.write_text(json.dumps(content))
+    foreign = setup.run(H3T, None, options(profile=str(path)))
+    assert told(foreign).profiled_steps == 2, "of another layout, so measured anew"
     path.write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="field 'steps' is missing"):
+    with pytest.raises(ValueError, match="steps: field required: remove the file to measure anew"):
         setup.run(H3T, None, options(profile=str(path)))
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_any_step(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file / "profile.json", tmp_path / ("long" * 100)):
+        with pytest.raises(ValueError, match="cannot be written"):
+            options(profile=str(path))
+    options(profile=str(tmp_path / "new" / "profile.json"))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def profile_of_one_layer() -> dict[str, Any]:
+    base = {
+        "moments": [["step-begin", -1, 0], ["step-end", -1, 0]],
+        "non_model_bytes": [1, 2],
+        "compute_time_s": [0.5, 0.0],
+        "flushes": [[], [0]],
+        "adopted_peak_bytes": [],
+        "gradient_bytes": [3, 4],
+        "recomputed": [5],
+        "offloaded": [5],
+        "input_bytes": [[5, 8]],
+    }
+    return {"format": 1, "steps": [{"base": base, "layers": [5], "kept": [[5, 9]], "times": [[0.5], []], "steps": 2}]}
+
+
+def fields_of(content: Any, *before: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Ways to everything in a file that has a name."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield (*before, name)
+            yield from fields_of(value, *before, name)
+    elif before == ("steps",):
+        yield from fields_of(content[0], *before, 0)
+
+
+LEFT_OUT = object()
+WRONG: tuple[Any, ...] = ("x", {}, -1, None, [None], [[]], ["x"], [-1], [float("nan")], [[-1]], [], LEFT_OUT)
+MAY_BE_EMPTY = {("steps",), *(("steps", 0, "base", name) for name in ("offloaded", "input_bytes"))}
+MAY_BE_LEFT_OUT = {("steps", 0, "base", name) for name in ("adopted_peak_bytes", "gradient_bytes")}
+
+
+def broken(way: tuple[Any, ...], wrong: object) -> str:
+    content = place = profile_of_one_layer()
+    for step in way[:-1]:
+        place = place[step]
+    if wrong is LEFT_OUT:
+        del place[way[-1]]
+    else:
+        place[way[-1]] = wrong
+    return json.dumps(content)
+
+
+def test_a_broken_profile_names_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile_of_one_layer()))
+    (read,) = read_profile(path)
+    assert (read.base.gradient_bytes, read.kept, read.times, read.steps) == ((3, 4), {5: 9}, [[0.5], []], 2)
+    for way, wrong in product(fields_of(profile_of_one_layer()), WRONG):
+        path.write_text(broken(way, wrong))
+        if (wrong == [] and way in MAY_BE_EMPTY | MAY_BE_LEFT_OUT) or (wrong is LEFT_OUT and way in MAY_BE_LEFT_OUT):
+            read_profile(path)
+            continue
+        with pytest.raises(ValueError) as refused:
+            read_profile(path)
+        said = str(refused.value)
+        assert str(path) in said and str(way[-1]) in said and "\n" not in said, (way, wrong)
 
 
 def test_a_device_that_is_too_small_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,6 +50,14 @@ def engine_of(setup: Setup, system: str, budget: int, **more: Any) -> Engine:
     recompute: Any = setup.recompute if setup.recompute in ("none", "full") else "none"
     given = dict(dtype=setup.dtype, clip=setup.clip, accumulate=setup.accumulate, recompute=recompute)
     return start(chosen, setup.build(), settings(device_memory=budget, **given, **more), options)
+
+
+@pytest.mark.parametrize("system", ["elixir", "patrickstar", "h3t"])
+def test_a_refusal_names_no_option_that_the_system_has_not(system: str) -> None:
+    with pytest.raises(BudgetError) as refused:
+        engine_of(Setup("opt"), system, 10_000)
+    named = re.findall(r"--option (\w+)", str(refused.value))
+    assert set(named) <= SYSTEMS[system][0].Options.model_fields.keys()
 
 
 def run_steps(engine: Engine, setup: Setup, after: Callable[[int], None], steps: int = STEPS) -> None:

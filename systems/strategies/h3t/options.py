@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from systems.planning import hardware
-from systems.strategies.h3t.profiling import read_profile
+from systems.strategies.h3t.profiling import prepare, read_profile
 
 Variant = Literal["global-offload", "resident-optimizer"]
 Solver = Literal["best", "dp", "greedy", "manual", "random", "on", "off", "drawn"]
@@ -49,9 +50,11 @@ class H3TOptions(BaseModel):
 
     @field_validator("profile")
     @classmethod
-    def _readable(cls, given: str | None) -> str | None:
-        if given is not None and Path(given).exists():
+    def _usable(cls, given: str | None) -> str | None:
+        if given is not None and os.path.exists(given):  # False where the name itself is impossible
             read_profile(Path(given))
+        elif given is not None:
+            prepare(Path(given))
         return given
 
 

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from systems.messages import one_line
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from systems.messages import invalid_value, one_line
 from systems.planning.activations import kept_bytes, windows
 from systems.planning.trace import Moment, Phase, Trace
 
@@ -70,7 +72,7 @@ class Profiler:
     def add(self, trace: Trace, layers: Sequence[int]) -> Measured:
         """What is known of steps like this one, this one included (unless a file knew all)."""
         kept = self._from_file.get(trace.moments)
-        if kept is not None and kept.layers == tuple(layers) and kept.base.input_bytes == trace.input_bytes:
+        if kept is not None and kept.layers == tuple(layers) and _alike(kept.base, trace):
             return kept
         if trace.moments not in self._known:
             self._known[trace.moments] = Measured(trace, tuple(layers))
@@ -92,8 +94,13 @@ class Profiler:
     def to_open(self, found: Measured, steps: int) -> tuple[int, ...]:
         """Layers for the next step: those not measured yet, spread over the steps that are left of so many."""
         waiting = [unit for unit in found.layers if unit not in found.opened]
-        left = max(1, steps - found.steps)
-        return tuple(waiting[: -(-len(waiting) // left)])
+        left = steps - found.steps
+        return tuple(waiting[: -(-len(waiting) // left)]) if left > 0 else ()
+
+
+def _alike(kept: Trace, trace: Trace) -> bool:
+    """Of steps with equal moments: true if batch and layout are the same too."""
+    return kept.input_bytes == trace.input_bytes and kept.flushes == trace.flushes
 
 
 def _write(path: Path, found: Iterable[Measured]) -> None:
@@ -105,6 +112,17 @@ def _write(path: Path, found: Iterable[Measured]) -> None:
         raise ValueError(f"profile {path}: cannot be written: {error.strerror or error}") from None
 
 
+def prepare(path: Path) -> None:
+    """Prove that the file can be written, before any step, and leave nothing but its folder. ValueError, one line, if not."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"profile {path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
 def _plain(each: Measured) -> dict[str, Any]:
     base = asdict(each.base)
     base["moments"] = [[m.phase.value, m.unit, m.micro_step] for m in each.base.moments]
@@ -113,25 +131,79 @@ def _plain(each: Measured) -> dict[str, Any]:
 
 
 def read_profile(path: Path) -> list[Measured]:
-    """ValueError, one line, naming what is wrong with the file."""
+    """ValueError, one line, naming the field that is wrong in the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"format is {content['format']}, {FORMAT} is read")
-        return [_measured(each) for each in content["steps"]]
-    except KeyError as error:
-        raise ValueError(f"profile {path}: field {error} is missing: remove the file to measure anew") from None
-    except (OSError, ValueError, TypeError) as error:
-        reason = one_line(str(error))
-        raise ValueError(f"profile {path} cannot be read: {reason}: remove the file to measure anew") from None
+        found = _File.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
+        told = invalid_value(error, lambda *_: where) if where else f"the file: {invalid_value(error, lambda *_: where)}"
+    except (OSError, ValueError, RecursionError) as error:
+        told = f"cannot be read: {one_line(str(error))}"
+    else:
+        return [each.measured() for each in found.steps]
+    raise ValueError(f"profile {path}: {told}: remove the file to measure anew")
 
 
-def _measured(plain: dict[str, Any]) -> Measured:
-    base = dict(plain["base"])
-    base["moments"] = tuple(Moment(Phase(phase), unit, step) for phase, unit, step in base["moments"])
-    base |= {name: frozenset(base[name]) for name in ("recomputed", "offloaded")}
-    pairs = ("flushes", "input_bytes")
-    base |= {name: tuple(tuple(each) for each in base[name]) for name in pairs}
-    base |= {name: tuple(value) for name, value in base.items() if isinstance(value, list)}
-    kept = {int(unit): int(size) for unit, size in plain["kept"]}
-    return Measured(Trace(**base), tuple(plain["layers"]), kept, set(kept), plain["times"], int(plain["steps"]))
+_Seconds = Annotated[float, Field(ge=0)]
+
+
+class _Read(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Base(_Read):
+    """A Trace as it lies in the file."""
+
+    moments: tuple[tuple[Phase, int, NonNegativeInt], ...] = Field(min_length=2)
+    non_model_bytes: tuple[NonNegativeInt, ...]
+    compute_time_s: tuple[_Seconds, ...]
+    flushes: tuple[tuple[NonNegativeInt, ...], ...]
+    adopted_peak_bytes: tuple[NonNegativeInt, ...] = ()
+    gradient_bytes: tuple[NonNegativeInt, ...] = ()
+    recomputed: frozenset[NonNegativeInt]
+    offloaded: frozenset[NonNegativeInt]
+    input_bytes: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        for name in ("non_model_bytes", "compute_time_s", "flushes"):
+            _one_a_moment(name, getattr(self, name), self)
+        for name in ("adopted_peak_bytes", "gradient_bytes"):
+            _one_a_moment(name, getattr(self, name) or self.moments, self)  # empty: not measured
+        return self
+
+    def trace(self) -> Trace:
+        return Trace(**{**dict(self), "moments": tuple(Moment(*each) for each in self.moments)})
+
+
+def _one_a_moment(name: str, given: Sequence[Any], base: _Base) -> None:
+    if len(given) != len(base.moments):
+        raise ValueError(f"{name} has {len(given)} entries, one for each of the {len(base.moments)} moments is needed")
+
+
+class _Step(_Read):
+    """A Measured as it lies in the file."""
+
+    base: _Base
+    layers: tuple[NonNegativeInt, ...]
+    kept: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+    times: tuple[tuple[_Seconds, ...], ...]
+    steps: PositiveInt
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if {unit for unit, _ in self.kept} != set(self.layers):
+            raise ValueError("kept needs one entry for each of layers")
+        if not self.base.recomputed.issuperset(self.layers):
+            raise ValueError("base.recomputed needs all of layers")
+        _one_a_moment("times", self.times, self.base)
+        return self
+
+    def measured(self) -> Measured:
+        kept = dict(self.kept)
+        return Measured(self.base.trace(), self.layers, kept, set(kept), [list(each) for each in self.times], self.steps)
+
+
+class _File(_Read):
+    format: Literal[1]
+    steps: tuple[_Step, ...]

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 from systems.errors import BudgetError
 from systems.planning.activations import under
-from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
+from systems.planning.demand import demand_of, unmovable
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, UpdateRule
-from systems.planning.refusal import check_need
 from systems.planning.schedule import Schedule, expand
 from systems.planning.simulator import step_time_of
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import MemTimeline, excess_bytes, timeline_of
-from systems.planning.trace import Trace
+from systems.planning.trace import NO_UNIT, Trace
+from systems.sizes import format_need, format_size
 from systems.strategies.h3t.compiling import OTHERS, Compiler
 from systems.strategies.h3t.costs import ModelCosts
 from systems.strategies.h3t.dynamic import pruned_dp
@@ -93,18 +93,32 @@ class Search:
             for share in shares:
                 found += self._solved(others, self._first_bundles(share))
         if not found:
-            self.check_minimum()
-            everything = dict.fromkeys(self._measured.layers, ALL_ON)
-            found = [self._simulated(self.unchecked(everything, "held", "on"))]
+            least = self.unchecked(dict.fromkeys(self._measured.layers, ALL_ON), "held", "on")
+            if not least.fits(self._context):
+                raise self.refusal(least)
+            found = [self._simulated(least)]
         excess = [excess_bytes(each.memory, self._layout, self._context) for each in found]
         return [each for each, over in zip(found, excess, strict=True) if over <= max(min(excess), 0)]
 
-    def check_minimum(self) -> None:
-        """BudgetError if a plan with every switch on does not fit; it names the unit that sets the need."""
-        trace = self._measured.base
-        residence = Residence(self._layout, self._context, unmovable(self._layout), self._asked.rule)
-        need = minimum_need(trace, demand_of(self._layout, trace, self._context), residence)
-        check_need(need, self._context, "h3t", self._asked.unit_name)
+    def refusal(self, least: Candidate) -> BudgetError:
+        """What the least plan, with every switch on, needs, and the unit that sets it. It does not fit."""
+        memory, moments = least.memory, self._measured.base.moments
+        moment = memory.device_total_bytes.index(memory.total_peak)
+        owner = next((m.unit for m in moments[moment::-1] if m.unit != NO_UNIT), NO_UNIT)
+        where = "the step" if owner == NO_UNIT else f"unit {self._asked.unit_name(owner)!r}"
+        needed, given = (self._context.memory_for(size) for size in (memory.total_peak, self._context.device_budget))
+        activations = memory.device_non_model_bytes[moment]
+        parts = [f"{format_size(memory.total_peak - activations)} of parameters and gradients"]
+        parts.append(f"{format_size(activations)} of activations")
+        if needed > memory.total_peak:
+            parts.append(f"{format_size(needed - memory.total_peak)} for the allocator")
+        return BudgetError(
+            f"h3t needs at least {format_need(needed, given)} of device memory for {where} ({', '.join(parts)}), "
+            f"{format_size(given)} is given: raise --device-memory, or lower --batch-size or --seq-len",
+            tier="device",
+            need=needed,
+            have=given,
+        )
 
     def _first_bundles(self, share: float) -> frozenset[int]:
         """The bundles used first, with this share of all parameters, and those that never move."""

@@ -66,7 +66,7 @@ class H3T:
         trace = nominal_trace(layout, accumulate=self._context.accumulate)
         residence = Residence(layout, self._context, unmovable(layout), self.update_rule)
         need = minimum_need(trace, demand_of(layout, trace, self._context), residence)
-        check_need(need, self._context, self.name, self._unit_name, measured=False)
+        check_need(need, self._context, self.name, self._unit_name, measured=False, smaller=None)
         self._statistics = H3TStatistics(
             variant=self._options.variant,
             num_layers=len(index.blocks),
@@ -133,7 +133,7 @@ class H3T:
             self._opened, waiting = waiting, list(measured.layers)
         found = self._with_open(search, measured, waiting)
         if not waiting and not found.fits(self._context):
-            search.check_minimum()
+            raise search.refusal(found)
         peaks = with_peaks(found.plan, found.memory, layout, self._context)
         return replace(peaks, provisional=True, barriers=frozenset())
 
