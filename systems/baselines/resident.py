@@ -22,7 +22,7 @@ from systems.machine import device_budget, make_device
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adam import AdamTask
-from systems.substrate.adoption import initial_values, place_buffers
+from systems.substrate.adoption import initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.labels import labelled
@@ -61,6 +61,7 @@ class ResidentEngine(Engine):
 
     def _build(self, found: FoundModel) -> None:
         settings = self.settings
+        refuse_mixed_norms(found, settings.dtype)
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)

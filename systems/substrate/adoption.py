@@ -19,6 +19,17 @@ from systems.substrate.units import FoundModel
 from systems.system import Settings
 
 
+def refuse_mixed_norms(found: FoundModel, dtype: str) -> None:
+    """UnsupportedError for weights of a batch norm that would be computed in another dtype than its running averages."""
+    for parameter, owners in zip(found.index.parameters, found.owners, strict=True):
+        averages = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None for m, _ in owners)
+        if averages and dtype != "fp32":
+            raise UnsupportedError(
+                f"parameter {parameter.name} is of a batch norm, whose running averages stay in fp32, and torch has no batch "
+                f"norm with {dtype} weights beside them: use dtype fp32, or a norm without running averages"
+            )
+
+
 def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torch.Tensor], None]:
     """Fills a parameter's first fp32 value, and frees the model's own copy of it once read."""
     names = [p.name for p in found.index.parameters]

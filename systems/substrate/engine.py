@@ -17,7 +17,7 @@ from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputed_units, switchable
-from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers
+from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.events import EventLog
@@ -77,6 +77,7 @@ class ManagedEngine(Engine):
     ) -> None:
         dtype = TORCH_DTYPE[settings.dtype]
         found = find_units(model)
+        refuse_mixed_norms(found, settings.dtype)
         device = make_device(self.log)
         self._cleanup.callback(device.close)
         context = PlanningContext(

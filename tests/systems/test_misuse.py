@@ -428,3 +428,16 @@ def test_a_model_that_was_refused_can_be_given_again(system: str) -> None:
 def test_a_model_in_which_nothing_trains() -> None:
     with pytest.raises(UnsupportedError, match="no parameter of the model requires a gradient"):
         started("elixir", build("stack").requires_grad_(False))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("averages", [True, False])
+def test_a_batch_norm_with_averages_needs_fp32(system: str, averages: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=averages))
+    if averages:
+        with pytest.raises(UnsupportedError, match=r"parameter 1\.weight is of a batch norm.*use dtype fp32"):
+            started(system, model, dtype="bf16")
+    dtype = torch.float32 if averages else torch.bfloat16
+    with started(system, model, dtype="fp32" if averages else "bf16") as engine:
+        engine.backward(engine(torch.ones(4, 8, dtype=dtype)).float().sum())
+        engine.step()
