@@ -119,8 +119,16 @@ def test_the_automatic_search_is_as_good_as_trying_every_size(index: ModelIndex)
     low, high = chunker._range()
     every = range(round_up(low, 128), max(high, low) + 1, 128)
     largest = max((chunker.size(p) for p in index.parameters if len(p.users) == 1), default=0)
-    every_holding = [size for size in every if size >= min(largest, sizes[-1])]
+    every_holding = [size for size in every if size >= min(largest, sizes[0])]
     assert chunker.waste(chunker.chunk) == min(map(chunker.waste, every_holding))
+
+
+def test_the_search_tries_the_size_from_which_a_group_is_fused() -> None:
+    """A frozen group that takes 1664 elements is fused where a chunk holds more than that, and wastes nothing then."""
+    index = model_of([(None, [385, 897]), (0, [1, 385, 1281]), (None, [1])], frozen=frozenset({0, 1, 2}))
+    chunker = Chunker(index, ElixirOptions(), context())
+    assert 1664 + 128 in chunker.candidates() and chunker.chunk == 1664 + 128
+    assert chunker.statistics.num_fused == 1
 
 
 def test_waste_by_hand() -> None:

@@ -107,9 +107,15 @@ class Chunker:
         return wasted
 
     def candidates(self) -> list[int]:
-        """Chunk sizes to test, ascending."""
+        """Chunk sizes to test, ascending: those at which the packing changes, and those from which a group is fused."""
         single = [[self.size(p) for run in group.runs for p in run] for group in self._groups]
-        return candidate_sizes(single, *self._range(), self._options, self._context)
+        low, high = self._range()
+        sizes = candidate_sizes(single, low, high, self._options, self._context)
+        if self._options.chunk_step is not None:
+            return sizes
+        unit = self._align * self._context.ranks
+        fusing = {round_up(total + 1, unit) for total in self._totals.values()}
+        return sorted({*sizes, *(size for size in fusing if sizes[0] <= size <= high)})
 
     def _search(self) -> int:
         return min(self.candidates(), key=lambda chunk: (self.waste(chunk), -chunk))
