@@ -74,16 +74,12 @@ def _models() -> list[tuple[str, ...]]:
     return rows
 
 
-def _four_digits(figure: float) -> str:
-    return f"{figure:,.0f}" if figure >= 1000 else f"{figure:.4g}"
-
-
 def _runs(results: Path) -> list[tuple[str, ...]]:
     records, unreadable = store.read_all(results)
     rows: list[tuple[str, ...]] = [("run", "status", "device", "step s", "tokens/s", "tag")]
     for record in records:
-        figures = (record.metrics.mean_step_time_s, record.metrics.tokens_per_s)
-        texts = ["" if figure is None else _four_digits(figure) for figure in figures]
+        figures = ((record.metrics.mean_step_time_s, ".4g"), (record.metrics.tokens_per_s, ",.0f"))
+        texts = ["" if figure is None else format(figure, how) for figure, how in figures]
         device = record.resolved.device_label or ""
         rows.append((record.run_id, record.status, device, *texts, record.spec.tag or ""))
     for one in unreadable:

@@ -28,7 +28,6 @@ def check_need(
     """
     if need.total_bytes <= context.device_budget:
         return
-    where = f"unit {unit_name(need.unit)!r}" if need.unit != NO_UNIT else "the step"
     parts = [f"{format_size(need.parameter_bytes)} of parameters", f"{format_size(need.gradient_bytes)} of gradients"]
     if need.static_bytes:
         parts.append(f"{format_size(need.static_bytes)} that never moves")
@@ -41,10 +40,18 @@ def check_need(
         advice = "activations come on top: raise --device-memory well above this"
         if smaller is not None:
             advice += f", or give a smaller --option {smaller}"
-    needed, given = context.memory_for(need.total_bytes), context.memory_for(context.device_budget)
-    if needed > need.total_bytes:
-        parts.append(f"{format_size(needed - need.total_bytes)} for the allocator")
-    raise BudgetError(
+    raise refusal(need.total_bytes, need.unit, parts, advice, context, system, unit_name)
+
+
+def refusal(
+    total: int, unit: int, parts: list[str], advice: str, context: PlanningContext, system: str, unit_name: UnitName
+) -> BudgetError:
+    """total: bytes, made of `parts`, that the unit (or NO_UNIT) sets; the allocator's part is added."""
+    where = f"unit {unit_name(unit)!r}" if unit != NO_UNIT else "the step"
+    needed, given = context.memory_for(total), context.memory_for(context.device_budget)
+    if needed > total:
+        parts = [*parts, f"{format_size(needed - total)} for the allocator"]
+    return BudgetError(
         f"{system} needs at least {format_need(needed, given)} of device memory for {where} ({', '.join(parts)}), "
         f"{format_size(given)} is given: {advice}",
         tier="device",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-PLAIN = (int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 
 
 class _Place:
@@ -36,11 +36,12 @@ class _Place:
     def copy(self) -> Any:
         return _copied(self.get())
 
-    def changed(self, found: Any, copy: Any) -> bool:
+    def changed(self, copy: Any) -> bool:
         now = self.get()
-        if isinstance(copy, torch.Tensor):
-            return now is not found or not torch.equal(now, copy)
-        return bool(now != copy)
+        if not isinstance(copy, torch.Tensor):
+            return bool(now != copy)
+        alike = isinstance(now, torch.Tensor) and (now.dtype, now.device) == (copy.dtype, copy.device)
+        return not alike or not torch.equal(now, copy)
 
 
 class _Draws:
@@ -50,21 +51,11 @@ class _Draws:
         self.get, self.put = get, put
         self.copy = get
 
-    def changed(self, found: Any, copy: Any) -> bool:
+    def changed(self, copy: Any) -> bool:
         return pickle.dumps(self.get()) != pickle.dumps(copy)
 
 
 _Changing = _Place | _Draws
-
-
-class State:
-    """What a block found at its forward: objects, and copies of them."""
-
-    __slots__ = ("copies", "found")
-
-    def __init__(self, changing: list[_Changing]) -> None:
-        self.found = [each.get() for each in changing]
-        self.copies = [each.copy() for each in changing]
 
 
 class Replay:
@@ -75,24 +66,24 @@ class Replay:
         self._changing: list[_Changing] = []
         self._learned = False
 
-    def take(self) -> State:
+    def take(self) -> list[Any]:
+        """Copies of what the forward may change."""
         if not self._learned:
             self._changing = _all_of(self._module)
-        return State(self._changing)
+        return [each.copy() for each in self._changing]
 
-    def learn(self, state: State) -> None:
-        """The first time: keep what changed. Asks the device whether buffers are what they were."""
+    def learn(self, copies: list[Any]) -> None:
+        """The first time: keep what changed, of `copies` too. Asks the device whether buffers are what they were."""
         if self._learned:
             return
-        kept = [i for i, each in enumerate(self._changing) if each.changed(state.found[i], state.copies[i])]
-        self._changing = [self._changing[i] for i in kept]
-        state.found, state.copies = [state.found[i] for i in kept], [state.copies[i] for i in kept]
+        pairs = [(each, copy) for each, copy in zip(self._changing, copies, strict=True) if each.changed(copy)]
+        self._changing, copies[:] = [each for each, _ in pairs], [copy for _, copy in pairs]
         self._learned = True
 
     @contextmanager
-    def again(self, state: State) -> Iterator[None]:
+    def again(self, copies: list[Any]) -> Iterator[None]:
         now = [each.get() for each in self._changing]
-        for each, copy in zip(self._changing, state.copies, strict=True):
+        for each, copy in zip(self._changing, copies, strict=True):
             each.put(_copied(copy))
         try:
             yield
@@ -116,7 +107,7 @@ def _all_of(module: nn.Module) -> list[_Changing]:
 def _copyable(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.layout is torch.strided and not (value.is_meta or value.requires_grad or isinstance(value, nn.Parameter))
-    return type(value) in (*PLAIN, bool)
+    return type(value) in PLAIN
 
 
 def _copied(value: Any) -> Any:

@@ -12,12 +12,13 @@ from systems.planning.demand import demand_of, unmovable
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, UpdateRule
+from systems.planning.refusal import refusal
 from systems.planning.schedule import Schedule, expand
 from systems.planning.simulator import step_time_of
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import MemTimeline, excess_bytes, timeline_of
 from systems.planning.trace import NO_UNIT, Trace
-from systems.sizes import format_need, format_size
+from systems.sizes import format_size
 from systems.strategies.h3t.compiling import OTHERS, Compiler
 from systems.strategies.h3t.costs import ModelCosts
 from systems.strategies.h3t.dynamic import pruned_dp
@@ -105,20 +106,11 @@ class Search:
         memory, moments = least.memory, self._measured.base.moments
         moment = memory.device_total_bytes.index(memory.total_peak)
         owner = next((m.unit for m in moments[moment::-1] if m.unit != NO_UNIT), NO_UNIT)
-        where = "the step" if owner == NO_UNIT else f"unit {self._asked.unit_name(owner)!r}"
-        needed, given = (self._context.memory_for(size) for size in (memory.total_peak, self._context.device_budget))
         activations = memory.device_non_model_bytes[moment]
-        parts = [f"{format_size(memory.total_peak - activations)} of parameters and gradients"]
-        parts.append(f"{format_size(activations)} of activations")
-        if needed > memory.total_peak:
-            parts.append(f"{format_size(needed - memory.total_peak)} for the allocator")
-        return BudgetError(
-            f"h3t needs at least {format_need(needed, given)} of device memory for {where} ({', '.join(parts)}), "
-            f"{format_size(given)} is given: raise --device-memory, or lower --batch-size or --seq-len",
-            tier="device",
-            need=needed,
-            have=given,
-        )
+        rest = format_size(memory.total_peak - activations)
+        parts = [f"{rest} of parameters and gradients", f"{format_size(activations)} of activations"]
+        advice = "raise --device-memory, or lower --batch-size or --seq-len"
+        return refusal(memory.total_peak, owner, parts, advice, self._context, "h3t", self._asked.unit_name)
 
     def _first_bundles(self, share: float) -> frozenset[int]:
         """The bundles used first, with this share of all parameters, and those that never move."""

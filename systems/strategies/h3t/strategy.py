@@ -127,12 +127,14 @@ class H3T:
     def _provisional(self, search: Search, layout: Layout, measured: Measured) -> Plan:
         """Every switch on but synchronisation, and those of the layers that this step measures: as many as fit."""
         waiting = list(self._profiler.to_open(measured, self._options.profile_steps))
-        while waiting and not self._with_open(search, measured, waiting).fits(self._context):
-            waiting = waiting[: len(waiting) // 2]
-        if self._context.hardware is not None:
-            self._opened, waiting = waiting, list(measured.layers)
         found = self._with_open(search, measured, waiting)
-        if not waiting and not found.fits(self._context):
+        while waiting and not found.fits(self._context):
+            waiting = waiting[: len(waiting) // 2]
+            found = self._with_open(search, measured, waiting)
+        if self._context.hardware is not None:
+            self._opened = waiting
+            found = self._with_open(search, measured, measured.layers)
+        elif not found.fits(self._context):
             raise search.refusal(found)
         peaks = with_peaks(found.plan, found.memory, layout, self._context)
         return replace(peaks, provisional=True, barriers=frozenset())
