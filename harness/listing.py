@@ -78,7 +78,7 @@ def _runs(results: Path) -> list[tuple[str, ...]]:
     records, unreadable = store.read_all(results)
     rows: list[tuple[str, ...]] = [("run", "status", "device", "step s", "tokens/s", "tag")]
     for record in records:
-        figures = ((record.metrics.mean_step_time_s, ".4g"), (record.metrics.tokens_per_s, ",.0f"))
+        figures = ((record.metrics.mean_step_time_s, ".4g"), (record.metrics.tokens_per_s, ",.1f"))
         texts = ["" if figure is None else format(figure, how) for figure, how in figures]
         device = record.resolved.device_label or ""
         rows.append((record.run_id, record.status, device, *texts, record.spec.tag or ""))
