@@ -210,6 +210,7 @@ class Lane:
                 self._idle = False
                 job = self._take()
             self._carry_out(job)
+            del job  # and with it its hold on memory, which may have to go before another job comes
 
     def _give_up(self, error: BaseException) -> None:
         with self._changed:

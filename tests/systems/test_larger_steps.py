@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -23,13 +25,17 @@ BUDGET = 6_000_000  # bytes: what a plan for short steps takes leaves too little
 
 
 class SlabDevice(EmulatedDevice):
-    """The pool lies in slabs, and activations get what these leave; budget: for both, which is watched and not enforced."""
+    """The pool lies in slabs, and activations get what these leave; budget: for both, which is watched and not enforced.
+
+    A slab counts for as long as anything holds its memory, whether the pool still knows of it or not.
+    """
 
     allowance = replace(EXACT, warm_up_share=0.3)
     evicts_for_activations = measures_always = False
 
     def __init__(self, budget: int, log: EventLog) -> None:
         self.real_budget, self.highest = budget, 0
+        self.slabs: dict[int, int] = {}  # bytes, by address
         super().__init__(AMPLE, log)
 
     @property
@@ -42,12 +48,16 @@ class SlabDevice(EmulatedDevice):
 
         def add_other(nbytes: int, label: str) -> None:
             seen(nbytes, label)
-            self.highest = max(self.highest, self.pool.reserved_bytes + self.account.other)
+            self.highest = max(self.highest, sum(self.slabs.values()) + self.account.other)
 
         self.account.add_other = add_other  # type: ignore[method-assign]
 
     def _new_granule(self, nbytes: int) -> torch.Tensor | None:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        array = numpy.empty(nbytes, dtype=numpy.uint8)
+        address = array.ctypes.data
+        self.slabs[address] = nbytes
+        weakref.finalize(array, self.slabs.pop, address)
+        memory = torch.from_numpy(array)
         self.meter.exempt(memory.untyped_storage())
         return memory
 
