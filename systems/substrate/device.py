@@ -57,6 +57,7 @@ class Device(ABC):
     allowance = EXACT
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
     evicts_for_activations = False  # while they are made: else there has to be room for them before
+    cpu_lane_threads = 1
 
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log = log
@@ -71,7 +72,7 @@ class Device(ABC):
 
     def start_lanes(self, jitter: Callable[[], None] | None) -> None:
         self.lanes = {kind: Lane(kind, stream=self._stream(), jitter=jitter) for kind in COPY_LANES}
-        self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter)
+        self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter, threads=self.cpu_lane_threads)
         self.transfers = Transfers(self.lanes, ComputeLane(self._order, self._mark), self.log)
 
     @property
@@ -236,6 +237,7 @@ class CudaDevice(Device):
     label = "cuda"
     granule_bytes = 32 << 20
     allowance = CUDA
+    cpu_lane_threads = 2  # one alone leaves the cores idle while it waits for the interpreter between two updates
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
         if not torch.cuda.is_available():

@@ -1,7 +1,8 @@
 """Lanes and tickets: ordered queues of work, and the proof that a piece of it is done.
 
-A lane is one thread with a queue. On the emulated device its jobs do the work themselves; on CUDA they queue it on the lane's
-stream. A ticket can be waited for by the host, and by another lane's job before it works. Nothing here knows what is moved.
+A lane is a queue and the thread that works it off. On the emulated device its jobs do the work themselves; on CUDA they queue
+it on the lane's stream. A ticket can be waited for by the host, and by another job before it works. Nothing here knows what is
+moved.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -143,6 +144,7 @@ class Lane:
 
     stream: the CUDA stream its jobs queue work on, None where jobs do the work themselves.
     jitter: called before each job; tests put random sleeps here.
+    threads: that take jobs; more than one only in a lane that keeps no order.
     """
 
     def __init__(
@@ -151,15 +153,18 @@ class Lane:
         *,
         stream: torch.cuda.Stream | None = None,
         jitter: Callable[[], None] | None = None,
+        threads: int = 1,
     ) -> None:
         self.kind, self.stream, self._jitter = kind, stream, jitter
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._running = True
-        self._idle = True
+        self._busy = 0  # threads that have a job in hand
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"lane-{kind.value}", daemon=True)
-        self._thread.start()
+        name = f"lane-{kind.value}"
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(
         self, work: Callable[[], None], after: Sequence[Ticket], *, id: int, priority: int = 0, label: str = "work"
@@ -174,7 +179,7 @@ class Lane:
             if not self._running:
                 self._fail(job, self.error or RuntimeError(f"the {self.kind.value} lane is closed"))
                 return ticket
-            free = self._idle and not self._waiting and self.stream is not None
+            free = self.stream is not None and not self._busy and not self._waiting
             if free and all(earlier.at_once() for earlier in after):
                 self._carry_out(job, by_caller=True)
             else:
@@ -186,12 +191,12 @@ class Lane:
     def _waiting(self) -> bool:
         return bool(self._jobs)
 
-    def _take(self) -> _Job:
-        """The next job; called with the lock held and jobs present."""
+    def _take(self) -> _Job | None:
+        """The next job, or None after a sleep: look again. Called with the lock held and jobs present."""
         return self._jobs.popleft()
 
     def _run(self) -> None:
-        torch.multiprocessing._set_thread_name(self._thread.name)  # what a profile calls the thread
+        torch.multiprocessing._set_thread_name(threading.current_thread().name)  # what a profile calls the thread
         try:
             self._work_off()
         except BaseException as error:  # of the lane itself: nobody may wait for what will never come
@@ -199,22 +204,33 @@ class Lane:
             raise
 
     def _work_off(self) -> None:
-        while True:
-            with self._changed:
-                while self._running and not self._waiting:
-                    self._idle = True
-                    self._changed.notify_all()
-                    self._changed.wait()
+        with self._changed:
+            while self._running or self._waiting:
                 if not self._waiting:
-                    return
-                self._idle = False
-                job = self._take()
-            self._carry_out(job)
-            del job  # and with it its hold on memory, which may have to go before another job comes
+                    self._changed.wait()
+                elif (job := self._take()) is not None:
+                    self._busy += 1
+                    try:
+                        with self._unlocked():
+                            self._carry_out(job)
+                            del job  # and with it its hold on memory, which may have to go before another job comes
+                    finally:
+                        self._busy -= 1
+                        if not self._busy and not self._waiting:
+                            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Jobs can be submitted, and taken by the other threads, meanwhile."""
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
 
     def _give_up(self, error: BaseException) -> None:
         with self._changed:
-            self.error, self._idle, self._running = self.error or error, True, False
+            self.error, self._running = self.error or error, False
             for job in self._left():
                 self._fail(job, error)
             self._changed.notify_all()
@@ -259,7 +275,7 @@ class Lane:
     def drain(self) -> None:
         """Block until every job submitted so far is finished, on the device too; raises the first error of any job."""
         with self._changed:
-            while self._waiting or not self._idle:
+            while self._waiting or self._busy:
                 self._changed.wait()
         if self.stream is not None:
             self.stream.synchronize()
@@ -267,12 +283,13 @@ class Lane:
             raise self.error
 
     def close(self) -> None:
-        """Finish what is queued, then end the thread."""
+        """Finish what is queued, then end the threads."""
         with self._changed:
             self._running = False
             self._changed.notify_all()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
 
 class UpdateLane(Lane):
@@ -280,39 +297,34 @@ class UpdateLane(Lane):
 
     Gradients arrive last unit first, but the next forward needs the first units first; see design "Transfers". Inputs arrive
     about in the order the jobs were submitted, so while none is there it sleeps until the oldest job's are.
+
+    threads: with two, the next update waits in the queue of csrc/adam.cpp while one runs. Jobs then overlap, and nothing but
+    their tickets keeps two of them in order.
     """
 
-    def __init__(self, kind: LaneKind, *, jitter: Callable[[], None] | None = None) -> None:
+    def __init__(self, kind: LaneKind, *, jitter: Callable[[], None] | None = None, threads: int = 1) -> None:
         self._ready: list[_Job] = []
-        super().__init__(kind, jitter=jitter)
+        super().__init__(kind, jitter=jitter, threads=threads)
 
-    def _take(self) -> _Job:
-        while True:
+    def _take(self) -> _Job | None:
+        missing = self._missing()
+        while self._jobs and missing is None:
+            self._ready.append(self._jobs.popleft())
             missing = self._missing()
-            while self._jobs and missing is None:
-                self._ready.append(self._jobs.popleft())
-                missing = self._missing()
-            if self._ready:
-                job = min(self._ready, key=lambda job: job.priority)
-                self._ready.remove(job)
-                return job
-            assert missing is not None, "a lane takes a job only while it has one"
-            self._sleep_until(missing)
+        if self._ready:
+            job = min(self._ready, key=lambda job: job.priority)
+            self._ready.remove(job)
+            return job
+        assert missing is not None, "a lane takes a job only while it has one"
+        with self._unlocked(), contextlib.suppress(BaseException):  # its job meets the error again
+            missing.wait()
+        return None
 
     def _missing(self) -> Ticket | None:
         """What the oldest job still waits for. Tickets finish at any time, so each is asked once."""
         if not self._jobs:
             return None
         return next((earlier for earlier in self._jobs[0].after if not earlier.done()), None)
-
-    def _sleep_until(self, ticket: Ticket) -> None:
-        """With the lock open, so that jobs can be submitted meanwhile."""
-        self._changed.release()
-        try:
-            with contextlib.suppress(BaseException):  # its job meets the error again
-                ticket.wait()
-        finally:
-            self._changed.acquire()
 
     @property
     def _waiting(self) -> bool:

@@ -16,6 +16,7 @@ from systems.planning.races import IssuedOperation, find_races
 from systems.planning.schedule import expand
 from systems.planning.validator import circular_wait, validate
 from systems.strategies.elixir.options import ElixirOptions
+from systems.substrate.device import EmulatedDevice
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.events import LoggedOperation, issued_operations
 from tests.systems.models_plain import CASES, build
@@ -144,3 +145,15 @@ def test_sleeping_copies_and_eager_eviction_change_no_bit() -> None:
     engine = start(RANDOM, build("stack"), settings(clip=1.0), None, sleeps())
     evict_at_once(engine)
     assert_equal(fifty_steps(), train(engine, tokens(50, 1), CASES["stack"].loss))
+
+
+@pytest.mark.parametrize("system", ["elixir", "random write-back"])
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
+def test_updates_that_overlap_change_no_bit(setup: Setup, system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where the CPU lane has two threads: norms, accumulations, restored slots and updates of all segments."""
+    monkeypatch.setattr(EmulatedDevice, "cpu_lane_threads", 2)
+    chosen, options = SYSTEMS[system]
+    asked: dict[str, Any] = dict(dtype=setup.dtype, clip=setup.clip, recompute=setup.recompute)
+    asked["device_memory"] = budget_of(setup, "tight")
+    run = train_as(chosen, setup.build(), tokens(STEPS, setup.accumulate), options, sleeps(), **asked)
+    assert_equal(reference(setup), run)
