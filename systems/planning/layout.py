@@ -11,7 +11,7 @@ All offsets and lengths are elements. Master weights, moments and gradient of a 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 ALIGN_BYTES = 256
@@ -77,9 +77,32 @@ class FlatSpace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter lies in its segment."""
+    """Where a parameter, or a piece of it, lies in a segment. start: the piece's first element in the parameter.
+
+    A parameter may go on from one segment into the next of its bundle: its pieces lie one behind the other, without a gap.
+    """
 
     parameter: int
+    offset: int
+    numel: int
+    start: int = 0
+
+    @property
+    def here(self) -> slice:
+        """Its elements in the segment."""
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def piece(self) -> slice:
+        """Its elements in the parameter."""
+        return slice(self.start, self.start + self.numel)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a whole parameter lies in its bundle."""
+
+    bundle: int
     offset: int
     numel: int
 
@@ -142,12 +165,25 @@ class Layout:
         return tuple(owner[s.index] for s in self.segments)
 
     @cached_property
-    def segment_of_parameter(self) -> dict[int, int]:
-        return {place.parameter: s.index for s in self.segments for place in s.placements}
+    def places(self) -> dict[int, Place]:
+        """By parameter. ValueError where the pieces of one have a gap or lie in several bundles."""
+        found: dict[int, Place] = {}
+        for bundle in self.bundles:
+            start = 0
+            for s in bundle.segments:
+                for piece in self.segments[s].placements:
+                    before = found.get(piece.parameter, Place(bundle.index, start + piece.offset, 0))
+                    if (before.bundle, before.offset + before.numel) != (bundle.index, start + piece.offset) or (
+                        piece.start != before.numel
+                    ):
+                        raise ValueError(f"parameter {piece.parameter} does not go on where it ended, in segment {s}")
+                    found[piece.parameter] = replace(before, numel=before.numel + piece.numel)
+                start += self.segments[s].numel
+        return found
 
     @cached_property
     def bundle_of_parameter(self) -> dict[int, int]:
-        return {p: self.bundle_of_segment[s] for p, s in self.segment_of_parameter.items()}
+        return {p: place.bundle for p, place in self.places.items()}
 
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize

@@ -27,7 +27,7 @@ class Accumulators:
         state, slot, kernel = stored.state, stored.slot, self.device.host_kernel
         assert state is not None and state.accumulator is not None
         accumulator = state.accumulator
-        wheres = [slice(p.offset, p.offset + p.numel) for p in stored.segment.placements if p.parameter in fired]
+        wheres = [p.here for p in stored.segment.placements if p.parameter in fired]
 
         def work() -> None:
             for where in wheres:
@@ -55,8 +55,7 @@ class Accumulators:
             with self.device.phases.of("accumulate"):
                 for place in stored.segment.placements:
                     if place.parameter in gradient.fired:
-                        where = slice(place.offset, place.offset + place.numel)
-                        self.device.kernel.accumulate(state.accumulator[where], piece[where])
+                        self.device.kernel.accumulate(state.accumulator[place.here], piece[place.here])
             self.device.transfers.compute(
                 reads=[gradient.range.memory], writes=[state.memory], label=f"accumulate segment {s} ends"
             )

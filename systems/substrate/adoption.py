@@ -52,22 +52,17 @@ def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torc
 def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dtype: torch.dtype) -> tuple[nn.Parameter, ...]:
     """Make every parameter a view of its bundle's storage. Returns the final parameter objects, in index order."""
     final: list[nn.Parameter] = list(found.parameters)
-    for bundle in layout.bundles:
-        start = 0
-        for s in bundle.segments:
-            segment = layout.segments[s]
-            for place in segment.placements:
-                old = found.parameters[place.parameter]
-                view = residency.bundles[bundle.index].storage.view(dtype, start + place.offset, tuple(old.shape))
-                if old.is_meta:
-                    new = nn.Parameter(view, requires_grad=old.requires_grad)
-                    for module, attribute in found.owners[place.parameter]:
-                        module._parameters[attribute] = new
-                    final[place.parameter] = new
-                else:
-                    old.data = view
-                    old.grad = None
-            start += segment.numel
+    for number, place in layout.places.items():
+        old = found.parameters[number]
+        view = residency.bundles[place.bundle].storage.view(dtype, place.offset, tuple(old.shape))
+        if old.is_meta:
+            new = nn.Parameter(view, requires_grad=old.requires_grad)
+            for module, attribute in found.owners[number]:
+                module._parameters[attribute] = new
+            final[number] = new
+        else:
+            old.data = view
+            old.grad = None
     return tuple(final)
 
 

@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from systems.planning.layout import Layout, Placement
 from systems.planning.plan import LaneKind
 from systems.substrate.residency import Residency
 from systems.substrate.tiers import Allocation
-
-Place = tuple[int, int, Placement]  # bundle, element in it, placement
 
 
 @dataclass
@@ -40,26 +37,12 @@ class BundleGradient:
         return self.range is not None or self.parked or (bool(self.fired) and not self.flushed)
 
 
-def places_of(layout: Layout) -> dict[int, Place]:
-    """By parameter."""
-    found: dict[int, Place] = {}
-    for bundle in layout.bundles:
-        start = 0
-        for s in bundle.segments:
-            segment = layout.segments[s]
-            for place in segment.placements:
-                found[place.parameter] = (bundle.index, start + place.offset, place)
-            start += segment.numel
-    return found
-
-
 class Ranges:
     """Opens, fills, sends off and frees them."""
 
-    def __init__(self, residency: Residency, places: dict[int, Place]) -> None:
+    def __init__(self, residency: Residency) -> None:
         self.residency, self.layout, self.store = residency, residency.layout, residency.store
         self.device = residency.device
-        self.places = places
 
     def allocate(self, bundle: int) -> Allocation:
         return self.residency.allocate(self.layout.bundle_bytes(bundle), f"gradient of bundle {bundle}", compute=True)
@@ -99,8 +82,8 @@ class Ranges:
         """The parameter's place in a block of its bundle, flat."""
         found = block.views.get(parameter)
         if found is None:
-            _, offset, place = self.places[parameter]
-            found = block.views[parameter] = block.view(self.store.dtype, offset, place.numel)
+            place = self.layout.places[parameter]
+            found = block.views[parameter] = block.view(self.store.dtype, place.offset, place.numel)
         return found
 
     def offload(self, bundle: int, block: Allocation) -> None:

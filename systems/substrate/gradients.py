@@ -26,7 +26,7 @@ from systems.substrate.accumulators import Accumulators
 from systems.substrate.adam import AdamKernel
 from systems.substrate.device import Device
 from systems.substrate.events import Extent
-from systems.substrate.gradient_ranges import BundleGradient, Ranges, places_of
+from systems.substrate.gradient_ranges import BundleGradient, Ranges
 from systems.substrate.in_place import InPlace
 from systems.substrate.labels import labelled
 from systems.substrate.residency import Residency
@@ -39,7 +39,7 @@ Partials = tuple[tuple[int, ...], "list[float] | torch.Tensor"]
 class Gradients:
     """user: a unit that reads each parameter (the only one, where gradients are written in place).
 
-    partials: per bundle (per segment, with several micro-batches) its parameters and their fp64 sums of squares.
+    partials: per bundle its parameters and their fp64 sums of squares.
     """
 
     def __init__(
@@ -56,14 +56,13 @@ class Gradients:
         self.accumulate = accumulate
         self.partials: dict[int, Partials] = {}
         self.last_micro_step = accumulate == 1
-        self._places = places_of(layout)
         parameters: dict[int, list[int]] = {b.index: [] for b in layout.bundles if b.trainable}
-        for parameter, (bundle, _, _) in self._places.items():
-            if bundle in parameters:
-                parameters[bundle].append(parameter)
+        for parameter, place in layout.places.items():
+            if place.bundle in parameters:
+                parameters[place.bundle].append(parameter)
         self.bundles = {b: BundleGradient(tuple(found), frozenset(found)) for b, found in parameters.items()}
         self._summed: set[int] = set()  # bundles whose sums are left already, ahead of their flush
-        self._ranges = Ranges(residency, self._places)
+        self._ranges = Ranges(residency)
         self._accumulators = Accumulators(residency)
         self.in_place = InPlace(self._ranges, layout.in_place, user, lambda bundle: accumulate > 1 or self.adopts(bundle))
 
@@ -95,7 +94,7 @@ class Gradients:
 
     def accept(self, parameter: int, gradient: torch.Tensor) -> None:
         """Take a gradient over from autograd."""
-        bundle = self._places[parameter][0]
+        bundle = self.layout.places[parameter].bundle
         mine = self.bundles[bundle]
         again = parameter in mine.fired
         if mine.range is None and self.adopts(bundle):
@@ -188,7 +187,7 @@ class Gradients:
 
     def on_device(self, parameter: int) -> torch.Tensor:
         """The flat gradient of a parameter that is on the device: adopted, in its range, or in its own place."""
-        bundle = self._places[parameter][0]
+        bundle = self.layout.places[parameter].bundle
         gradient = self.bundles[bundle]
         if parameter in gradient.adopted:
             return gradient.adopted[parameter].reshape(-1)
@@ -217,7 +216,7 @@ class Gradients:
 
             def copy(stored=stored, places=places) -> None:  # type: ignore[no-untyped-def]
                 for p in places:
-                    stored.slot[p.offset : p.offset + p.numel].copy_(adopted[p.parameter].reshape(-1))
+                    stored.slot[p.here].copy_(adopted[p.parameter].reshape(-1)[p.piece])
 
             self.device.log.count("d2h_bytes", sum(p.numel for p in places) * self.store.dtype.itemsize)
             self.device.transfers.issue(

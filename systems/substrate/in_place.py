@@ -147,7 +147,7 @@ class InPlace:
             self.ranges.view(target, parameter).copy_(self.view(bundle, parameter))
         self.ranges.empty_buffers(gradient)
         self.device.transfers.compute(reads=[block.memory], writes=[target.memory], label=f"{label} ends")
-        self.residency.refill(bundle, [self.ranges.places[p] for p in written])
+        self.residency.refill(bundle, frozenset(written))
         self._forget(bundle)
 
     def _forget(self, bundle: int) -> None:
@@ -167,8 +167,8 @@ class InPlace:
     def _mark(self, bundle: int) -> None:
         """Bytes of the bundle's storage that no unit may read now; see Device.guard."""
         size = self.store.dtype.itemsize
-        places = [self.ranges.places[p] for p in self._of(bundle).parameters]
-        spans = [(offset * size, (offset + place.numel) * size) for _, offset, place in places]
+        places = [self.ranges.layout.places[p] for p in self._of(bundle).parameters]
+        spans = [(place.offset * size, (place.offset + place.numel) * size) for place in places]
         if spans:
             self.residency.overwritten[bundle] = spans
         else:

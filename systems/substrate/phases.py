@@ -56,7 +56,7 @@ OPERATIONS: tuple[tuple[LaneKind, str, Phase], ...] = (
     (LaneKind.D2H, "state of segment", "d2h_optimizer"),
     (LaneKind.CPU, "update segment", "adam_host"),
     (LaneKind.CPU, "clear accumulator", "adam_host"),
-    (LaneKind.CPU, "norm of segment", "norm"),
+    (LaneKind.CPU, "norm of bundle", "norm"),
     (LaneKind.CPU, "accumulate segment", "accumulate"),
     (LaneKind.CPU, "restore segment", "conversion"),
 )

@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 
-from systems.planning.layout import Bundle, Layout, Placement
+from systems.planning.layout import Bundle, Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.device import Device
 from systems.substrate.labels import labelled
@@ -219,24 +219,28 @@ class Residency:
             )
         self.drop(index)
 
-    def refill(self, index: int, places: Sequence[tuple[int, int, Placement]]) -> None:
-        """Read these parameters (bundle, element in it, placement) from the host again, into the block that is there."""
-        managed = self.bundles[index]
-        block = managed.block
+    def refill(self, index: int, parameters: frozenset[int]) -> None:
+        """Read these parameters of a bundle from the host again, into the block that is there."""
+        block = self.bundles[index].block
         assert block is not None
-        stored = [self.store.segments[self.layout.segment_of_parameter[place.parameter]] for _, _, place in places]
-        assert not any(s.slot_holds_gradient for s in stored)
+        pairs, sources = [], []
+        for target, s in zip(self.store.pieces(index, block), self.layout.bundles[index].segments, strict=True):
+            stored = self.store.segments[s]
+            here = [piece.here for piece in stored.segment.placements if piece.parameter in parameters]
+            if here:
+                assert not stored.slot_holds_gradient
+                sources.append(stored.slot_memory)
+                pairs += [(target[where], stored.slot[where]) for where in here]
 
         def copy() -> None:
-            for (_, offset, place), home in zip(places, stored, strict=True):
-                source = home.slot[place.offset : place.offset + place.numel]
-                block.view(self.store.dtype, offset, place.numel).copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
 
-        self.device.log.count("h2d_bytes", sum(place.numel for _, _, place in places) * self.store.dtype.itemsize)
+        self.device.log.count("h2d_bytes", sum(target.nbytes for target, _ in pairs))
         self.device.transfers.issue(
             LaneKind.H2D,
             copy,
-            reads=list({id(s): s.slot_memory for s in stored}.values()),
+            reads=sources,
             writes=[block.memory],
             label=f"refill bundle {index}",
         )
@@ -263,12 +267,12 @@ class Residency:
                     if place.parameter != parameter:
                         continue
                     flat = value.detach().float().cpu().reshape(-1)
-                    where = slice(place.offset, place.offset + place.numel)
+                    piece = flat[place.piece]
                     if stored.state is not None:
-                        stored.state.master[where].copy_(flat)
-                    self.device.host_kernel.cast(flat, stored.slot[where])
+                        stored.state.master[place.here].copy_(piece)
+                    self.device.host_kernel.cast(piece, stored.slot[place.here])
                     if managed.block is not None:
-                        managed.block.view(self.store.dtype, start + place.offset, place.numel).copy_(flat)
+                        managed.block.view(self.store.dtype, start + place.offset, place.numel).copy_(piece)
                 start += stored.segment.numel
 
     def resident(self) -> frozenset[int]:

@@ -156,7 +156,7 @@ class Runtime:
 
     def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None:
         """Autograd finished a parameter's gradient."""
-        if self.ending.updated.intersection(self.parts.layout.bundles[bundle].segments):
+        if bundle in self.ending.updated:
             raise DivergedError(
                 f"a gradient for bundle {bundle} arrived after its update had begun: use --option nonfinite=skip"
             )

@@ -16,7 +16,7 @@ from systems.system import StepOutcome
 
 
 class StepEnding:
-    """early: see Note [Early updates]. updated: segments whose update was issued during this step's backward."""
+    """early: see Note [Early updates]. updated: bundles whose update was issued during this step's backward."""
 
     def __init__(self, parts: Parts, *, early: bool) -> None:
         self.parts, self.early = parts, early
@@ -29,7 +29,7 @@ class StepEnding:
         self.parts.control.begin_updates(sorted(fired))
         segments = self.parts.layout.bundles[bundle].segments
         self.parts.updates.prepare_segments(segments, fired)(1.0)
-        self.updated.update(segments)
+        self.updated.add(bundle)
         self.parts.gradients.consumed(bundle)
 
     def update(self) -> StepOutcome | None:
@@ -42,8 +42,8 @@ class StepEnding:
         if self.early:
             self.settle()
             self._unread = self._norm()
-            segment_of = self.parts.layout.segment_of_parameter
-            left = [p for p in fired if segment_of[p] not in self.updated]
+            bundle_of = self.parts.layout.bundle_of_parameter
+            left = [p for p in fired if bundle_of[p] not in self.updated]
             control.begin_updates(left)
             updates.prepare(left)(1.0)
             return None

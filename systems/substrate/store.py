@@ -8,13 +8,14 @@ Note [The slot]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from systems.errors import BudgetError
-from systems.planning.layout import Layout, Segment
+from systems.planning.layout import Bundle, Layout, Placement, Segment
 from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
@@ -92,8 +93,8 @@ class Store:
                 self._mappings[part] = HostMapping(f"host-{part}", state_bytes, host, pinned=False)
             for segment in layout.segments:
                 self.segments.append(self._place(segment, parts, settled=segment.index in settled))
-            for stored in self.segments:
-                self._fill(stored, shapes, initial)
+            for bundle in layout.bundles:
+                self._fill(bundle, shapes, initial)
         except BaseException:
             self.close()
             raise
@@ -141,35 +142,47 @@ class Store:
             )
         return StoredSegment(segment, slot, slot_memory, state, state)
 
-    def _fill(
-        self,
-        stored: StoredSegment,
-        shapes: Sequence[tuple[int, ...]],
-        initial: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """First values, made on the compute device where they fit (same bits, and a GPU draws them faster).
+    def _fill(self, bundle: Bundle, shapes: Sequence[tuple[int, ...]], initial: Callable[[int, torch.Tensor], None]) -> None:
+        """First values of a bundle."""
+        pieces: dict[int, list[tuple[StoredSegment, Placement]]] = {}
+        for s in bundle.segments:
+            for place in self.segments[s].segment.placements:
+                pieces.setdefault(place.parameter, []).append((self.segments[s], place))
+        for parameter, mine in pieces.items():
+            self._draw(shapes[parameter], mine, lambda out, parameter=parameter: initial(parameter, out))  # type: ignore[misc]
+        for s in bundle.segments:
+            if self.segments[s].tier is Tier.DEVICE:
+                state = self.segments[s].state
+                assert state is not None
+                self.device.transfers.compute(writes=[state.memory], label=f"first values of segment {s}")
 
-        What stays on the device is drawn in its place there.
-        """
-        for place in stored.segment.placements:
-            where = slice(place.offset, place.offset + place.numel)
-            fits = place.numel * 4 <= self.device.account.budget // FILL_SHARE
-            home = None if stored.state is None else stored.state.master[where].view(shapes[place.parameter])
-            settled = stored.state is not None and stored.state.tier is Tier.DEVICE
-            made_on = self.device.torch_device if fits or settled else torch.device("cpu")
-            in_place = home is not None and made_on == home.device
-            value = home if home is not None and in_place else torch.empty(shapes[place.parameter], device=made_on)
-            initial(place.parameter, value)
-            if home is not None and not in_place:
-                self.device.copy_to_host(value, home)
-            if value.device.type == "cpu":
-                self.device.host_kernel.cast(value.reshape(-1), stored.slot[where])
+    def _draw(
+        self,
+        shape: tuple[int, ...],
+        pieces: Sequence[tuple[StoredSegment, Placement]],
+        draw: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Made on the compute device where they fit (same bits, and a GPU draws them faster), and in their place where that is
+        one and there; what stays on the device is drawn there."""
+        fits = math.prod(shape) * 4 <= self.device.account.budget // FILL_SHARE
+        settled = pieces[0][0].tier is Tier.DEVICE
+        made_on = self.device.torch_device if fits or settled else torch.device("cpu")
+        homes = [None if stored.state is None else stored.state.master[place.here] for stored, place in pieces]
+        home = homes[0] if len(homes) == 1 else None
+        value = torch.empty(shape, device=made_on) if home is None or home.device != made_on else home.view(shape)
+        draw(value)
+        flat = value.reshape(-1)
+        for (stored, place), target in zip(pieces, homes, strict=True):
+            piece, slot = flat[place.piece], stored.slot[place.here]
+            if target is not None and target.data_ptr() != piece.data_ptr():
+                if target.device == piece.device:
+                    target.copy_(piece)
+                else:
+                    self.device.copy_to_host(piece, target)
+            if piece.device.type == "cpu":
+                self.device.host_kernel.cast(piece, slot)
             else:
-                stored.slot[where].copy_(value.reshape(-1).to(self.dtype))
-        if stored.tier is Tier.DEVICE:
-            assert stored.state is not None
-            memory, label = stored.state.memory, f"first values of segment {stored.segment.index}"
-            self.device.transfers.compute(writes=[memory], label=label)
+                slot.copy_(piece.to(self.dtype))
 
     def pieces(self, bundle: int, block: Allocation) -> list[torch.Tensor]:
         """A bundle's block cut into its segments, as flat tensors of the compute dtype."""
@@ -253,12 +266,12 @@ class Store:
 
     def parameter_values(self, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter's fp32 master (or its slot's value, if frozen) as a CPU copy. Call only when drained."""
-        for stored in self.segments:
-            for place in stored.segment.placements:
-                if place.parameter == parameter:
-                    source = stored.slot if stored.state is None else stored.state.master
-                    return source[place.offset : place.offset + place.numel].float().cpu().clone().view(shape)
-        raise AssertionError(f"parameter {parameter} is in no segment")
+        pieces = []
+        for s in self.layout.bundles[self.layout.places[parameter].bundle].segments:
+            stored = self.segments[s]
+            source = stored.slot if stored.state is None else stored.state.master
+            pieces += [source[p.here].float().cpu() for p in stored.segment.placements if p.parameter == parameter]
+        return torch.cat(pieces).view(shape)
 
     @property
     def pinned_bytes(self) -> int:

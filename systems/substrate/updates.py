@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from systems.planning.layout import Layout
+from systems.planning.layout import Bundle, Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange, AdamTask
 from systems.substrate.device import Device
@@ -38,30 +38,37 @@ class Updates:
 
     def norm_of_accumulated(self, fired: Sequence[int]) -> None:
         """With several micro-batches: the partial sums of squares, out of the fp32 accumulators where they live."""
-        partials = self.gradients.partials
-        wanted = set(fired)
-        for s in self._order:
-            stored = self.store.segments[s]
-            state = stored.state
-            assert state is not None and state.accumulator is not None
-            places = [p for p in stored.segment.placements if p.parameter in wanted]
-            accumulator = state.accumulator
-
-            def work(segment=s, places=places, accumulator=accumulator, on_host=state.tier is Tier.HOST) -> None:  # type: ignore[no-untyped-def]
-                kernel = self.device.host_kernel if on_host else self.device.kernel
-                pieces = [accumulator[p.offset : p.offset + p.numel] for p in places]
-                partials[segment] = tuple(p.parameter for p in places), kernel.sum_squares_all(pieces)
-
-            if not places:
-                continue
-            if state.tier is Tier.DEVICE:
-                self.device.transfers.compute(reads=[state.memory], label=f"norm of segment {s}")
-                with labelled(f"norm of segment {s}"):
-                    work()
-            else:
-                self.device.transfers.issue(LaneKind.CPU, work, reads=[state.memory], label=f"norm of segment {s}", priority=-1)
+        wanted = frozenset(fired)
+        for bundle in self.layout.bundles:
+            mine = sorted({p.parameter for s in bundle.segments for p in self.layout.segments[s].placements} & wanted)
+            if mine:
+                self._norm_of_accumulated(bundle, mine)
         if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
             self.device.lanes[LaneKind.CPU].drain()
+
+    def _norm_of_accumulated(self, bundle: Bundle, parameters: list[int]) -> None:
+        states = [self.store.segments[s].state for s in bundle.segments]
+        memories = [state.memory for state in states if state is not None]
+        on_host = self.store.segments[bundle.segments[0]].tier is Tier.HOST
+        kernel = self.device.host_kernel if on_host else self.device.kernel
+        pieces: dict[int, list[torch.Tensor]] = {parameter: [] for parameter in parameters}
+        for s, state in zip(bundle.segments, states, strict=True):
+            assert state is not None and state.accumulator is not None
+            for piece in self.layout.segments[s].placements:
+                if piece.parameter in pieces:
+                    pieces[piece.parameter].append(state.accumulator[piece.here])
+
+        def work() -> None:
+            sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
+            self.gradients.partials[bundle.index] = tuple(parameters), sums
+
+        label = f"norm of bundle {bundle.index}"
+        if on_host:
+            self.device.transfers.issue(LaneKind.CPU, work, reads=memories, label=label, priority=-1)
+            return
+        self.device.transfers.compute(reads=memories, label=label)
+        with labelled(label):
+            work()
 
     def prepare(self, fired: Sequence[int]) -> Callable[[float], None]:
         """Update every segment that has gradients, once the factor (loss scale and clipping) is known: what is returned
@@ -119,7 +126,7 @@ class Updates:
             if p.parameter in wanted:
                 update.append(self.control.adam_range(p.parameter, p.offset, p.numel))
             else:
-                untouched.append(slice(p.offset, p.offset + p.numel))
+                untouched.append(p.here)
         return update, untouched
 
     def _on_host(self, stored: StoredSegment, wanted: frozenset[int], factor: float) -> None:
@@ -164,9 +171,8 @@ class Updates:
                 accumulators.append(state.accumulator)
             for p in stored.segment.placements:
                 if p.parameter in wanted:
-                    where = slice(p.offset, p.offset + p.numel)
-                    on_device = self.gradients.on_device
-                    gradient = on_device(p.parameter) if state.accumulator is None else state.accumulator[where]
+                    where, on_device = p.here, self.gradients.on_device
+                    gradient = on_device(p.parameter)[p.piece] if state.accumulator is None else state.accumulator[where]
                     ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
                     moments = state.exp_avg[where], state.exp_avg_sq[where]
                     tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
@@ -191,6 +197,17 @@ class Updates:
         before = bundle.bundle.segments[: bundle.bundle.segments.index(index)]
         start = sum(self.layout.segments[s].numel for s in before)
         return state, bundle.block, bundle.block.view(self.store.dtype, start, stored.segment.numel)
+
+
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Flat pieces as one tensor: a view where each begins where the last one ends (so it is on the host), else a copy."""
+    first, *rest = pieces
+    end = first.data_ptr() + first.nbytes
+    for piece in rest:
+        if piece.data_ptr() != end or piece.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return torch.cat(list(pieces))
+        end += piece.nbytes
+    return first.as_strided((sum(piece.numel() for piece in pieces),), (1,))
 
 
 def _zero(tensor: torch.Tensor) -> None:

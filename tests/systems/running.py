@@ -176,14 +176,15 @@ def adam_states(engine: Engine) -> dict[str, AdamState]:
                 found[name] = AdamState(moments[0].clone(), moments[1].clone(), engine._control.updates[number])
         return found
     assert isinstance(engine, ManagedEngine)
+    pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for stored in engine.parts.store.segments:
-        state = stored.state
-        for place in stored.segment.placements if state is not None else ():
-            assert state is not None
-            where = slice(place.offset, place.offset + place.numel)
-            steps = engine.parts.control.updates[place.parameter]
-            name = engine.index.parameters[place.parameter].name
-            found[name] = AdamState(state.exp_avg[where].clone(), state.exp_avg_sq[where].clone(), steps)
+        if stored.state is not None:
+            for place in stored.segment.placements:
+                moments = stored.state.exp_avg[place.here], stored.state.exp_avg_sq[place.here]
+                pieces.setdefault(place.parameter, []).append(moments)
+    for number, mine in pieces.items():
+        first, second = (torch.cat(each) for each in zip(*mine, strict=True))
+        found[engine.index.parameters[number].name] = AdamState(first, second, engine.parts.control.updates[number])
     return found
 
 
