@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
     from systems.system import Engine
@@ -60,3 +62,17 @@ def initialize(
         optimizer=optimizer,
     )
     return chosen.initialize(model, settings, parse_options(chosen, [f"{k}={v}" for k, v in (options or {}).items()]))
+
+
+def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
+    """Write all that training needs to go on; see systems.checkpoint.save."""
+    from systems.checkpoint import save
+
+    save(engine, folder)
+
+
+def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
+    """Restore what any system saved of the same model; see systems.checkpoint.load."""
+    from systems.checkpoint import load
+
+    load(engine, folder)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from pydantic import BaseModel
 
+from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 
 DType = Literal["bf16", "fp16", "fp32"]
@@ -186,6 +187,10 @@ class Engine(ABC):
         Only of systems whose `tells_phases` is true; UnsupportedError from all others.
         """
         raise UnsupportedError(f"{type(self).__name__} cannot be run phase by phase: leave out --phases")
+
+    def training_state(self) -> TrainingState:
+        """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""
+        raise UnsupportedError(f"{type(self).__name__} keeps its state in its own package: save it by that package's means")
 
     @abstractmethod
     def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.profiler import record_function
 
+from systems.checkpoint import Described, LoopState, ParameterState
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
 from systems.sizes import format_need, format_size
@@ -222,6 +223,14 @@ class ResidentEngine(Engine):
     def set_lr(self, lr: float) -> None:
         self._control.set_lr(lr)
 
+    def training_state(self) -> ResidentState:
+        self._check_open()
+        if self._micro_step:
+            raise UnsupportedError("checkpoint: a step is in progress: call it before the forward pass or after step()")
+        self.drain()
+        parameters = list(zip(self._names, self.parameters, strict=True))
+        return ResidentState(parameters, self._masters, self._moments, self._control)
+
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._check_open()
@@ -247,6 +256,44 @@ class ResidentEngine(Engine):
         for parameter in self.parameters:
             take_gradient(parameter)
             parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+class ResidentState:
+    """See systems.checkpoint.TrainingState."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        masters: Sequence[torch.Tensor | None],
+        moments: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+        control: StepControl,
+    ) -> None:
+        self._weights = [parameter for _, parameter in parameters]
+        self._masters, self._moments, self._control = masters, moments, control
+        self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in parameters]
+
+    @property
+    def loop(self) -> LoopState:
+        return self._control.loop
+
+    @loop.setter
+    def loop(self, state: LoopState) -> None:
+        self._control.loop = state
+
+    def read(self, parameter: int) -> ParameterState:
+        shape, master, moments = self.parameters[parameter].shape, self._masters[parameter], self._moments[parameter]
+        value = self._weights[parameter].detach() if master is None else master
+        first, second = (None, None) if moments is None else (each.cpu().clone().view(shape) for each in moments)
+        return ParameterState(value.float().cpu().clone().view(shape), first, second, self._control.updates[parameter])
+
+    def write(self, parameter: int, state: ParameterState) -> None:
+        master, moments = self._masters[parameter], self._moments[parameter]
+        if master is not None and moments is not None and state.exp_avg is not None and state.exp_avg_sq is not None:
+            master.copy_(state.value.reshape(-1))
+            moments[0].copy_(state.exp_avg.reshape(-1))
+            moments[1].copy_(state.exp_avg_sq.reshape(-1))
+        self._weights[parameter].data.copy_(state.value)
+        self._control.updates[parameter] = state.updates
 
 
 class Resident:

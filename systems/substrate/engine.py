@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from torch import nn
 from torch.profiler import record_function
 
+from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
@@ -32,6 +34,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
+from systems.substrate.training_state import ManagedState
 from systems.substrate.units import find_units, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
@@ -64,7 +67,7 @@ class ManagedEngine(Engine):
             raise
         take(model)
         refuse_state_dict(model)
-        self.outcomes: list[StepOutcome] = self._parts.control.outcomes
+        self.outcomes: list[StepOutcome] = self.parts.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 
     def _build(
@@ -125,22 +128,18 @@ class ManagedEngine(Engine):
         self._slots = HostSlots("host-input", host)
         inputs = OffloadedInputs(device, self._slots)
         self._cleanup.callback(inputs.close)
-        self._parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs, recomputation)
+        # the mechanism, for tests and tools too
+        self.parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs, recomputation)
         self.index = found.index
-        self.runtime = Runtime(self._parts, self.strategy, settings.accumulate)
+        self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
         device.guard(residency, self.poison, self._name_of)
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
         names = [p.name for p in found.index.parameters]
-        self._watch = ParameterWatch(names, self.parameters, self._gradients_pending, MovingParameter)
+        self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
         self._cleanup.callback(self._watch.end)
-
-    def _gradients_pending(self, in_place: bool) -> bool:
-        """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
-        runtime = self.runtime
-        return runtime.in_step and (not in_place if runtime.in_backward else runtime.micro_step > 0)
 
     def _name_of(self, view: torch.Tensor) -> str:
         """The parameter that a view of a bundle's storage begins in, for a message."""
@@ -150,11 +149,6 @@ class ManagedEngine(Engine):
             if parameter.untyped_storage()._cdata == storage and first <= start < first + max(parameter.nbytes, 1):
                 return described.name
         return "<unknown>"
-
-    @property
-    def parts(self) -> Parts:
-        """The mechanism, for tests and tools."""
-        return self._parts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
@@ -167,11 +161,11 @@ class ManagedEngine(Engine):
                 runtime.planner.meet(batch_shape_of((args, kwargs)), first=first)
                 if first:
                     runtime.begin_step()
-                device = self._parts.device
+                device = self.parts.device
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     return self.module(*args, **kwargs)
             runtime.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=runtime.in_step)
-            with runtime.aside(), ambient(), self._parts.device.metered(), record_function("forward (no grad)"):
+            with runtime.aside(), ambient(), self.parts.device.metered(), record_function("forward (no grad)"):
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -186,8 +180,8 @@ class ManagedEngine(Engine):
             )
         with self._recovering():
             runtime.in_backward = True
-            scale = self._parts.control.scaler.scale
-            device = self._parts.device
+            scale = self.parts.control.scaler.scale
+            device = self.parts.device
             with ambient(), device.phases.of("backward"), device.metered(), record_function("backward"):
                 (loss if scale == 1.0 else loss * scale).backward()
                 runtime.end_backward()
@@ -199,7 +193,7 @@ class ManagedEngine(Engine):
                 f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
                 "micro-batches had their backward: call backward first, or set accumulate"
             )
-        with self._recovering(), self._parts.device.phases.of("norm"), record_function("step"):
+        with self._recovering(), self.parts.device.phases.of("norm"), record_function("step"):
             self.runtime.finish_step()
 
     @contextmanager
@@ -216,20 +210,20 @@ class ManagedEngine(Engine):
             raise ValueError("the engine is closed")
 
     def drain(self) -> None:
-        self._parts.device.drain()
+        self.parts.device.drain()
         self.runtime.ending.settle()
 
     def counters(self) -> dict[str, int]:
         return dict(self.log.totals)
 
     def memory(self) -> MemoryReport:
-        device, host = self._parts.device, self._parts.store.host
+        device, host = self.parts.device, self.parts.store.host
         return MemoryReport(
             device_peak_bytes=device.peak_bytes(),
             device_budget_bytes=device.account.budget,
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,
-            host_pinned_bytes=self._parts.store.pinned_bytes + self._slots.pinned_bytes,
+            host_pinned_bytes=self.parts.store.pinned_bytes + self._slots.pinned_bytes,
             host_activation_bytes=self._slots.peak_bytes,
             host_budget_bytes=host.budget,
             disk_peak_bytes=0,
@@ -244,7 +238,7 @@ class ManagedEngine(Engine):
     def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
         self._check_open()
         self.drain()
-        with phased(self._parts.device) as seconds:
+        with phased(self.parts.device) as seconds:
             step()
         return {**seconds, "step": sum(seconds.values())}
 
@@ -255,28 +249,41 @@ class ManagedEngine(Engine):
         return dict(self._startup)
 
     def set_lr(self, lr: float) -> None:
-        self._parts.control.set_lr(lr)
+        self.parts.control.set_lr(lr)
+
+    def training_state(self) -> TrainingState:
+        self._settle("checkpoint")
+        return ManagedState(self.index, self.parts)
+
+    def _settle(self, what: str) -> None:
+        """Wait until nothing moves; UnsupportedError within a step."""
+        self._check_open()
+        if self.runtime.in_step:
+            raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
+        self.drain()
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.summon. Tied parameters appear once, under their first name."""
-        self._check_open()
-        if self.runtime.in_step:
-            raise UnsupportedError("summon: a step is in progress: call it before the forward pass or after step()")
-        self.drain()
-        values = {p.name: self._parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
+        self._settle("summon")
+        values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values
         if write:
             for p in self.index.parameters:
-                self._parts.residency.overwrite(p.index, values[p.name])
+                self.parts.residency.overwrite(p.index, values[p.name])
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(Exception):
-            self._parts.device.drain()
+            self.parts.device.drain()
         self.runtime.in_step = self.runtime.in_backward = False
-        self._parts.residency.release_all()
+        self.parts.residency.release_all()
         self._cleanup.close()
-        assert self._parts.device.account.pool == 0, "device pool not empty after close"
+        assert self.parts.device.account.pool == 0, "device pool not empty after close"
+
+
+def _gradients_pending(runtime: Runtime, in_place: bool) -> bool:
+    """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
+    return runtime.in_step and (not in_place if runtime.in_backward else runtime.micro_step > 0)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
 from systems.planning.layout import ModelIndex
 from systems.substrate.adam import AdamRange
@@ -33,17 +34,17 @@ class LossScaler:
     def __init__(self, dtype: str) -> None:
         self.dynamic = dtype == "fp16"
         self.scale = FP16_FIRST_SCALE if self.dynamic else 1.0
-        self._good = 0
+        self.good_steps = 0
 
     def after_step(self, *, skipped: bool) -> None:
         if not self.dynamic:
             return
         if skipped:
-            self.scale, self._good = max(self.scale / 2, 1.0), 0
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
             return
-        self._good += 1
-        if self._good == FP16_GROWTH_STEPS:
-            self.scale, self._good = self.scale * 2, 0
+        self.good_steps += 1
+        if self.good_steps == FP16_GROWTH_STEPS:
+            self.scale, self.good_steps = self.scale * 2, 0
 
 
 class StepControl:
@@ -54,8 +55,8 @@ class StepControl:
         self.scaler = LossScaler(settings.dtype)
         self.updates = [0] * len(index.parameters)  # optimizer steps taken, per parameter
         self.outcomes: list[StepOutcome] = []
-        self._index = index
         self._skips_in_a_row = 0
+        self._steps_before = self._skipped_before = 0  # in the run whose checkpoint was restored
         self._groups = _Groups(settings, index, parameters)
 
     def decide(self, partials: Mapping[int, float]) -> StepOutcome:
@@ -69,7 +70,27 @@ class StepControl:
         factor = 1.0
         if self.clip > 0 and not skipped:
             factor = min(1.0, float(np.float32(self.clip) / (np.float32(norm) + np.float32(1e-6))))
-        return StepOutcome(len(self.outcomes) + 1, norm, factor, scale, skipped)
+        return StepOutcome(self._steps_before + len(self.outcomes) + 1, norm, factor, scale, skipped)
+
+    @property
+    def loop(self) -> LoopState:
+        """For a checkpoint."""
+        steps, skipped = len(self.outcomes), sum(outcome.skipped for outcome in self.outcomes)
+        return LoopState(
+            steps=self._steps_before + steps,
+            skipped_steps=self._skipped_before + skipped,
+            loss_scale=self.scaler.scale,
+            good_steps=self.scaler.good_steps,
+            skips_in_a_row=self._skips_in_a_row,
+        )
+
+    @loop.setter
+    def loop(self, state: LoopState) -> None:
+        self._steps_before = state.steps - len(self.outcomes)
+        self._skipped_before = state.skipped_steps - sum(outcome.skipped for outcome in self.outcomes)
+        self._skips_in_a_row = state.skips_in_a_row
+        if self.scaler.dynamic:
+            self.scaler.scale, self.scaler.good_steps = state.loss_scale, state.good_steps
 
     def record(self, outcome: StepOutcome) -> None:
         """The step's decision was carried out."""

@@ -266,12 +266,27 @@ class Store:
 
     def parameter_values(self, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter's fp32 master (or its slot's value, if frozen) as a CPU copy. Call only when drained."""
-        pieces = []
-        for s in self.layout.bundles[self.layout.places[parameter].bundle].segments:
-            stored = self.segments[s]
-            source = stored.slot if stored.state is None else stored.state.master
-            pieces += [source[p.here].float().cpu() for p in stored.segment.placements if p.parameter == parameter]
-        return torch.cat(pieces).view(shape)
+        pieces = self._pieces_of(parameter)
+        values = [(stored.slot if stored.state is None else stored.state.master)[p.here] for stored, p in pieces]
+        return torch.cat([value.float().cpu() for value in values]).view(shape)
+
+    def moments(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Adam's first and second, flat CPU copies; None of a frozen parameter. Call only when drained."""
+        states = [(stored.state, p.here) for stored, p in self._pieces_of(parameter)]
+        first = [state.exp_avg[here].cpu() for state, here in states if state is not None]
+        second = [state.exp_avg_sq[here].cpu() for state, here in states if state is not None]
+        return (torch.cat(first), torch.cat(second)) if first else None
+
+    def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Flat and of the whole parameter, which is trained. Call only when drained."""
+        for stored, p in self._pieces_of(parameter):
+            assert stored.state is not None
+            stored.state.exp_avg[p.here].copy_(first[p.piece])
+            stored.state.exp_avg_sq[p.here].copy_(second[p.piece])
+
+    def _pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
+        segments = [self.segments[s] for s in self.layout.bundles[self.layout.places[parameter].bundle].segments]
+        return [(stored, p) for stored in segments for p in stored.segment.placements if p.parameter == parameter]
 
     @property
     def pinned_bytes(self) -> int:

@@ -1,0 +1,297 @@
+"""Checkpoints: all that an engine needs to go on with training, by parameter name, whatever system made it.
+
+A folder holds `checkpoint.json` and safetensors files with fp32 tensors: each parameter's value (the master weight), and both
+moments of those that are trained. So a run may go on under another system, budget, dtype or device. What is not in it belongs
+to the loop: its data's position, random generators, a torch optimizer's groups and its scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from systems.errors import BudgetError
+from systems.sizes import format_need, format_size
+
+MANIFEST = "checkpoint.json"
+FILE_BYTES = 256 << 20  # a file is written once it has this many: what is copied meanwhile is no more, or one tensor
+BESIDE = "beside.safetensors"
+PARTS = ("value", "exp_avg", "exp_avg_sq")
+NAMED = 3  # parameters that a message lists
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or is not one of this model. Nothing was restored of it."""
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """fp32 tensors on the CPU in the parameter's shape; moments are None where it is frozen. updates: Adam's step count."""
+
+    value: torch.Tensor
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    updates: int
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """steps: of the optimizer, with those that were skipped. good_steps: since the loss scale last changed."""
+
+    steps: int
+    skipped_steps: int
+    loss_scale: float
+    good_steps: int
+    skips_in_a_row: int
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is known of a parameter without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+
+
+class TrainingState(Protocol):
+    """What outlives a step of an engine, between two steps. A tied parameter is one, under its first name."""
+
+    loop: LoopState
+
+    @property
+    def parameters(self) -> Sequence[Described]: ...
+
+    def read(self, parameter: int) -> ParameterState: ...
+
+    def write(self, parameter: int, state: ParameterState) -> None: ...
+
+
+class Trained(Protocol):
+    """An engine, as far as checkpoints know it."""
+
+    def training_state(self) -> TrainingState:
+        """UnsupportedError within a step, and from engines whose package keeps its state to itself."""
+
+
+class _Entry(BaseModel):
+    """files: by part, the file that has it."""
+
+    model_config = ConfigDict(extra="forbid")
+    shape: tuple[int, ...]
+    trainable: bool
+    updates: int = Field(ge=0)
+    files: dict[Literal["value", "exp_avg", "exp_avg_sq"], Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]]
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    format: Literal[1] = 1
+    steps: int = Field(ge=0)
+    skipped_steps: int = Field(ge=0)
+    loss_scale: float = Field(gt=0)
+    good_steps: int = Field(ge=0)
+    skips_in_a_row: int = Field(ge=0)
+    parameters: dict[str, _Entry]
+
+
+def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write a checkpoint; one that is there is replaced once the new one is complete.
+
+    Waits for the work of the last step. beside: tensors of the loop's own, which `load` gives back.
+    Raises what `check_folder` does, BudgetError where the disk has no room, UnsupportedError within a step.
+    """
+    target = check_folder(folder)
+    state = engine.training_state()
+    _check_disk(state, target.parent)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        fresh = Path(scratch) / "new"
+        fresh.mkdir()
+        manifest = _write_all(state, fresh)
+        save_file(dict(beside or {}), fresh / BESIDE)
+        _sync(fresh / BESIDE)
+        _write_durably(fresh / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        if target.exists():
+            target.rename(Path(scratch) / "old")
+        fresh.rename(target)
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Its full path, once a checkpoint could be written there. ValueError where it is something else, or may not be written."""
+    target = Path(folder).absolute()
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise ValueError(f"{target} is there and is no checkpoint: name a new folder, or one that a checkpoint is in")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-"):
+            pass
+    except OSError as error:
+        raise ValueError(f"no checkpoint can be written in {target.parent}: {error.strerror}") from None
+    return target
+
+
+def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, dict[str, torch.Tensor]]:
+    """Restore a checkpoint into an engine whose model has the same parameters, before its first step or between two.
+
+    Returns where it stands, and the tensors that were saved beside it.
+    Raises CheckpointError, before anything is changed, where a file or tensor is missing or does not fit the model.
+    """
+    state, source = engine.training_state(), Path(folder).absolute()
+    manifest = _manifest(source)
+    _check_parameters(state.parameters, manifest, source)
+    _check_files(manifest, source)
+    beside = {key: _tensor(source / BESIDE, key) for key, _, _ in list(_header(source / BESIDE))}
+    for number, described in enumerate(state.parameters):
+        entry = manifest.parameters[described.name]
+        parts = {part: _tensor(source / file, f"{part}/{described.name}") for part, file in entry.files.items()}
+        moments = parts.get("exp_avg"), parts.get("exp_avg_sq")
+        state.write(number, ParameterState(parts["value"], *moments, entry.updates))
+    counts = manifest.model_dump(exclude={"format", "parameters"})
+    state.loop = LoopState(**counts)
+    return state.loop, beside
+
+
+def _check_disk(state: TrainingState, folder: Path) -> None:
+    need = sum(4 * math.prod(p.shape) * (3 if p.trainable else 1) for p in state.parameters)
+    have = shutil.disk_usage(folder).free
+    if need > have:
+        raise BudgetError(
+            f"the checkpoint takes {format_need(need, have)}, {format_size(have)} are free in {folder}: name another folder",
+            tier="disk",
+            need=need,
+            have=have,
+        )
+
+
+def _write_all(state: TrainingState, folder: Path) -> _Manifest:
+    writer = _Writer(folder)
+    entries = {}
+    for number, described in enumerate(state.parameters):
+        mine = state.read(number)
+        parts = {part: tensor for part in PARTS if (tensor := getattr(mine, part)) is not None}
+        files = {part: writer.add(f"{part}/{described.name}", tensor) for part, tensor in parts.items()}
+        entries[described.name] = _Entry(
+            shape=described.shape,
+            trainable=described.trainable,
+            updates=mine.updates,
+            files=files,
+        )
+    writer.flush()
+    return _Manifest(**vars(state.loop), parameters=entries)
+
+
+class _Writer:
+    """Gathers tensors into files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        self._waiting: dict[str, torch.Tensor] = {}
+
+    def add(self, key: str, tensor: torch.Tensor) -> str:
+        """The name of the file it comes into."""
+        name = f"state-{self._count:05d}.safetensors"
+        self._waiting[key] = tensor.contiguous()
+        if sum(each.nbytes for each in self._waiting.values()) >= FILE_BYTES:
+            self.flush()
+        return name
+
+    def flush(self) -> None:
+        if self._waiting:
+            path = self._folder / f"state-{self._count:05d}.safetensors"
+            save_file(self._waiting, path)
+            _sync(path)
+            self._waiting, self._count = {}, self._count + 1
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _sync(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """On disk before what names it is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _manifest(source: Path) -> _Manifest:
+    path = source / MANIFEST
+    try:
+        return _Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint in {source}: {MANIFEST} is not there") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is broken{f' at {where}' if where else ''}: {first['msg'].lower()}") from None
+
+
+def _check_parameters(parameters: Sequence[Described], manifest: _Manifest, source: Path) -> None:
+    """The same names, shapes and trainable ones in the model and in the checkpoint."""
+    names = {each.name for each in parameters}
+    for found, problem in (
+        (sorted(names - manifest.parameters.keys()), "lacks"),
+        (sorted(manifest.parameters.keys() - names), "is of another model: it has"),
+    ):
+        if found:
+            more = f" and {len(found) - NAMED} more parameters" if len(found) > NAMED else ""
+            raise CheckpointError(f"the checkpoint in {source} {problem} {', '.join(found[:NAMED])}{more}")
+    for each in parameters:
+        entry = manifest.parameters[each.name]
+        if entry.shape != each.shape:
+            raise CheckpointError(f"{each.name} has the shape {each.shape}, in the checkpoint in {source} {entry.shape}")
+        if entry.trainable != each.trainable:
+            here, there = ("trained", "frozen") if each.trainable else ("frozen", "trained")
+            raise CheckpointError(f"{each.name} is {here}, and was {there} in the run of the checkpoint in {source}")
+        missing = set(PARTS if each.trainable else PARTS[:1]) - set(entry.files)
+        if missing:
+            raise CheckpointError(f"the checkpoint in {source} lacks {sorted(missing)[0]} of {each.name}")
+
+
+def _check_files(manifest: _Manifest, source: Path) -> None:
+    """Every tensor is in its file, whole."""
+    expected: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, entry in manifest.parameters.items():
+        for part, file in entry.files.items():
+            expected.setdefault(file, {})[f"{part}/{name}"] = entry.shape
+    for file, tensors in expected.items():
+        for key, shape, dtype in _header(source / file):
+            if key in tensors and (shape, dtype) != (tensors[key], "F32"):
+                raise CheckpointError(f"{source / file} has {key} as {dtype} {shape}, expected F32 {tensors[key]}")
+            tensors.pop(key, None)
+        if tensors:
+            raise CheckpointError(f"{source / file} lacks {next(iter(tensors))}")
+
+
+def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and type of each tensor in a file. Its length is checked against them."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                view = file.get_slice(key)
+                yield key, tuple(view.get_shape()), view.get_dtype()
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _tensor(path: Path, key: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(key)
+        return tensor

@@ -1,0 +1,255 @@
+"""Checkpoints (invariant 14; cases C17 and C33): what any system saved, any other restores, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import systems
+from systems import checkpoint
+from systems.checkpoint import CheckpointError
+from systems.errors import BudgetError, UnsupportedError
+from systems.system import Engine
+from tests.paged import paged
+from tests.systems import models_small
+from tests.systems.models_small import tokens
+from tests.systems.running import (
+    AMPLE,
+    RESIDENT,
+    Run,
+    adam_states,
+    assert_equal,
+    elixir,
+    finished,
+    h3t,
+    one_step,
+    parameters_of,
+    patrickstar,
+    settings,
+    start,
+)
+
+SYSTEMS: dict[str, Any] = {
+    "resident": RESIDENT,
+    "elixir": elixir(),
+    "patrickstar": patrickstar(),
+    "h3t": h3t(),
+    "pages": paged(elixir(), 5),
+}
+LITTLE = 1_300_000
+TOGETHER = 6  # steps, half of them before
+
+
+def begin(system: str, *, seed: int = 0, frozen: bool = True, **given: Any) -> Engine:
+    """seed: of the first weights."""
+    model = models_small.build("opt", seed=seed)
+    model.model.decoder.layers[1].requires_grad_(not frozen)
+    budget = AMPLE if system == "resident" else LITTLE
+    return start(SYSTEMS[system], model, settings(**{"device_memory": budget} | given))
+
+
+def steps_of(engine: Engine, first: int, last: int) -> list[float]:
+    accumulate: int = engine.settings.accumulate  # type: ignore[attr-defined]
+    ids = tokens(TOGETHER, accumulate)
+    return [one_step(engine, ids[step]) for step in range(first, last)]
+
+
+def whole(**given: Any) -> Run:
+    engine = begin("resident", **given)
+    return finished(engine, steps_of(engine, 0, TOGETHER))
+
+
+PAIRS = [
+    ("resident", "elixir", {"accumulate": 2, "clip": 0.5}),
+    ("elixir", "patrickstar", {}),
+    ("patrickstar", "h3t", {"dtype": "bf16"}),
+    ("h3t", "pages", {"dtype": "fp16"}),
+    ("pages", "resident", {"clip": 0.5}),
+    ("elixir", "elixir", {"dtype": "fp16", "accumulate": 2}),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "given"), PAIRS, ids=str)
+def test_training_goes_on_as_if_it_had_not_stopped(before: str, after: str, given: dict[str, Any], tmp_path: Path) -> None:
+    engine = begin(before, **given)
+    losses = steps_of(engine, 0, 3)
+    systems.save_checkpoint(engine, tmp_path / "here")
+    saved = parameters_of(engine), adam_states(engine)
+    engine.close()
+    engine = begin(after, seed=1, **given)
+    systems.load_checkpoint(engine, tmp_path / "here")
+    restored = parameters_of(engine), adam_states(engine)
+    assert all(torch.equal(value, restored[0][name]) for name, value in saved[0].items())
+    assert saved[1].keys() == restored[1].keys()
+    for name, (first, second, updates) in saved[1].items():
+        theirs = restored[1][name]
+        assert torch.equal(first, theirs.exp_avg) and torch.equal(second, theirs.exp_avg_sq) and updates == theirs.steps == 3
+    run, straight = finished(engine, steps_of(engine, 3, TOGETHER)), whole(**given)
+    assert [outcome.step for outcome in engine.outcomes] == [4, 5, 6]
+    run.losses, straight.norms, straight.skipped = losses + run.losses, straight.norms[3:], straight.skipped[3:]
+    assert_equal(straight, run)
+
+
+def test_a_run_goes_on_after_it_has_saved_and_may_go_back(tmp_path: Path) -> None:
+    """With a plan in force, optimizer states on the device, and updates during backward still to be taken in."""
+    options = SYSTEMS["elixir"].Options(nonfinite="stop")
+    engine = start(SYSTEMS["elixir"], models_small.build("opt"), settings(device_memory=LITTLE), options)
+    steps_of(engine, 0, 3)
+    systems.save_checkpoint(engine, tmp_path / "here")
+    first = steps_of(engine, 3, TOGETHER)
+    systems.load_checkpoint(engine, tmp_path / "here")
+    assert steps_of(engine, 3, TOGETHER) == first
+    systems.save_checkpoint(engine, tmp_path / "here")
+    manifest = json.loads((tmp_path / "here" / checkpoint.MANIFEST).read_text())
+    assert manifest["steps"] == TOGETHER and {entry["updates"] for entry in manifest["parameters"].values()} == {TOGETHER}
+    assert os.listdir(tmp_path) == ["here"], "what was written before it was complete is gone, and so is what it replaced"
+    engine.close()
+
+
+def test_the_loss_scale_and_skips_go_on(tmp_path: Path) -> None:
+    engine: Any = begin("elixir", frozen=False, dtype="fp16")
+    handle = engine.module.model.decoder.layers[0].fc1.weight.register_hook(lambda gradient: gradient * torch.inf)
+    steps_of(engine, 0, 2)
+    handle.remove()
+    steps_of(engine, 2, 3)
+    engine.drain()
+    assert [outcome.skipped for outcome in engine.outcomes] == [True, True, False]
+    systems.save_checkpoint(engine, tmp_path / "here")
+    engine.close()
+    with begin("resident", frozen=False, dtype="fp16") as other:
+        loop, beside = checkpoint.load(other, tmp_path / "here")
+        assert (loop.steps, loop.skipped_steps, loop.loss_scale, loop.good_steps, loop.skips_in_a_row) == (3, 2, 2.0**14, 1, 0)
+        assert beside == {}
+        steps_of(other, 3, 4)
+        assert (other.outcomes[0].step, other.outcomes[0].loss_scale) == (4, 2.0**14)
+
+
+def test_large_models_take_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
+    own = {"random": torch.arange(5, dtype=torch.uint8)}
+    with begin("elixir") as engine:
+        checkpoint.save(engine, tmp_path / "here", beside=own)
+        values = parameters_of(engine)
+    assert len(list((tmp_path / "here").glob("state-*.safetensors"))) > 3
+    with begin("h3t", seed=2) as engine:
+        _, beside = checkpoint.load(engine, tmp_path / "here")
+        assert all(torch.equal(value, values[name]) for name, value in parameters_of(engine).items())
+    assert beside.keys() == own.keys() and torch.equal(beside["random"], own["random"])
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "good"
+    with begin("elixir") as engine:
+        steps_of(engine, 0, 1)
+        systems.save_checkpoint(engine, folder)
+    return folder
+
+
+NAME = "model.decoder.layers.0.fc1.weight"
+
+
+def edit(folder: Path, change: Any) -> None:
+    path = folder / checkpoint.MANIFEST
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    path = folder / "state-00000.safetensors"
+    held = load_file(path)
+    change(held)
+    save_file(held, path)
+
+
+def cut(folder: Path) -> None:
+    path = folder / "state-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+BROKEN: list[tuple[str, Any, str]] = [
+    ("no folder", shutil.rmtree, "there is no checkpoint in"),
+    ("no manifest", lambda f: (f / checkpoint.MANIFEST).unlink(), "checkpoint.json is not there"),
+    ("no json", lambda f: (f / checkpoint.MANIFEST).write_text("{"), "is broken"),
+    ("later format", lambda f: edit(f, lambda m: m.update(format=2)), "broken at format: input should be 1"),
+    ("negative", lambda f: edit(f, lambda m: m.update(steps=-1)), "broken at steps"),
+    ("foreign file", lambda f: edit(f, lambda m: m["parameters"][NAME]["files"].update(value="../x.safetensors")), "broken at"),
+    ("no parameter", lambda f: edit(f, lambda m: m["parameters"].pop(NAME)), f"lacks {NAME}"),
+    ("another", lambda f: edit(f, lambda m: m["parameters"].update(x=m["parameters"][NAME])), "is of another model: it has x"),
+    ("shape", lambda f: edit(f, lambda m: m["parameters"][NAME].update(shape=[1])), f"{NAME} has the shape"),
+    (
+        "frozen",
+        lambda f: edit(f, lambda m: m["parameters"][NAME].update(trainable=False)),
+        "is trained, and was frozen",
+    ),
+    ("no moment", lambda f: edit(f, lambda m: m["parameters"][NAME]["files"].pop("exp_avg")), f"lacks exp_avg of {NAME}"),
+    ("no tensor", lambda f: rewrite(f, lambda held: held.pop(f"exp_avg/{NAME}")), f"lacks exp_avg/{NAME}"),
+    ("its shape", lambda f: rewrite(f, lambda held: held.update({f"value/{NAME}": torch.zeros(3)})), "expected F32"),
+    ("its type", lambda f: rewrite(f, lambda held: held.update({f"value/{NAME}": held[f"value/{NAME}"].half()})), "as F16"),
+    ("cut", cut, "cannot be read"),
+    ("no file", lambda f: (f / "state-00000.safetensors").unlink(), "cannot be read"),
+    ("nothing beside", lambda f: (f / checkpoint.BESIDE).unlink(), "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_what_is_broken_is_named_and_nothing_changes(spoil: Any, message: str, good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(good, folder)
+    spoil(folder)
+    with begin("elixir", seed=1) as engine:
+        before = parameters_of(engine)
+        with pytest.raises(CheckpointError) as caught:
+            systems.load_checkpoint(engine, folder)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+        assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+        steps_of(engine, 0, 1)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "file").write_text("")
+    with begin("elixir") as engine:
+        for name in ("thesis", "file"):
+            with pytest.raises(ValueError, match="is there and is no checkpoint"):
+                systems.save_checkpoint(engine, tmp_path / name)
+        with pytest.raises(ValueError, match="no checkpoint can be written in"):
+            systems.save_checkpoint(engine, tmp_path / "file" / "below")
+    assert sorted(os.listdir(tmp_path)) == ["file", "thesis"]
+
+
+def test_a_failed_write_leaves_the_last_checkpoint(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "here"
+    shutil.copytree(good, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with begin("elixir") as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(OSError, match="No space left"):
+                systems.save_checkpoint(engine, folder)
+            patch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
+            with pytest.raises(BudgetError, match=r"the checkpoint takes .*, 5B are free in"):
+                systems.save_checkpoint(engine, folder)
+        steps_of(engine, 0, 1)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert os.listdir(tmp_path) == ["here"]
+
+
+@pytest.mark.parametrize("system", ["elixir", "resident"])
+def test_there_is_none_within_a_step(system: str, tmp_path: Path, good: Path) -> None:
+    with begin(system) as engine:
+        engine.backward(models_small.next_token_loss(engine, tokens(1, 1)[0, 0], 30))
+        for act in (systems.save_checkpoint, systems.load_checkpoint):
+            with pytest.raises(UnsupportedError, match="a step is in progress"):
+                act(engine, good)
+        engine.step()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        systems.save_checkpoint(engine, tmp_path / "x")
