@@ -44,6 +44,13 @@ class CompareSpec(RunSpec):
             raise ValueError("a trace is of one system: use harness run --trace")
         return path
 
+    @field_validator("checkpoint")
+    @classmethod
+    def _no_checkpoint(cls, folder: str | None) -> str | None:
+        if folder is not None:
+            raise ValueError("a checkpoint is of one run: use harness run --checkpoint")
+        return folder
+
     @field_validator("system")
     @classmethod
     def _several(cls, texts: tuple[str, ...]) -> tuple[str, ...]:

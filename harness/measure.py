@@ -95,14 +95,16 @@ class Measured:
     timed_joules: float | None = None
     warmup_s: float | None = None
     eval_s: float = 0.0
+    save_s: float = 0.0
     complete: bool = False
 
 
 class Measurement:
-    """Runs an engine for `steps` steps and times all but the first `warmup`.
+    """Runs an engine up to step `steps` and times all but the first `warmup` of what it runs.
 
-    enter: told the phase (warm-up, step, eval). on_step: told (steps done, the last loss that is known). energy: joules
-    the device has used so far, None if not known.
+    taken: steps that a resumed run had taken; skipped: those of them that changed nothing. save: writes a checkpoint, every
+    save_every steps. enter: told the phase (warm-up, step, eval, save). on_step: told (steps done, the last loss that is
+    known). energy: joules the device has used so far, None if not known.
     """
 
     def __init__(
@@ -112,15 +114,20 @@ class Measurement:
         *,
         steps: int,
         warmup: int,
+        taken: int = 0,
+        skipped: int = 0,
         eval_every: int | None = None,
+        save_every: int | None = None,
+        save: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         energy: Callable[[], float | None] = lambda: None,
         enter: Callable[[str], None] = lambda phase: None,
         on_step: Callable[[int, float | None], None] = lambda done, loss: None,
     ) -> None:
-        if warmup >= steps:
-            raise ValueError(f"a warm-up of {warmup} leaves nothing to time in {steps} steps")
+        if warmup >= steps - taken:
+            raise ValueError(f"a warm-up of {warmup} leaves nothing to time in {steps - taken} steps")
         self.engine, self.work, self.steps, self.warmup, self.eval_every = engine, work, steps, warmup, eval_every
+        self.taken, self._skipped, self._save_every, self._save = taken, skipped, save_every, save
         self.measured = Measured()
         self._clock, self._energy, self._enter, self._on_step = clock, energy, enter, on_step
         self._late = LateReader()
@@ -131,16 +138,18 @@ class Measurement:
     def run(self) -> Measured:
         self._enter("warm-up" if self.warmup else "step")
         started_s = self._boundary_s = self._clock()
-        for step in range(self.steps):
-            if step == self.warmup:
+        for step in range(self.taken, self.steps):
+            if step == self.taken + self.warmup:
                 gc.collect()
                 gc.freeze()
                 self._start_span()
-                self.measured.warmup_s = self._span_start_s - started_s - self.measured.eval_s
+                self.measured.warmup_s = self._span_start_s - started_s - self.measured.eval_s - self.measured.save_s
                 self._enter("step")
             self._train(step)
             if self.eval_every and (step + 1) % self.eval_every == 0:
-                self._validate(step)
+                self._pause(step, "eval", self._validate)
+            if self._save_every and (step + 1) % self._save_every == 0 and step + 1 < self.steps:
+                self._pause(step, "save", lambda step: self._save())
         if self.measured.eval_step[-1:] != [self.steps]:
             self._stop_span()
         self._read_losses()
@@ -194,7 +203,7 @@ class Measurement:
 
     def _set_learning_rate(self, step: int) -> float:
         """The rate of this step. Skipped steps, as far as the engine has told of them, do not advance the schedule."""
-        useful = step - sum(outcome.skipped for outcome in self.engine.outcomes)
+        useful = step - self._skipped - sum(outcome.skipped for outcome in self.engine.outcomes)
         rate = self.work.lr * schedule_factor(self.work.schedule, useful, self.steps)
         if self.work.schedule != "constant":
             self.engine.set_lr(rate)
@@ -205,23 +214,31 @@ class Measurement:
         if values is not None:
             self.measured.micro_batch_loss.append(values)
 
-    def _validate(self, step: int) -> None:
-        """A pass over the validation split, outside the region: its time and traffic are no training step's."""
-        timed = step >= self.warmup
+    def _pause(self, step: int, phase: str, act: Callable[[int], None]) -> None:
+        """Do something outside the region: its time and traffic are no training step's."""
+        timed = step >= self.taken + self.warmup
         if timed:
             self._stop_span()
         else:
             self.engine.drain()
         self._read_losses()
-        self._enter("eval")
+        self._enter(phase)
         started_s = self._clock()
-        self.measured.eval_loss.append(self._validation_loss())
-        self.measured.eval_step.append(step + 1)
-        self.measured.eval_s += self._clock() - started_s
+        act(step)
+        seconds = self._clock() - started_s
+        if phase == "eval":
+            self.measured.eval_s += seconds
+        else:
+            self.measured.save_s += seconds
         self._enter("step" if timed else "warm-up")
         if timed and step + 1 < self.steps:
             self._start_span()
         self._boundary_s = self._clock()
+
+    def _validate(self, step: int) -> None:
+        """A pass over the validation split."""
+        self.measured.eval_loss.append(self._validation_loss())
+        self.measured.eval_step.append(step + 1)
 
     def _validation_loss(self) -> float:
         """Mean over the label tokens of a few fixed batches."""

@@ -56,9 +56,10 @@ class Resolved(Part):
 
     device: Literal["cuda", "cpu"] | None = None
     device_label: str | None = Field(None, description="the device's name; cpu-emulated rows never mix with measured ones")
-    steps: int | None = None
+    steps: int | None = Field(None, description="optimizer steps, those of the run that was resumed included")
+    steps_before: int | None = Field(None, description="those of the resumed run; null in older records: none")
     warmup_steps: int | None = None
-    timed_steps: int | None = Field(None, description="steps inside the timed region: steps - warmup_steps")
+    timed_steps: int | None = Field(None, description="steps inside the timed region: steps - steps_before - warmup_steps")
     batch_size: int | None = Field(None, description="samples per rank and micro-batch")
     seq_len: int | None = None
     global_batch_samples: int | None = Field(None, description="batch_size x accumulate x ranks")

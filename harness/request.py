@@ -18,7 +18,8 @@ from harness.spec import Device, RunSpec
 from models import registry as models_registry
 from models.data import Dataset, open_dataset
 from models.shape import ModelShape
-from systems import registry
+from systems import checkpoint, registry
+from systems.checkpoint import LoopState
 from systems.errors import UnavailableError
 from systems.limits import Limits
 from systems.system import AdamSettings, Settings, System
@@ -34,6 +35,7 @@ class Request:
     dataset: Dataset
     settings: Settings
     resolved: Resolved
+    resumed: LoopState | None
 
     @property
     def needs_model(self) -> bool:
@@ -54,11 +56,13 @@ def set_threads(limits: Limits) -> None:
     torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 0 else limits.cores)
 
 
-def _check_steps(spec: RunSpec, device: Device, shape: ModelShape) -> tuple[int, int]:
+def _check_steps(spec: RunSpec, device: Device, shape: ModelShape, taken: int) -> tuple[int, int]:
     """(steps, warm-up steps). Raises ValueError for numbers that only the model or the device shows to be wrong."""
-    steps, warmup = spec.resolve_steps(device)
-    if spec.eval_every and spec.eval_every > steps:
-        raise ValueError(f"--eval-every {spec.eval_every} is never reached in {steps} steps: lower it or raise --steps")
+    steps, warmup = spec.resolve_steps(device, taken)
+    for name, every in (("--eval-every", spec.eval_every), ("--save-every", spec.save_every)):
+        if every and steps // every == taken // every:
+            more = f" after {taken}" if taken else ""
+            raise ValueError(f"{name} {every} is never reached in {steps} steps{more}: lower it or raise --steps")
     if isinstance(spec.recompute, tuple) and max(spec.recompute) >= (blocks := models_registry.block_count(shape)):
         raise ValueError(f"--recompute names block {max(spec.recompute)}, {shape.name} has 0-{blocks - 1}")
     return steps, warmup
@@ -86,7 +90,11 @@ def resolve(job: Job, device: Device) -> Request:
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
-    steps, warmup = _check_steps(spec, device, shape)
+    resumed = None if spec.resume is None else checkpoint.position(spec.resume)
+    taken = 0 if resumed is None else resumed.steps
+    steps, warmup = _check_steps(spec, device, shape, taken)
+    if spec.checkpoint is not None:
+        checkpoint.check_folder(spec.checkpoint)
     dataset = _open_data(spec, shape, seq_len)
     label = "cpu-emulated" if device == "cpu" else torch.cuda.get_device_name()
     settings = Settings(
@@ -108,8 +116,9 @@ def resolve(job: Job, device: Device) -> Request:
         device=device,
         device_label=label,
         steps=steps,
+        steps_before=taken,
         warmup_steps=warmup,
-        timed_steps=steps - warmup,
+        timed_steps=steps - taken - warmup,
         batch_size=batch_size,
         seq_len=seq_len,
         global_batch_samples=samples,
@@ -123,4 +132,12 @@ def resolve(job: Job, device: Device) -> Request:
         data={"source": dataset.source, "sha256": dataset.sha256},
         peak_flops_per_s=environment.peak_flops_per_s(label, spec.dtype),
     )
-    return Request(system=system, options=options, shape=shape, dataset=dataset, settings=settings, resolved=resolved)
+    return Request(
+        system=system,
+        options=options,
+        shape=shape,
+        dataset=dataset,
+        settings=settings,
+        resolved=resolved,
+        resumed=resumed,
+    )

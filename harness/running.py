@@ -28,6 +28,7 @@ from harness.spec import BadInputError
 from models import registry as models_registry
 from models.flops import count
 from models.loss import count_labels, token_loss
+from systems import checkpoint
 from systems.limits import Limits, process_memory, raise_open_files, read_limits
 from systems.messages import one_line
 from systems.system import Engine
@@ -144,12 +145,24 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     with known.timing("initialize"):
         known.engine = engine = request.system.initialize(model, request.settings, request.options)
     known.found = _look_at_model(engine.module, request.resolved)
+    if job.spec.checkpoint is not None:
+        engine.training_state()  # where there is none, that is told before the work and not after
+    if job.spec.resume is not None:
+        channel.enter("resume")
+        with known.timing("resume"):
+            _, beside = checkpoint.load(engine, job.spec.resume)
+            _set_random_states(beside)
     _tell(channel, known)
     work = _work(job, request)
-    measurement = _measurement(engine, work, job, channel, known)
+    measurement = _measurement(engine, work, job, channel, known, request)
     known.measured = measurement.measured
     measurement.run()
     known.watch.look()
+    if job.spec.checkpoint is not None:
+        known.take_figures()
+        channel.enter("save")
+        with known.timing("last_save"):
+            _save(job, engine)
     broken = False
     for name, asked, take in (
         ("trace", job.spec.trace is not None and job.replicate == 0, _trace),
@@ -169,6 +182,21 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
             traceback.print_exc()
             known.notes.append(f"--{name}: none was taken: {one_line(str(error)) or type(error).__name__}")
             broken = True
+
+
+def _save(job: Job, engine: Engine) -> None:
+    """Batches follow from the step alone, so dropout's random numbers are all that the loop adds."""
+    beside = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        beside["random.cuda"] = torch.cuda.get_rng_state()
+    checkpoint.save(engine, str(job.spec.checkpoint), beside=beside)
+
+
+def _set_random_states(beside: dict[str, torch.Tensor]) -> None:
+    if "random.cpu" in beside:
+        torch.set_rng_state(beside["random.cpu"])
+    if "random.cuda" in beside and torch.cuda.is_available():
+        torch.cuda.set_rng_state(beside["random.cuda"])
 
 
 def _trace(job: Job, measurement: Measurement, known: Known) -> None:
@@ -252,18 +280,19 @@ def _work(job: Job, request: Request) -> Work:
     )
 
 
-def _measurement(engine: Engine, work: Work, job: Job, channel: Channel, known: Known) -> Measurement:
-    resolved = known.resolved
-    steps, warmup = resolved.steps or 1, resolved.warmup_steps or 0
+def _measurement(engine: Engine, work: Work, job: Job, channel: Channel, known: Known, request: Request) -> Measurement:
+    resolved, resumed = known.resolved, request.resumed
+    steps, warmup, taken = resolved.steps or 1, resolved.warmup_steps or 0, resolved.steps_before or 0
     energy: Callable[[], float | None] = known.watch.device.energy_joules if known.watch.device else lambda: None
 
     def on_step(done: int, loss: float | None) -> None:
-        if done == warmup:  # the device is under load here, and the clock is not running yet
+        if done == taken + warmup:  # the device is under load here, and the clock is not running yet
             known.watch.look()
         channel.step(done, steps, loss)
 
     return Measurement(
-        engine, work, steps=steps, warmup=warmup, eval_every=job.spec.eval_every,
+        engine, work, steps=steps, warmup=warmup, taken=taken, skipped=0 if resumed is None else resumed.skipped_steps,
+        eval_every=job.spec.eval_every, save_every=job.spec.save_every, save=partial(_save, job, engine),
         energy=energy, enter=channel.enter, on_step=on_step,
     )  # fmt: skip
 
@@ -332,6 +361,7 @@ def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Re
     phases = dict(known.phases_s)
     if measured.complete:
         phases |= {"warm_up": measured.warmup_s or 0.0, "timed": measured.timed_s or 0.0, "eval": measured.eval_s}
+        phases |= {"save": measured.save_s} if job.spec.save_every else {}
     phases |= {f"startup.{name}": seconds for name, seconds in fields.get("startup", {}).items()}
     seen = doubts.Seen(
         timed_step_s=measured.step_time_s[warmup:] if measured.complete else (),

@@ -80,6 +80,11 @@ class RunSpec(BaseModel):
     timeout: float | None = Field(None, gt=0, description="seconds after which a run is ended and recorded as timed out")
     results: str = Field("results", description="folder the records are kept in, one JSON file a run")
     tag: str | None = Field(None, description="a word to find this run's records by")
+    checkpoint: str | None = Field(
+        None, description="folder of the run's checkpoint, written at its end in place of the last one"
+    )
+    save_every: int | None = Field(None, ge=1, description="steps between checkpoints before that, which no timing includes")
+    resume: str | None = Field(None, description="folder of a checkpoint, of any system, to go on from; it counts in --steps")
     trace: str | None = Field(None, description="also profile one more step of the first process, into this .json or .json.gz")
     phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
     wandb: Literal["off", "offline", "online"] = Field("off", description="also log the finished record to Weights & Biases")
@@ -106,12 +111,29 @@ class RunSpec(BaseModel):
             )
         return self
 
-    def resolve_steps(self, device: Device) -> tuple[int, int]:
-        """(steps, warm-up steps) on that device. There is always at least one timed step."""
+    @model_validator(mode="after")
+    def _one_checkpoint(self) -> RunSpec:
+        if self.save_every is not None and self.checkpoint is None:
+            raise ValueError(f"--save-every {self.save_every} needs a folder: name it with --checkpoint")
+        if self.checkpoint is not None and self.repeat > 1:
+            raise ValueError(f"--checkpoint is of one run: leave out --repeat {self.repeat}")
+        return self
+
+    def resolve_steps(self, device: Device, taken: int = 0) -> tuple[int, int]:
+        """(steps, warm-up steps) on that device; taken: steps of the run that is resumed, which steps count.
+
+        There is always at least one timed step, or it is a ValueError.
+        """
         if self.steps is None:
             warmup = DEFAULT_WARMUP_STEPS if self.warmup is None else self.warmup
-            return warmup + DEFAULT_TIMED_STEPS[device], warmup
-        return self.steps, min(DEFAULT_WARMUP_STEPS, self.steps - 1) if self.warmup is None else self.warmup
+            return taken + warmup + DEFAULT_TIMED_STEPS[device], warmup
+        left = self.steps - taken
+        if left <= (self.warmup or 0):
+            raise ValueError(
+                f"the run in --resume {self.resume} has taken {taken} steps, and --steps {self.steps} counts them: nothing is "
+                f"left to time after --warmup {self.warmup or 0}: raise --steps"
+            )
+        return self.steps, min(DEFAULT_WARMUP_STEPS, left - 1) if self.warmup is None else self.warmup
 
 
 def flag(field: str) -> str:

@@ -1,8 +1,8 @@
 """Checkpoints: all that an engine needs to go on with training, by parameter name, whatever system made it.
 
-A folder holds `checkpoint.json` and safetensors files with fp32 tensors: each parameter's value (the master weight), and both
-moments of those that are trained. So a run may go on under another system, budget, dtype or device. What is not in it belongs
-to the loop: its data's position, random generators, a torch optimizer's groups and its scheduler.
+A folder holds `checkpoint.json` and safetensors files: in fp32 each parameter's value (the master weight) and both moments
+of those that are trained, and the model's persistent buffers. So a run may go on under another system, budget, dtype or device.
+What is not in it belongs to the loop: its data's position, random generators, a torch optimizer's groups and its scheduler.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from systems.errors import BudgetError
+from systems.errors import BudgetError, UnsupportedError
 from systems.sizes import format_need, format_size
 
 MANIFEST = "checkpoint.json"
 FILE_BYTES = 256 << 20  # a file is written once it has this many: what is copied meanwhile is no more, or one tensor
+BUFFERS = "buffers.safetensors"
 BESIDE = "beside.safetensors"
 PARTS = ("value", "exp_avg", "exp_avg_sq")
 NAMED = 3  # parameters that a message lists
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UnsupportedError):
     """A checkpoint cannot be read, or is not one of this model. Nothing was restored of it."""
 
 
@@ -81,6 +82,8 @@ class TrainingState(Protocol):
 class Trained(Protocol):
     """An engine, as far as checkpoints know it."""
 
+    module: torch.nn.Module
+
     def training_state(self) -> TrainingState:
         """UnsupportedError within a step, and from engines whose package keeps its state to itself."""
 
@@ -119,8 +122,9 @@ def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str
         fresh = Path(scratch) / "new"
         fresh.mkdir()
         manifest = _write_all(state, fresh)
-        save_file(dict(beside or {}), fresh / BESIDE)
-        _sync(fresh / BESIDE)
+        for name, tensors in ((BUFFERS, persistent_buffers(engine.module)), (BESIDE, dict(beside or {}))):
+            save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, fresh / name)
+            _sync(fresh / name)
         _write_durably(fresh / MANIFEST, manifest.model_dump_json(indent=1).encode())
         if target.exists():
             target.rename(Path(scratch) / "old")
@@ -152,14 +156,38 @@ def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, di
     _check_parameters(state.parameters, manifest, source)
     _check_files(manifest, source)
     beside = {key: _tensor(source / BESIDE, key) for key, _, _ in list(_header(source / BESIDE))}
+    buffers = persistent_buffers(engine.module)
+    _check_buffers(buffers, source / BUFFERS)
     for number, described in enumerate(state.parameters):
         entry = manifest.parameters[described.name]
         parts = {part: _tensor(source / file, f"{part}/{described.name}") for part, file in entry.files.items()}
         moments = parts.get("exp_avg"), parts.get("exp_avg_sq")
         state.write(number, ParameterState(parts["value"], *moments, entry.updates))
-    counts = manifest.model_dump(exclude={"format", "parameters"})
-    state.loop = LoopState(**counts)
+    state.loop = _position(manifest)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(_tensor(source / BUFFERS, name))
     return state.loop, beside
+
+
+def position(folder: str | os.PathLike[str]) -> LoopState:
+    """Where the run of a checkpoint stood. Raises CheckpointError."""
+    return _position(_manifest(Path(folder).absolute()))
+
+
+def _position(manifest: _Manifest) -> LoopState:
+    return LoopState(**manifest.model_dump(exclude={"format", "parameters"}))
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name; one that has several is there under the first."""
+    found: dict[str, torch.Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            there = any(buffer is other for other in found.values())
+            if name not in owner._non_persistent_buffers_set and not there:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
 
 
 def _check_disk(state: TrainingState, folder: Path) -> None:
@@ -263,6 +291,17 @@ def _check_parameters(parameters: Sequence[Described], manifest: _Manifest, sour
         missing = set(PARTS if each.trainable else PARTS[:1]) - set(entry.files)
         if missing:
             raise CheckpointError(f"the checkpoint in {source} lacks {sorted(missing)[0]} of {each.name}")
+
+
+def _check_buffers(buffers: Mapping[str, torch.Tensor], path: Path) -> None:
+    found = {key: shape for key, shape, _ in _header(path)}
+    for name, buffer in buffers.items():
+        if name not in found:
+            raise CheckpointError(f"{path} lacks the buffer {name}")
+        if found[name] != tuple(buffer.shape):
+            raise CheckpointError(f"buffer {name} has the shape {tuple(buffer.shape)}, in {path} {found[name]}")
+    if found.keys() - buffers.keys():
+        raise CheckpointError(f"{path} is of another model: it has the buffer {sorted(found.keys() - buffers.keys())[0]}")
 
 
 def _check_files(manifest: _Manifest, source: Path) -> None:

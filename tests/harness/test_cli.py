@@ -25,8 +25,8 @@ from tests.harness.conftest import make_record
 FLAGS = (
     "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--ranks", "--batch-size",
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
-    "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag", "--trace",
-    "--phases", "--wandb",
+    "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
+    "--checkpoint", "--save-every", "--resume", "--trace", "--phases", "--wandb",
 )  # fmt: skip
 PAIR = ("compare", "--system", "dummy", "--system", "resident", "--model", "opt-tiny")
 GOOD = ("run", "--system", "dummy", "--model", "opt-tiny")

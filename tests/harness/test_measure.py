@@ -45,6 +45,9 @@ class Trial:
         warmup: int,
         accumulate: int = 1,
         eval_every: int | None = None,
+        save_every: int | None = None,
+        taken: int = 0,
+        skipped: int = 0,
         schedule: Any = "constant",
         **options: Any,
     ) -> None:
@@ -65,7 +68,11 @@ class Trial:
             work,
             steps=steps,
             warmup=warmup,
+            taken=taken,
+            skipped=skipped,
             eval_every=eval_every,
+            save_every=save_every,
+            save=lambda: self.clock.sleep(7.0),
             clock=self.clock,
             enter=self.phases.append,
             on_step=lambda done, loss: self.told.append((done, loss)),
@@ -177,6 +184,26 @@ def test_validation_is_in_no_timing() -> None:
     assert measured.step_time_s == pytest.approx([0.1] * 6)
     assert derive.traffic(measured, warmup=2).h2d_bytes == 12
     assert trial.engine.module.training
+
+
+def test_checkpoints_are_in_no_timing() -> None:
+    trial = Trial(steps=8, warmup=2, taken=1, eval_every=4, save_every=2, step_time_s=0.1, eval_time_s=5.0)
+    measured = trial.run()
+    assert trial.phases == ["warm-up", "save", "warm-up", "step", "eval", "step", "save", "step", "save", "step", "eval"] + [
+        "step"
+    ]
+    assert measured.save_s == pytest.approx(3 * 7.0), "after steps 2, 4 and 6; the last one is the caller's"
+    assert measured.eval_step == [4, 8]
+    assert measured.timed_s == pytest.approx(0.5)
+    assert measured.warmup_s == pytest.approx(0.2)
+    assert measured.step_time_s == pytest.approx([0.1] * 7)
+
+
+def test_the_schedule_goes_on_where_it_was() -> None:
+    trial = Trial(steps=8, warmup=0, taken=4, skipped=1, schedule="linear", skip_at=2)
+    trial.run()
+    rates = trial.measurement.measured.learning_rate
+    assert rates == pytest.approx([1 - 3 / 8, 1 - 4 / 8, 1 - 4 / 8, 1 - 5 / 8])
 
 
 def test_traffic_is_per_timed_step_and_unknown_is_null() -> None:

@@ -144,6 +144,61 @@ def test_large_models_take_several_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert beside.keys() == own.keys() and torch.equal(beside["random"], own["random"])
 
 
+class Averaging(torch.nn.Module):
+    """A persistent average, an integer counter, one buffer under two names, and a table that is built anew."""
+
+    average: torch.Tensor
+    again: torch.Tensor
+    count: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("again", self.average)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.count += 1
+        return self.layer(x) + self.table + self.average
+
+
+@pytest.mark.parametrize("system", ["elixir", "resident"])
+def test_persistent_buffers_are_in_it(system: str, tmp_path: Path) -> None:
+    def run(first: int, last: int, folder: Path | None) -> tuple[list[float], Averaging]:
+        torch.manual_seed(0)
+        model, losses = Averaging(), []
+        with start(SYSTEMS[system], model, settings()) as engine:
+            if folder is not None:
+                systems.load_checkpoint(engine, folder)
+            for step in range(first, last):
+                loss = engine(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            systems.save_checkpoint(engine, tmp_path / "here")
+        return losses, model
+
+    straight, _ = run(0, 4, None)
+    before, _ = run(0, 2, None)
+    after, model = run(2, 4, tmp_path / "here")
+    assert before + after == straight and int(model.count) == 4 and model.again is model.average
+    saved = load_file(tmp_path / "here" / checkpoint.BUFFERS)
+    assert saved.keys() == {"average", "count"} and saved["count"].dtype is torch.int64
+    for spoil, message in (
+        (lambda: saved.pop("count"), "lacks the buffer count"),
+        (lambda: saved.update(count=torch.zeros(2)), "buffer count has the shape"),
+        (lambda: saved.update(count=torch.tensor(1), more=torch.zeros(1)), "has the buffer more"),
+    ):
+        spoil()
+        save_file(saved, tmp_path / "here" / checkpoint.BUFFERS)
+        with pytest.raises(CheckpointError, match=message):
+            run(2, 3, tmp_path / "here")
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "good"
