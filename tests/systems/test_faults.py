@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import mmap
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -273,6 +278,50 @@ def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, steps
     engine.close()
     assert parts_of(engine).device.account.pool == 0
     assert set(threading.enumerate()) <= threads
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
+@pytest.mark.parametrize("kind", [LaneKind.H2D, LaneKind.D2H, LaneKind.CPU], ids=lambda k: k.value)
+def test_a_failed_copy_or_update_keeps_no_memory(kind: LaneKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the closed engine is still there, and its error went through frames that held the job and the step's loss."""
+    mappings: list[weakref.ref[Any]] = []
+
+    class Watched(mmap.mmap):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            mappings.append(weakref.ref(self))
+
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    engine = started("elixir")
+    lane = parts_of(engine).device.lanes[kind]
+    submit = lane.submit
+
+    def broken(work: Callable[[], None], after: Any, **more: Any) -> Any:
+        def fail() -> None:
+            work()
+            raise OnPurposeError
+
+        lane.submit = submit
+        return submit(fail, after, **more)
+
+    lane.submit = broken
+    with contextlib.suppress(OnPurposeError):
+        steps_and_drain(engine, tokens(1, 1)[0])
+    assert len(mappings) > 4, "void: no memory is watched"
+    engine.close()
+    gc.collect()
+    assert not [each for each in mappings if each() is not None]
+
+
+def test_an_error_of_one_lane_is_told_when_all_are_done() -> None:
+    """Who is told of it may close the engine, and memory goes back that the others were working on."""
+    engine = started("elixir")
+    device = parts_of(engine).device
+    device.lanes[LaneKind.H2D].submit(lambda: 1 / 0, [], id=1)
+    update = device.lanes[LaneKind.CPU].submit(lambda: time.sleep(0.05), [], id=2)
+    with pytest.raises(ZeroDivisionError):
+        engine.drain()
+    assert update.done()
+    engine.close()
 
 
 def steps_and_drain(engine: Engine, batch: torch.Tensor) -> None:
