@@ -330,6 +330,38 @@ def steps_and_drain(engine: Engine, batch: torch.Tensor) -> None:
     engine.drain()
 
 
+@pytest.mark.parametrize("issued", [False, True], ids=["before it is issued", "before it left its ticket"])
+@pytest.mark.parametrize("label", ["fetch bundle", "offload gradient", "update segment"])
+@pytest.mark.parametrize("system", MANAGED)
+def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> None:
+    """Parameters are as before the step, or, once one was updated, the engine says that they are not."""
+    engine = started(system)
+    transfers = parts_of(engine).device.transfers
+    issue, plain = transfers.issue, tokens(STEPS, 1)
+    losses = [one_step(engine, plain[0], LOSS)]
+    seen: list[str] = []
+
+    def interrupted(lane: LaneKind, work: Callable[[], None], **more: Any) -> Any:
+        if more["label"].startswith(label):
+            seen.append(more["label"])
+            if len(seen) == 2:
+                if issued:
+                    transfers._lanes[lane].submit(work, [], id=0)
+                raise KeyboardInterrupt
+        return issue(lane, work, **more)
+
+    transfers.issue = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        one_step(engine, plain[1], LOSS)
+    transfers.issue = issue
+    if label == "update segment":
+        with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+            one_step(engine, plain[1], LOSS)
+        engine.close()
+    else:
+        assert_equal(undisturbed(1), finished(engine, losses + [one_step(engine, batch, LOSS) for batch in plain[1:]]))
+
+
 def test_a_step_that_broke_off_between_its_updates_cannot_be_followed() -> None:
     """nonfinite=stop updates during backward: what is updated already cannot be taken back, so the engine refuses."""
     model = build("stack")
