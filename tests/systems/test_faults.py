@@ -38,6 +38,7 @@ from tests.systems.running import (
     one_step,
     parameters_of,
     parts_of,
+    patrickstar,
     settings,
     start,
 )
@@ -360,6 +361,24 @@ def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> 
         engine.close()
     else:
         assert_equal(undisturbed(1), finished(engine, losses + [one_step(engine, batch, LOSS) for batch in plain[1:]]))
+
+
+def test_an_interrupt_while_gradients_are_written_over_parameters() -> None:
+    engine = start(patrickstar(), build("stack"), settings(clip=1.0, device_memory=TIGHT))
+    transfers = parts_of(engine).device.transfers
+    compute, batches = transfers.compute, tokens(STEPS, 1)
+    losses = [one_step(engine, batches[0], LOSS)]
+
+    def interrupted(*, label: str, **more: Any) -> None:
+        if label.startswith("gradients over parameters") and label.endswith("end"):
+            raise KeyboardInterrupt
+        compute(label=label, **more)
+
+    transfers.compute = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        one_step(engine, batches[1], LOSS)
+    transfers.compute = compute
+    assert_equal(undisturbed(1), finished(engine, losses + [one_step(engine, batch, LOSS) for batch in batches[1:]]))
 
 
 def test_a_step_that_broke_off_between_its_updates_cannot_be_followed() -> None:
