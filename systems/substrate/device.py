@@ -141,6 +141,9 @@ class Device(ABC):
         return
 
     def drain(self) -> None:
+        """Block until all lanes are done; raises the first error, after that: who is told of it may give memory back."""
+        for lane in self.lanes.values():
+            lane.rest()
         for lane in self.lanes.values():
             lane.drain()
 

@@ -96,6 +96,8 @@ class Ranges:
                 stored.slot.copy_(piece, non_blocking=True)
 
         self.device.log.count("d2h_bytes", self.layout.bundle_bytes(bundle))
+        for stored in segments:
+            stored.slot_holds_gradient = True  # even if Ctrl-C breaks off what follows: then they are restored
         self.device.transfers.issue(
             LaneKind.D2H,
             copy,
@@ -103,8 +105,6 @@ class Ranges:
             writes=[s.slot_memory for s in segments],
             label=f"offload gradient of bundle {bundle}",
         )
-        for stored in segments:
-            stored.slot_holds_gradient = True
 
     def give_up(self, bundle: int, gradient: BundleGradient) -> None:
         """Free a range that compute may have used since its last ticket."""

@@ -124,12 +124,12 @@ class InPlace:
         block = self._block(bundle)
         label = f"gradients over parameters of bundle {bundle}"
         self.device.transfers.compute(writes=[block.memory], label=f"{label} begin")
+        self._of(bundle).parameters.update(parameters)  # before they are: Ctrl-C may come between
+        self.residency.bundles[bundle].holds[HOLD] = 1
+        self._mark(bundle)
         for parameter in parameters:
             self.view(bundle, parameter).copy_(gradient.adopted.pop(parameter).reshape(-1))
         self.device.transfers.compute(writes=[block.memory], label=f"{label} end")
-        self._of(bundle).parameters.update(parameters)
-        self.residency.bundles[bundle].holds[HOLD] = 1
-        self._mark(bundle)
 
     def _detour(self, bundle: int, gradient: BundleGradient) -> None:
         """What the block has of gradients goes to a new range, and the parameters come back."""

@@ -161,6 +161,7 @@ class Lane:
         self._running = True
         self._busy = 0  # threads that have a job in hand
         self.error: BaseException | None = None
+        self._failed: list[Any] = []  # tickets
         name = f"lane-{kind.value}"
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
         for thread in self._threads:
@@ -177,7 +178,7 @@ class Lane:
         job = _Job(work, after, ticket, priority, label)
         with self._changed:
             if not self._running:
-                self._fail(job, self.error or RuntimeError(f"the {self.kind.value} lane is closed"))
+                self._fail(ticket, self.error or self._closed())
                 return ticket
             free = self.stream is not None and not self._busy and not self._waiting
             if free and all(earlier.at_once() for earlier in after):
@@ -232,7 +233,7 @@ class Lane:
         with self._changed:
             self.error, self._running = self.error or error, False
             for job in self._left():
-                self._fail(job, error)
+                self._fail(job.ticket, error)
             self._changed.notify_all()
 
     def _left(self) -> list[_Job]:
@@ -241,11 +242,15 @@ class Lane:
         self._jobs.clear()
         return left
 
-    def _fail(self, job: _Job, error: BaseException) -> None:
+    def _fail(self, ticket: Any, error: BaseException) -> None:
+        self._failed.append(ticket)
         if self.stream is None:
-            job.ticket.finish(error)
+            ticket.finish(error)
         else:
-            job.ticket.queued(None, error)
+            ticket.queued(None, error)
+
+    def _closed(self) -> RuntimeError:
+        return RuntimeError(f"the {self.kind.value} lane is closed")
 
     def _carry_out(self, job: _Job, *, by_caller: bool = False) -> None:
         """An error is its ticket's. by_caller: what only ends programs (Ctrl-C) is not this lane's, and goes on."""
@@ -268,28 +273,38 @@ class Lane:
             ticket.queued(event)
         except BaseException as error:  # handed to whoever waits for the ticket, and to drain
             self.error = self.error or error
-            self._fail(job, error)
+            self._fail(ticket, error)
             if by_caller and not isinstance(error, Exception):
                 raise
 
-    def drain(self) -> None:
-        """Block until every job submitted so far is finished, on the device too; raises the first error of any job."""
+    def rest(self) -> None:
+        """Block until every job submitted so far is finished, on the device too."""
         with self._changed:
             while self._waiting or self._busy:
                 self._changed.wait()
         if self.stream is not None:
             self.stream.synchronize()
+
+    def drain(self) -> None:
+        """`rest`; raises the first error of any job."""
+        self.rest()
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """Finish what is queued, then end the threads."""
+        """Finish what is queued, then end the threads.
+
+        Errors are forgotten: all frames that one went through hold memory, and may hold a step's graph, which holds the lane.
+        """
         with self._changed:
             self._running = False
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        failed, self._failed, self.error = self._failed, [], None
+        for ticket in failed:
+            self._fail(ticket, self._closed())
 
 
 class UpdateLane(Lane):

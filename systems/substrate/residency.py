@@ -115,19 +115,21 @@ class Residency:
             return
         nbytes = self.layout.bundle_bytes(index)
         block = self.allocate(nbytes, f"bundle {index}")
-        managed.block, managed.state = block, BundleState.FETCHING
-        sources, memories = self._sources(managed.bundle)
+        label = f"fetch bundle {index}"
+        try:
+            sources, memories = self._sources(managed.bundle)
 
-        def copy() -> None:
-            for target, source in zip(self.store.pieces(index, block), sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            def copy() -> None:
+                for target, source in zip(self.store.pieces(index, block), sources, strict=True):
+                    target.copy_(source, non_blocking=True)
 
-        self.device.log.count("h2d_bytes", nbytes)
-        with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
-            self.device.transfers.issue(
-                LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=f"fetch bundle {index}"
-            )
-        managed.updated = False
+            self.device.log.count("h2d_bytes", nbytes)
+            with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
+                self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=label)
+        except BaseException:  # Ctrl-C: nobody may take what it broke off for a copy on its way
+            self.device.pool.free(block, label)
+            raise
+        managed.block, managed.state, managed.updated = block, BundleState.FETCHING, False
 
     def _sources(self, bundle: Bundle) -> tuple[list[torch.Tensor], list[Memory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""

@@ -13,6 +13,7 @@ Note [Departures]
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -213,6 +214,8 @@ class Runtime:
         self._half_updated |= bool(self.ending.updated)
         self._spans.end_all()
         self.in_step = self.in_backward = False
+        with contextlib.suppress(Exception):  # a lane's, which is told again
+            self.parts.device.drain()  # Ctrl-C may have come before an operation that was issued left its ticket
         self.parts.residency.release_all()
         self.parts.inputs.forget()
         self.parts.updates.discard()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import mmap
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -33,6 +38,7 @@ from tests.systems.running import (
     one_step,
     parameters_of,
     parts_of,
+    patrickstar,
     settings,
     start,
 )
@@ -275,10 +281,104 @@ def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, steps
     assert set(threading.enumerate()) <= threads
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
+@pytest.mark.parametrize("kind", [LaneKind.H2D, LaneKind.D2H, LaneKind.CPU], ids=lambda k: k.value)
+def test_a_failed_copy_or_update_keeps_no_memory(kind: LaneKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the closed engine is still there, and its error went through frames that held the job and the step's loss."""
+    mappings: list[weakref.ref[Any]] = []
+
+    class Watched(mmap.mmap):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            mappings.append(weakref.ref(self))
+
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    engine = started("elixir")
+    lane = parts_of(engine).device.lanes[kind]
+    submit = lane.submit
+
+    def broken(work: Callable[[], None], after: Any, **more: Any) -> Any:
+        def fail() -> None:
+            work()
+            raise OnPurposeError
+
+        lane.submit = submit
+        return submit(fail, after, **more)
+
+    lane.submit = broken
+    with contextlib.suppress(OnPurposeError):
+        steps_and_drain(engine, tokens(1, 1)[0])
+    assert len(mappings) > 4, "void: no memory is watched"
+    engine.close()
+    gc.collect()
+    assert not [each for each in mappings if each() is not None]
+
+
+def test_an_error_of_one_lane_is_told_when_all_are_done() -> None:
+    """Who is told of it may close the engine, and memory goes back that the others were working on."""
+    engine = started("elixir")
+    device = parts_of(engine).device
+    device.lanes[LaneKind.H2D].submit(lambda: 1 / 0, [], id=1)
+    update = device.lanes[LaneKind.CPU].submit(lambda: time.sleep(0.05), [], id=2)
+    with pytest.raises(ZeroDivisionError):
+        engine.drain()
+    assert update.done()
+    engine.close()
+
+
 def steps_and_drain(engine: Engine, batch: torch.Tensor) -> None:
     for _ in range(3):
         one_step(engine, batch, LOSS)
     engine.drain()
+
+
+@pytest.mark.parametrize("issued", [False, True], ids=["before it is issued", "before it left its ticket"])
+@pytest.mark.parametrize("label", ["fetch bundle", "offload gradient", "update segment"])
+@pytest.mark.parametrize("system", MANAGED)
+def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> None:
+    """Parameters are as before the step, or, once one was updated, the engine says that they are not."""
+    engine = started(system)
+    transfers = parts_of(engine).device.transfers
+    issue, plain = transfers.issue, tokens(STEPS, 1)
+    losses = [one_step(engine, plain[0], LOSS)]
+    seen: list[str] = []
+
+    def interrupted(lane: LaneKind, work: Callable[[], None], **more: Any) -> Any:
+        if more["label"].startswith(label):
+            seen.append(more["label"])
+            if len(seen) == 2:
+                if issued:
+                    transfers._lanes[lane].submit(work, [], id=0)
+                raise KeyboardInterrupt
+        return issue(lane, work, **more)
+
+    transfers.issue = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        one_step(engine, plain[1], LOSS)
+    transfers.issue = issue
+    if label == "update segment":
+        with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+            one_step(engine, plain[1], LOSS)
+        engine.close()
+    else:
+        assert_equal(undisturbed(1), finished(engine, losses + [one_step(engine, batch, LOSS) for batch in plain[1:]]))
+
+
+def test_an_interrupt_while_gradients_are_written_over_parameters() -> None:
+    engine = start(patrickstar(), build("stack"), settings(clip=1.0, device_memory=TIGHT))
+    transfers = parts_of(engine).device.transfers
+    compute, batches = transfers.compute, tokens(STEPS, 1)
+    losses = [one_step(engine, batches[0], LOSS)]
+
+    def interrupted(*, label: str, **more: Any) -> None:
+        if label.startswith("gradients over parameters") and label.endswith("end"):
+            raise KeyboardInterrupt
+        compute(label=label, **more)
+
+    transfers.compute = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        one_step(engine, batches[1], LOSS)
+    transfers.compute = compute
+    assert_equal(undisturbed(1), finished(engine, losses + [one_step(engine, batch, LOSS) for batch in batches[1:]]))
 
 
 def test_a_step_that_broke_off_between_its_updates_cannot_be_followed() -> None:
