@@ -61,7 +61,7 @@ class StepEnding:
             self.parts.device.log.count("skipped_steps")
             updates.discard()
         else:
-            self.updated.update(self.parts.layout.segment_of_parameter[p] for p in fired)
+            self.updated.update(self.parts.layout.bundle_of_parameter[p] for p in fired)
             ready(control.multiplier(outcome))
         return outcome
 
