@@ -131,7 +131,7 @@ class RunSpec(BaseModel):
         if left <= (self.warmup or 0):
             raise ValueError(
                 f"the run in --resume {self.resume} has taken {taken} steps, and --steps {self.steps} counts them: nothing is "
-                f"left to time after --warmup {self.warmup or 0}: raise --steps"
+                f"left to time after --warmup {self.warmup or 0}: raise --steps{' or lower --warmup' if self.warmup else ''}"
             )
         return self.steps, min(DEFAULT_WARMUP_STEPS, left - 1) if self.warmup is None else self.warmup
 
