@@ -36,10 +36,11 @@ from systems.sizes import format_need, format_size
 
 MANIFEST = "checkpoint.json"
 DATA = r"^data-\w+$"  # the subfolders
-FILE_BYTES = 256 << 20  # a file is written once it has this many: what is copied meanwhile is no more, or one tensor
+FILE_BYTES = 256 << 20  # a file has no more than these, or one tensor: what is copied meanwhile is both together at most
 BUFFERS = "buffers.safetensors"
 BESIDE = "beside.safetensors"
-PARTS = ("value", "exp_avg", "exp_avg_sq")
+Part = Literal["value", "exp_avg", "exp_avg_sq"]
+PARTS: tuple[Part, ...] = ("value", "exp_avg", "exp_avg_sq")
 NAMED = 3  # parameters that a message lists
 
 
@@ -85,7 +86,12 @@ class TrainingState(Protocol):
     @property
     def parameters(self) -> Sequence[Described]: ...
 
-    def read(self, parameter: int) -> ParameterState: ...
+    @property
+    def updates(self) -> Sequence[int]:
+        """By parameter."""
+
+    def read(self, parameter: int, part: Part) -> torch.Tensor:
+        """One at a time, since each is a copy: as in ParameterState. Of a frozen parameter there is only the value."""
 
     def write(self, parameter: int, state: ParameterState) -> None: ...
 
@@ -106,7 +112,7 @@ class _Entry(BaseModel):
     shape: tuple[int, ...]
     trainable: bool
     updates: int = Field(ge=0)
-    files: dict[Literal["value", "exp_avg", "exp_avg_sq"], Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]]
+    files: dict[Part, Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]]
 
 
 class _Manifest(BaseModel):
@@ -279,13 +285,12 @@ def _write_all(state: TrainingState, folder: Path) -> _Manifest:
     writer = _Writer(folder)
     entries = {}
     for number, described in enumerate(state.parameters):
-        mine = state.read(number)
-        parts = {part: tensor for part in PARTS if (tensor := getattr(mine, part)) is not None}
-        files = {part: writer.add(f"{part}/{described.name}", tensor) for part, tensor in parts.items()}
+        parts = PARTS if described.trainable else PARTS[:1]
+        files = {part: writer.add(f"{part}/{described.name}", state.read(number, part)) for part in parts}
         entries[described.name] = _Entry(
             shape=described.shape,
             trainable=described.trainable,
-            updates=mine.updates,
+            updates=state.updates[number],
             files=files,
         )
     writer.flush()
@@ -301,15 +306,18 @@ class _Writer:
 
     def add(self, key: str, tensor: torch.Tensor) -> str:
         """The name of the file it comes into."""
-        name = f"state-{self._count:05d}.safetensors"
-        self._waiting[key] = tensor.contiguous()
-        if sum(each.nbytes for each in self._waiting.values()) >= FILE_BYTES:
+        if sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > FILE_BYTES:
             self.flush()
-        return name
+        self._waiting[key] = tensor.contiguous()
+        return self._name
+
+    @property
+    def _name(self) -> str:
+        return f"state-{self._count:05d}.safetensors"
 
     def flush(self) -> None:
         if self._waiting:
-            path = self._folder / f"state-{self._count:05d}.safetensors"
+            path = self._folder / self._name
             save_file(self._waiting, path)
             _sync(path)
             self._waiting, self._count = {}, self._count + 1

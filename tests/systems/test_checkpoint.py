@@ -144,11 +144,18 @@ def test_the_loss_scale_and_skips_go_on(tmp_path: Path) -> None:
 
 def test_large_models_take_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
-    own = {"random": torch.arange(5, dtype=torch.uint8)}
+    own, written, save_one = {"random": torch.arange(5, dtype=torch.uint8)}, [], checkpoint.save_file
+
+    def save_file(held: dict[str, torch.Tensor], path: Path) -> None:
+        written.append([tensor.nbytes for tensor in held.values()])
+        save_one(held, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
     with begin("elixir") as engine:
         checkpoint.save(engine, tmp_path / "here", beside=own)
         values = parameters_of(engine)
     assert len(list(data(tmp_path / "here").glob("state-*.safetensors"))) > 3
+    assert all(sum(each) <= 100_000 or len(each) == 1 for each in written), "no file has more, and no more is held back"
     with begin("h3t", seed=2) as engine:
         _, beside = checkpoint.load(engine, tmp_path / "here")
         assert all(torch.equal(value, values[name]) for name, value in parameters_of(engine).items())
