@@ -145,8 +145,7 @@ def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str
             fresh.mkdir()
             manifest = _write_all(state, fresh)
             for name, tensors in ((BUFFERS, buffers), (BESIDE, dict(beside or {}))):
-                save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, fresh / name)
-                _sync(fresh / name)
+                _write({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, fresh / name)
             _write_durably(fresh / MANIFEST, manifest.model_dump_json(indent=1).encode())
             (fresh / MANIFEST).replace(target / MANIFEST)
             _sync(target)
@@ -317,10 +316,21 @@ class _Writer:
 
     def flush(self) -> None:
         if self._waiting:
-            path = self._folder / self._name
-            save_file(self._waiting, path)
-            _sync(path)
+            _write(self._waiting, self._folder / self._name)
             self._waiting, self._count = {}, self._count + 1
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Raises OSError, which the package tells by its number only, in words."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the package's files are their owner's alone
+    _sync(path)
 
 
 def _write_durably(path: Path, content: bytes) -> None:

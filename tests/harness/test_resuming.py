@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from harness import cli, running
 from harness.record import Record
@@ -107,7 +108,8 @@ def test_what_only_the_model_shows_is_refused_with_a_record(run_here: Run, first
 def test_a_disk_that_fills_up_at_the_end_keeps_what_was_measured(
     run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(SafetensorError(said)))
     record = run_here(make_spec(system="resident", checkpoint=str(tmp_path / "x")))
     assert record.status == "oom" and record.reason is not None
     assert (record.reason.phase, record.reason.tier) == ("save", "disk")
@@ -121,6 +123,8 @@ def test_a_disk_that_fills_up_at_the_end_keeps_what_was_measured(
         (("--save-every", "2"), "--save-every 2 needs a folder: name it with --checkpoint"),
         (("--checkpoint", "x", "--repeat", "2"), "--checkpoint is of one run: leave out --repeat 2"),
         (("--checkpoint", "x", "--save-every", "0"), "--save-every"),
+        (("--checkpoint", ""), "--checkpoint"),
+        (("--resume", ""), "--resume"),
     ],
 )
 def test_flags_that_do_not_go_together(fields: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

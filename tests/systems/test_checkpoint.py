@@ -159,6 +159,8 @@ def test_large_models_take_several_files(tmp_path: Path, monkeypatch: pytest.Mon
     with begin("h3t", seed=2) as engine:
         _, beside = checkpoint.load(engine, tmp_path / "here")
         assert all(torch.equal(value, values[name]) for name, value in parameters_of(engine).items())
+    modes = {path.stat().st_mode & 0o666 for path in (tmp_path / "here").rglob("*")}
+    assert len(modes) == 1, "who may read the folder may read what is in it"
     assert beside.keys() == own.keys() and torch.equal(beside["random"], own["random"])
 
 
