@@ -161,15 +161,15 @@ def notes(measured: Measured, warmup: int) -> list[str]:
     return found
 
 
-def diverged(measured: Measured, warmup: int) -> str | None:
-    """What makes a run that reached its end a diverged one, or None.
+def diverged(measured: Measured, warmup: int, taken: int = 0) -> str | None:
+    """What makes a run that reached its end a diverged one, or None. taken: steps of the run that it resumed.
 
     A loss that is not finite counts if its step updated the model or was the last; so do timed steps all skipped.
     """
     last = len(measured.outcomes) - 1
     for step, (parts, outcome) in enumerate(zip(measured.micro_batch_loss, measured.outcomes, strict=False)):
         if not math.isfinite(_sum(parts)) and (step == last or not outcome.skipped):
-            return f"the loss of step {step + 1} is not finite"
+            return f"the loss of step {taken + step + 1} is not finite"
     timed = measured.outcomes[warmup:]
     if timed and all(outcome.skipped for outcome in timed):
         return f"every timed step was skipped ({len(timed)} of them)"

@@ -83,7 +83,7 @@ def host_room(limits: Limits) -> int | None:
 
 def _judge(job: Job, known: Known) -> tuple[Status, Reason | None]:
     """Status of a run that reached its end."""
-    why = derive.diverged(known.measured, known.resolved.warmup_steps or 0)
+    why = derive.diverged(known.measured, known.resolved.warmup_steps or 0, known.resolved.steps_before or 0)
     if why:
         return "diverged", Reason(message=why, phase="step", rank=0)
     why = derive.impossible(derive.utilisation(_metrics(job, known), known.resolved), known.resolved)

@@ -81,10 +81,12 @@ class RunSpec(BaseModel):
     results: str = Field("results", description="folder the records are kept in, one JSON file a run")
     tag: str | None = Field(None, description="a word to find this run's records by")
     checkpoint: str | None = Field(
-        None, description="folder of the run's checkpoint, written at its end in place of the last one"
+        None, min_length=1, description="folder of the run's checkpoint, written at its end in place of the last one"
     )
     save_every: int | None = Field(None, ge=1, description="steps between checkpoints before that, which no timing includes")
-    resume: str | None = Field(None, description="folder of a checkpoint, of any system, to go on from; it counts in --steps")
+    resume: str | None = Field(
+        None, min_length=1, description="folder of a checkpoint, of any system, to go on from; it counts in --steps"
+    )
     trace: str | None = Field(None, description="also profile one more step of the first process, into this .json or .json.gz")
     phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
     wandb: Literal["off", "offline", "online"] = Field("off", description="also log the finished record to Weights & Biases")
@@ -131,7 +133,7 @@ class RunSpec(BaseModel):
         if left <= (self.warmup or 0):
             raise ValueError(
                 f"the run in --resume {self.resume} has taken {taken} steps, and --steps {self.steps} counts them: nothing is "
-                f"left to time after --warmup {self.warmup or 0}: raise --steps"
+                f"left to time after --warmup {self.warmup or 0}: raise --steps{' or lower --warmup' if self.warmup else ''}"
             )
         return self.steps, min(DEFAULT_WARMUP_STEPS, left - 1) if self.warmup is None else self.warmup
 

@@ -15,7 +15,7 @@ PROJECT = "offload-training"
 
 
 def _curves(record: Record) -> list[dict[str, float]]:
-    """One dict a step of what is known of it."""
+    """One dict of what is known of it for each step the run took itself."""
     lists: dict[str, Sequence[float | None]] = {
         "loss": record.metrics.loss,
         "grad_norm_before_clip": record.metrics.grad_norm_before_clip,
@@ -30,7 +30,7 @@ def _curves(record: Record) -> list[dict[str, float]]:
                 row[name] = value
     for step, loss in zip(record.metrics.eval_step, record.metrics.eval_loss, strict=True):
         if loss is not None:
-            rows[step - 1]["eval_loss"] = loss
+            rows[step - 1 - (record.resolved.steps_before or 0)]["eval_loss"] = loss
     return rows
 
 
@@ -39,7 +39,7 @@ def log(record: Record, mode: Literal["offline", "online"]) -> None:
     tree = record.model_dump(mode="json")
     config = {"spec": tree["spec"], "resolved": tree["resolved"], "environment": tree["environment"]}
     with wandb.init(project=PROJECT, name=record.run_id, mode=mode, config=config, tags=[record.status]) as run:
-        for step, row in enumerate(_curves(record), start=1):
+        for step, row in enumerate(_curves(record), start=1 + (record.resolved.steps_before or 0)):
             run.log(row, step=step)
         scalars = {key: value for key, value in tree["metrics"].items() if not isinstance(value, list)}
         run.summary.update({**scalars, "status": record.status, **{f"memory.{k}": v for k, v in tree["memory"].items()}})

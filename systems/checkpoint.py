@@ -1,14 +1,24 @@
 """Checkpoints: all that an engine needs to go on with training, by parameter name, whatever system made it.
 
-A folder holds `checkpoint.json` and safetensors files: in fp32 each parameter's value (the master weight) and both moments
-of those that are trained, and the model's persistent buffers. So a run may go on under another system, budget, dtype or device.
-What is not in it belongs to the loop: its data's position, random generators, a torch optimizer's groups and its scheduler.
+A folder holds `checkpoint.json` and the subfolder that this names, with safetensors files: in fp32 each parameter's value (the
+master weight) and both moments of those that are trained, and the model's persistent buffers. So a run may go on under another
+system, budget, dtype or device. What is not in it belongs to the loop: its data's position, random generators, a torch
+optimizer's groups and its scheduler.
+
+Note [Replacing a checkpoint]
+    The new one's files go into a subfolder of their own; then `checkpoint.json` is replaced, which is one operation of the file
+    system; then every subfolder that it does not name goes, also what a save that was killed had left. Whatever else lies in
+    the folder stays. Who saves holds a lock on the folder alone, who loads shares it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
+import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +35,12 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.sizes import format_need, format_size
 
 MANIFEST = "checkpoint.json"
-FILE_BYTES = 256 << 20  # a file is written once it has this many: what is copied meanwhile is no more, or one tensor
+DATA = r"^data-\w+$"  # the subfolders
+FILE_BYTES = 256 << 20  # a file has no more than these, or one tensor: what is copied meanwhile is both together at most
 BUFFERS = "buffers.safetensors"
 BESIDE = "beside.safetensors"
-PARTS = ("value", "exp_avg", "exp_avg_sq")
+Part = Literal["value", "exp_avg", "exp_avg_sq"]
+PARTS: tuple[Part, ...] = ("value", "exp_avg", "exp_avg_sq")
 NAMED = 3  # parameters that a message lists
 
 
@@ -74,7 +86,12 @@ class TrainingState(Protocol):
     @property
     def parameters(self) -> Sequence[Described]: ...
 
-    def read(self, parameter: int) -> ParameterState: ...
+    @property
+    def updates(self) -> Sequence[int]:
+        """By parameter."""
+
+    def read(self, parameter: int, part: Part) -> torch.Tensor:
+        """One at a time, since each is a copy: as in ParameterState. Of a frozen parameter there is only the value."""
 
     def write(self, parameter: int, state: ParameterState) -> None: ...
 
@@ -95,12 +112,13 @@ class _Entry(BaseModel):
     shape: tuple[int, ...]
     trainable: bool
     updates: int = Field(ge=0)
-    files: dict[Literal["value", "exp_avg", "exp_avg_sq"], Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]]
+    files: dict[Part, Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]]
 
 
 class _Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     format: Literal[1] = 1
+    data: str = Field(pattern=DATA)
     steps: int = Field(ge=0)
     skipped_steps: int = Field(ge=0)
     loss_scale: float = Field(gt=0)
@@ -110,39 +128,78 @@ class _Manifest(BaseModel):
 
 
 def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write a checkpoint; one that is there is replaced once the new one is complete.
+    """Write a checkpoint; one that is there is replaced once the new one is complete: see Note [Replacing a checkpoint].
 
     Waits for the work of the last step. beside: tensors of the loop's own, which `load` gives back.
-    Raises what `check_folder` does, BudgetError where the disk has no room, UnsupportedError within a step.
+    Raises what `check_folder` does, BudgetError where the disk has no room, UnsupportedError within a step and for a model with
+    sparse buffers.
     """
     target = check_folder(folder)
-    state = engine.training_state()
-    _check_disk(state, target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-        fresh = Path(scratch) / "new"
-        fresh.mkdir()
-        manifest = _write_all(state, fresh)
-        for name, tensors in ((BUFFERS, persistent_buffers(engine.module)), (BESIDE, dict(beside or {}))):
-            save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, fresh / name)
-            _sync(fresh / name)
-        _write_durably(fresh / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        if target.exists():
-            target.rename(Path(scratch) / "old")
-        fresh.rename(target)
+    state, buffers = engine.training_state(), _dense(persistent_buffers(engine.module))
+    target.mkdir(exist_ok=True)
+    with _locked(target, fcntl.LOCK_EX):
+        try:
+            _tidy(target)
+            _check_disk(state, target)
+            fresh = target / f"data-{secrets.token_hex(8)}"
+            fresh.mkdir()
+            manifest = _write_all(state, fresh)
+            for name, tensors in ((BUFFERS, buffers), (BESIDE, dict(beside or {}))):
+                _write({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, fresh / name)
+            _write_durably(fresh / MANIFEST, manifest.model_dump_json(indent=1).encode())
+            (fresh / MANIFEST).replace(target / MANIFEST)
+            _sync(target)
+            _sync(target.parent)
+        finally:
+            _tidy(target)
+            with contextlib.suppress(OSError):
+                target.rmdir()  # if nothing is in it
+
+
+def _tidy(target: Path) -> None:
+    """Remove the subfolders that are not the checkpoint's."""
+    try:
+        kept = _manifest(target).data
+    except CheckpointError:
+        if (target / MANIFEST).exists():
+            return  # who knows what is broken
+        kept = None
+    for path in target.iterdir():
+        if re.match(DATA, path.name) and path.name != kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # there are file systems without locks
+            fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
     """Its full path, once a checkpoint could be written there. ValueError where it is something else, or may not be written."""
     target = Path(folder).absolute()
-    if target.exists() and not (target / MANIFEST).is_file():
-        raise ValueError(f"{target} is there and is no checkpoint: name a new folder, or one that a checkpoint is in")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-"):
+        if not _may_take(target):
+            raise ValueError(f"{target} is there and is no checkpoint: name a new folder, or one that a checkpoint is in")
+        where = target if target.exists() else target.parent
+        where.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=where, prefix="data-"):
             pass
     except OSError as error:
-        raise ValueError(f"no checkpoint can be written in {target.parent}: {error.strerror}") from None
+        raise ValueError(f"no checkpoint can be written in {target}: {error.strerror}") from None
     return target
+
+
+def _may_take(target: Path) -> bool:
+    """There is nothing yet, a checkpoint, or what is left of one that was not completed."""
+    if not target.is_dir():
+        return not os.path.lexists(target)
+    return (target / MANIFEST).is_file() or all(re.match(DATA, path.name) for path in target.iterdir())
 
 
 def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, dict[str, torch.Tensor]]:
@@ -152,22 +209,36 @@ def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, di
     Raises CheckpointError, before anything is changed, where a file or tensor is missing or does not fit the model.
     """
     state, source = engine.training_state(), Path(folder).absolute()
+    _manifest(source)  # it is there
+    with _locked(source, fcntl.LOCK_SH):
+        return _load(state, _dense(persistent_buffers(engine.module)), source)
+
+
+def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path) -> tuple[LoopState, dict[str, torch.Tensor]]:
     manifest = _manifest(source)
+    files = source / manifest.data
     _check_parameters(state.parameters, manifest, source)
-    _check_files(manifest, source)
-    beside = {key: _tensor(source / BESIDE, key) for key, _, _ in list(_header(source / BESIDE))}
-    buffers = persistent_buffers(engine.module)
-    _check_buffers(buffers, source / BUFFERS)
+    _check_files(manifest, files)
+    beside = {key: _tensor(files / BESIDE, key) for key, _, _ in list(_header(files / BESIDE))}
+    _check_buffers(buffers, files / BUFFERS)
     for number, described in enumerate(state.parameters):
         entry = manifest.parameters[described.name]
-        parts = {part: _tensor(source / file, f"{part}/{described.name}") for part, file in entry.files.items()}
+        parts = {part: _tensor(files / file, f"{part}/{described.name}") for part, file in entry.files.items()}
         moments = parts.get("exp_avg"), parts.get("exp_avg_sq")
         state.write(number, ParameterState(parts["value"], *moments, entry.updates))
     state.loop = _position(manifest)
     with torch.no_grad():
         for name, buffer in buffers.items():
-            buffer.copy_(_tensor(source / BUFFERS, name))
+            _copy(_tensor(files / BUFFERS, name), buffer)
     return state.loop, beside
+
+
+def _copy(saved: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Into a buffer that may be expanded: it has one place then for all its elements along a dimension."""
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            saved, buffer = saved.narrow(dim, 0, 1), buffer.narrow(dim, 0, 1)
+    buffer.copy_(saved)
 
 
 def position(folder: str | os.PathLike[str]) -> LoopState:
@@ -176,7 +247,7 @@ def position(folder: str | os.PathLike[str]) -> LoopState:
 
 
 def _position(manifest: _Manifest) -> LoopState:
-    return LoopState(**manifest.model_dump(exclude={"format", "parameters"}))
+    return LoopState(**manifest.model_dump(exclude={"format", "data", "parameters"}))
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -188,6 +259,13 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             if name not in owner._non_persistent_buffers_set and not there:
                 found[f"{path}.{name}" if path else name] = buffer
     return found
+
+
+def _dense(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name, buffer in buffers.items():
+        if buffer.layout is not torch.strided:
+            raise UnsupportedError(f"checkpoint: buffer {name} is sparse, which no file takes: make it dense or not persistent")
+    return buffers
 
 
 def _check_disk(state: TrainingState, folder: Path) -> None:
@@ -206,17 +284,16 @@ def _write_all(state: TrainingState, folder: Path) -> _Manifest:
     writer = _Writer(folder)
     entries = {}
     for number, described in enumerate(state.parameters):
-        mine = state.read(number)
-        parts = {part: tensor for part in PARTS if (tensor := getattr(mine, part)) is not None}
-        files = {part: writer.add(f"{part}/{described.name}", tensor) for part, tensor in parts.items()}
+        parts = PARTS if described.trainable else PARTS[:1]
+        files = {part: writer.add(f"{part}/{described.name}", state.read(number, part)) for part in parts}
         entries[described.name] = _Entry(
             shape=described.shape,
             trainable=described.trainable,
-            updates=mine.updates,
+            updates=state.updates[number],
             files=files,
         )
     writer.flush()
-    return _Manifest(**vars(state.loop), parameters=entries)
+    return _Manifest(**vars(state.loop), data=folder.name, parameters=entries)
 
 
 class _Writer:
@@ -228,18 +305,32 @@ class _Writer:
 
     def add(self, key: str, tensor: torch.Tensor) -> str:
         """The name of the file it comes into."""
-        name = f"state-{self._count:05d}.safetensors"
-        self._waiting[key] = tensor.contiguous()
-        if sum(each.nbytes for each in self._waiting.values()) >= FILE_BYTES:
+        if sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > FILE_BYTES:
             self.flush()
-        return name
+        self._waiting[key] = tensor.contiguous()
+        return self._name
+
+    @property
+    def _name(self) -> str:
+        return f"state-{self._count:05d}.safetensors"
 
     def flush(self) -> None:
         if self._waiting:
-            path = self._folder / f"state-{self._count:05d}.safetensors"
-            save_file(self._waiting, path)
-            _sync(path)
+            _write(self._waiting, self._folder / self._name)
             self._waiting, self._count = {}, self._count + 1
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Raises OSError, which the package tells by its number only, in words."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the package's files are their owner's alone
+    _sync(path)
 
 
 def _write_durably(path: Path, content: bytes) -> None:
@@ -304,19 +395,19 @@ def _check_buffers(buffers: Mapping[str, torch.Tensor], path: Path) -> None:
         raise CheckpointError(f"{path} is of another model: it has the buffer {sorted(found.keys() - buffers.keys())[0]}")
 
 
-def _check_files(manifest: _Manifest, source: Path) -> None:
+def _check_files(manifest: _Manifest, folder: Path) -> None:
     """Every tensor is in its file, whole."""
     expected: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, entry in manifest.parameters.items():
         for part, file in entry.files.items():
             expected.setdefault(file, {})[f"{part}/{name}"] = entry.shape
     for file, tensors in expected.items():
-        for key, shape, dtype in _header(source / file):
+        for key, shape, dtype in _header(folder / file):
             if key in tensors and (shape, dtype) != (tensors[key], "F32"):
-                raise CheckpointError(f"{source / file} has {key} as {dtype} {shape}, expected F32 {tensors[key]}")
+                raise CheckpointError(f"{folder / file} has {key} as {dtype} {shape}, expected F32 {tensors[key]}")
             tensors.pop(key, None)
         if tensors:
-            raise CheckpointError(f"{source / file} lacks {next(iter(tensors))}")
+            raise CheckpointError(f"{folder / file} lacks {next(iter(tensors))}")
 
 
 def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -331,6 +422,9 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def _tensor(path: Path, key: str) -> torch.Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(key)
-        return tensor
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None

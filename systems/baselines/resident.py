@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.profiler import record_function
 
-from systems.checkpoint import Described, LoopState, ParameterState
+from systems.checkpoint import Described, LoopState, ParameterState, Part
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
 from systems.sizes import format_need, format_size
@@ -280,11 +280,18 @@ class ResidentState:
     def loop(self, state: LoopState) -> None:
         self._control.loop = state
 
-    def read(self, parameter: int) -> ParameterState:
+    @property
+    def updates(self) -> list[int]:
+        return self._control.updates
+
+    def read(self, parameter: int, part: Part) -> torch.Tensor:
         shape, master, moments = self.parameters[parameter].shape, self._masters[parameter], self._moments[parameter]
-        value = self._weights[parameter].detach() if master is None else master
-        first, second = (None, None) if moments is None else (each.cpu().clone().view(shape) for each in moments)
-        return ParameterState(value.float().cpu().clone().view(shape), first, second, self._control.updates[parameter])
+        if part == "value":
+            source = self._weights[parameter].detach() if master is None else master
+        else:
+            assert moments is not None
+            source = moments[0 if part == "exp_avg" else 1]
+        return source.to("cpu", torch.float32, copy=True).view(shape)
 
     def write(self, parameter: int, state: ParameterState) -> None:
         master, moments = self._masters[parameter], self._moments[parameter]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -270,12 +271,10 @@ class Store:
         values = [(stored.slot if stored.state is None else stored.state.master)[p.here] for stored, p in pieces]
         return torch.cat([value.float().cpu() for value in values]).view(shape)
 
-    def moments(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Adam's first and second, flat CPU copies; None of a frozen parameter. Call only when drained."""
+    def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
+        """Adam's first or second of a trained parameter, as a flat CPU copy. Call only when drained."""
         states = [(stored.state, p.here) for stored, p in self._pieces_of(parameter)]
-        first = [state.exp_avg[here].cpu() for state, here in states if state is not None]
-        second = [state.exp_avg_sq[here].cpu() for state, here in states if state is not None]
-        return (torch.cat(first), torch.cat(second)) if first else None
+        return torch.cat([getattr(state, which)[here].cpu() for state, here in states])
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained. Call only when drained."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from systems.checkpoint import Described, LoopState, ParameterState
+import torch
+
+from systems.checkpoint import Described, LoopState, ParameterState, Part
 from systems.planning.layout import ModelIndex
 from systems.substrate.planner import Parts
 
@@ -22,12 +24,13 @@ class ManagedState:
     def loop(self, state: LoopState) -> None:
         self._parts.control.loop = state
 
-    def read(self, parameter: int) -> ParameterState:
+    @property
+    def updates(self) -> list[int]:
+        return self._parts.control.updates
+
+    def read(self, parameter: int, part: Part) -> torch.Tensor:
         store, shape = self._parts.store, self.parameters[parameter].shape
-        value = store.parameter_values(parameter, shape)
-        moments = store.moments(parameter)
-        first, second = (None, None) if moments is None else (each.view(shape) for each in moments)
-        return ParameterState(value, first, second, self._parts.control.updates[parameter])
+        return store.parameter_values(parameter, shape) if part == "value" else store.moment(parameter, part).view(shape)
 
     def write(self, parameter: int, state: ParameterState) -> None:
         self._parts.residency.overwrite(parameter, state.value)

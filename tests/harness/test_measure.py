@@ -258,6 +258,7 @@ def test_norms_before_and_after_clipping() -> None:
 
 def test_what_counts_as_diverged() -> None:
     assert "step 2 is not finite" in (derive.diverged(Trial(steps=4, warmup=1, nan_at=2).run(), 1) or "")
+    assert "step 7 is not finite" in (derive.diverged(Trial(steps=4, warmup=1, nan_at=2).run(), 1, taken=5) or "")
     assert derive.diverged(Trial(steps=4, warmup=1, nan_at=2, skip_at=2).run(), 1) is None
     assert derive.diverged(Trial(steps=4, warmup=1, nan_at=4, skip_at=4).run(), 1)
     assert "every timed step" in (derive.diverged(Trial(steps=2, warmup=1, skip_at=2).run(), 1) or "")

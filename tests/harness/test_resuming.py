@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from harness import cli, running
 from harness.record import Record
 from harness.spec import BadInputError, RunSpec
+from harness.wandb_log import _curves
 from systems import checkpoint
 from tests.harness.conftest import make_spec
 
@@ -64,15 +66,27 @@ def test_two_parts_are_the_whole(before: str, after: str, run_here: Run, first_s
     assert rest.phases_s["resume"] > 0 and len(rest.metrics.step_time_s) == 1
 
 
+def test_the_same_command_finishes_what_was_stopped(run_here: Run, first_saves: list[Path], tmp_path: Path) -> None:
+    """Nothing more is due of its --save-every and its --eval-every; saves and validations go by the steps of the whole."""
+    asked: dict[str, Any] = {"system": "resident", "steps": 6, "save_every": 4, "checkpoint": str(tmp_path / "kept")}
+    whole = run_here(make_spec(**asked, eval_every=2))
+    rest = run_here(make_spec(**asked, eval_every=2, resume=str(first_saves[0])))
+    assert (rest.status, rest.metrics.eval_step, rest.metrics.eval_loss) == ("ok", [6], whole.metrics.eval_loss[2:])
+    assert [list(row) for row in _curves(rest)] == [list(row) for row in _curves(whole)[4:]] and "eval_loss" in _curves(rest)[1]
+    rest = run_here(make_spec(**asked, eval_every=4, resume=str(first_saves[0])))
+    assert (rest.status, rest.metrics.eval_step, rest.metrics.loss) == ("ok", [], whole.metrics.loss[4:])
+
+
 def test_requests_that_cannot_be(run_here: Run, first_saves: list[Path], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("")
     run_here(make_spec(system="resident", steps=2, checkpoint=str(tmp_path / "good")))
     good = str(tmp_path / "good")
     for fields, said in (
         ({"resume": str(tmp_path / "none")}, "there is no checkpoint in"),
         ({"resume": good, "steps": 2}, "has taken 2 steps, and --steps 2 counts them"),
-        ({"resume": good, "steps": 4, "warmup": 2}, "nothing is left to time after --warmup 2"),
-        ({"resume": good, "steps": 5, "warmup": 1, "eval_every": 6}, "--eval-every 6 is never reached in 5 steps after 2"),
+        ({"resume": good, "steps": 4, "warmup": 2}, "nothing is left to time after --warmup 2: raise --steps or lower"),
+        ({"resume": good, "steps": 5, "warmup": 1, "eval_every": 6}, "--eval-every 6 is never reached in 5 steps"),
         ({"checkpoint": good, "save_every": 9}, "--save-every 9 is never reached in 4 steps"),
         ({"checkpoint": str(tmp_path / "other")}, "is there and is no checkpoint"),
         ({"checkpoint": "/proc/none/here"}, "no checkpoint can be written in /proc/none"),
@@ -94,7 +108,8 @@ def test_what_only_the_model_shows_is_refused_with_a_record(run_here: Run, first
 def test_a_disk_that_fills_up_at_the_end_keeps_what_was_measured(
     run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(SafetensorError(said)))
     record = run_here(make_spec(system="resident", checkpoint=str(tmp_path / "x")))
     assert record.status == "oom" and record.reason is not None
     assert (record.reason.phase, record.reason.tier) == ("save", "disk")
@@ -108,6 +123,8 @@ def test_a_disk_that_fills_up_at_the_end_keeps_what_was_measured(
         (("--save-every", "2"), "--save-every 2 needs a folder: name it with --checkpoint"),
         (("--checkpoint", "x", "--repeat", "2"), "--checkpoint is of one run: leave out --repeat 2"),
         (("--checkpoint", "x", "--save-every", "0"), "--save-every"),
+        (("--checkpoint", ""), "--checkpoint"),
+        (("--resume", ""), "--resume"),
     ],
 )
 def test_flags_that_do_not_go_together(fields: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

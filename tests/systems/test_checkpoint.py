@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -59,6 +60,16 @@ def steps_of(engine: Engine, first: int, last: int) -> list[float]:
     accumulate: int = engine.settings.accumulate  # type: ignore[attr-defined]
     ids = tokens(TOGETHER, accumulate)
     return [one_step(engine, ids[step]) for step in range(first, last)]
+
+
+def data(folder: Path) -> Path:
+    """Where a checkpoint's tensors are."""
+    (found,) = folder.glob("data-*")
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def whole(**given: Any) -> Run:
@@ -133,14 +144,23 @@ def test_the_loss_scale_and_skips_go_on(tmp_path: Path) -> None:
 
 def test_large_models_take_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
-    own = {"random": torch.arange(5, dtype=torch.uint8)}
+    own, written, save_one = {"random": torch.arange(5, dtype=torch.uint8)}, [], checkpoint.save_file
+
+    def save_file(held: dict[str, torch.Tensor], path: Path) -> None:
+        written.append([tensor.nbytes for tensor in held.values()])
+        save_one(held, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
     with begin("elixir") as engine:
         checkpoint.save(engine, tmp_path / "here", beside=own)
         values = parameters_of(engine)
-    assert len(list((tmp_path / "here").glob("state-*.safetensors"))) > 3
+    assert len(list(data(tmp_path / "here").glob("state-*.safetensors"))) > 3
+    assert all(sum(each) <= 100_000 or len(each) == 1 for each in written), "no file has more, and no more is held back"
     with begin("h3t", seed=2) as engine:
         _, beside = checkpoint.load(engine, tmp_path / "here")
         assert all(torch.equal(value, values[name]) for name, value in parameters_of(engine).items())
+    modes = {path.stat().st_mode & 0o666 for path in (tmp_path / "here").rglob("*")}
+    assert len(modes) == 1, "who may read the folder may read what is in it"
     assert beside.keys() == own.keys() and torch.equal(beside["random"], own["random"])
 
 
@@ -186,7 +206,7 @@ def test_persistent_buffers_are_in_it(system: str, tmp_path: Path) -> None:
     before, _ = run(0, 2, None)
     after, model = run(2, 4, tmp_path / "here")
     assert before + after == straight and int(model.count) == 4 and model.again is model.average
-    saved = load_file(tmp_path / "here" / checkpoint.BUFFERS)
+    saved = load_file(data(tmp_path / "here") / checkpoint.BUFFERS)
     assert saved.keys() == {"average", "count"} and saved["count"].dtype is torch.int64
     for spoil, message in (
         (lambda: saved.pop("count"), "lacks the buffer count"),
@@ -194,7 +214,7 @@ def test_persistent_buffers_are_in_it(system: str, tmp_path: Path) -> None:
         (lambda: saved.update(count=torch.tensor(1), more=torch.zeros(1)), "has the buffer more"),
     ):
         spoil()
-        save_file(saved, tmp_path / "here" / checkpoint.BUFFERS)
+        save_file(saved, data(tmp_path / "here") / checkpoint.BUFFERS)
         with pytest.raises(CheckpointError, match=message):
             run(2, 3, tmp_path / "here")
 
@@ -219,14 +239,14 @@ def edit(folder: Path, change: Any) -> None:
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    path = folder / "state-00000.safetensors"
+    path = data(folder) / "state-00000.safetensors"
     held = load_file(path)
     change(held)
     save_file(held, path)
 
 
 def cut(folder: Path) -> None:
-    path = folder / "state-00000.safetensors"
+    path = data(folder) / "state-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
@@ -250,8 +270,8 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("its shape", lambda f: rewrite(f, lambda held: held.update({f"value/{NAME}": torch.zeros(3)})), "expected F32"),
     ("its type", lambda f: rewrite(f, lambda held: held.update({f"value/{NAME}": held[f"value/{NAME}"].half()})), "as F16"),
     ("cut", cut, "cannot be read"),
-    ("no file", lambda f: (f / "state-00000.safetensors").unlink(), "cannot be read"),
-    ("nothing beside", lambda f: (f / checkpoint.BESIDE).unlink(), "cannot be read"),
+    ("no file", lambda f: (data(f) / "state-00000.safetensors").unlink(), "cannot be read"),
+    ("nothing beside", lambda f: (data(f) / checkpoint.BESIDE).unlink(), "cannot be read"),
 ]
 
 
@@ -271,6 +291,7 @@ def test_what_is_broken_is_named_and_nothing_changes(spoil: Any, message: str, g
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("")
     (tmp_path / "file").write_text("")
     with begin("elixir") as engine:
         for name in ("thesis", "file"):
@@ -278,13 +299,15 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
                 systems.save_checkpoint(engine, tmp_path / name)
         with pytest.raises(ValueError, match="no checkpoint can be written in"):
             systems.save_checkpoint(engine, tmp_path / "file" / "below")
+        with pytest.raises(ValueError, match="File name too long"):
+            systems.save_checkpoint(engine, tmp_path / ("x" * 300))
     assert sorted(os.listdir(tmp_path)) == ["file", "thesis"]
 
 
 def test_a_failed_write_leaves_the_last_checkpoint(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "here"
     shutil.copytree(good, folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     with begin("elixir") as engine:
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -294,7 +317,98 @@ def test_a_failed_write_leaves_the_last_checkpoint(tmp_path: Path, good: Path, m
             with pytest.raises(BudgetError, match=r"the checkpoint takes .*, 5B are free in"):
                 systems.save_checkpoint(engine, folder)
         steps_of(engine, 0, 1)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before and len(list(folder.iterdir())) == 2
+    assert os.listdir(tmp_path) == ["here"]
+
+
+def test_what_a_killed_save_left_goes_with_the_next_and_all_else_stays(
+    tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is behind a link, and has a file and another checkpoint in it."""
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "link"
+    link.symlink_to(elsewhere)
+    with begin("elixir") as engine:
+        with pytest.raises(ValueError, match="is there and is no checkpoint"):
+            systems.save_checkpoint(engine, link)
+        (elsewhere / "data-killed").mkdir(parents=True)
+        (elsewhere / "data-killed" / "state-00000.safetensors").write_text("the first save was killed here")
+        systems.save_checkpoint(engine, link)
+        (elsewhere / "notes").write_text("mine")
+        systems.save_checkpoint(engine, link / "inner")
+        (elsewhere / "data-killed").mkdir()
+        steps_of(engine, 0, 1)
+        systems.save_checkpoint(engine, f"{link}/")
+        assert link.is_symlink() and len(list(elsewhere.iterdir())) == 4
+        assert (elsewhere / "notes").read_text() == "mine"
+        assert (checkpoint.position(link).steps, checkpoint.position(link / "inner").steps) == (1, 0)
+        before = contents(elsewhere)
+        for interrupted in (Path.replace, checkpoint.save_file, checkpoint._sync):
+            with monkeypatch.context() as patch:
+                owner = Path if interrupted is Path.replace else checkpoint
+                patch.setattr(owner, interrupted.__name__, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    systems.save_checkpoint(engine, link)
+            assert contents(elsewhere) == before
+        systems.load_checkpoint(engine, link)
+
+
+def test_one_that_is_being_read_is_not_replaced(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def tensor(path: Path, key: str, read: Any = checkpoint._tensor) -> torch.Tensor:
+        descriptor = os.open(good, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tried.append(key)
+        finally:
+            os.close(descriptor)
+        found: torch.Tensor = read(path, key)
+        return found
+
+    monkeypatch.setattr(checkpoint, "_tensor", tensor)
+    with begin("elixir") as engine:
+        systems.load_checkpoint(engine, good)
+    assert f"value/{NAME}" in tried
+
+
+class Odd(torch.nn.Module):
+    """Buffers that most models do not have."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        for name, buffer in (
+            ("turns", torch.tensor([1 + 2j])),
+            ("flag", torch.tensor([True, False])),
+            ("short", torch.ones(3, dtype=torch.bfloat16)),
+            ("nothing", torch.empty(0, 3)),
+            ("across", torch.arange(6.0).view(2, 3).t()),
+            ("same", torch.ones(2, 1).expand(2, 5)),
+        ):
+            self.register_buffer(name, buffer)
+        if sparse:
+            self.register_buffer("adjacency", torch.eye(3).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_buffers_of_all_kinds(tmp_path: Path) -> None:
+    model = Odd()
+    for buffer in (model.turns, model.short, model.across):
+        buffer.mul_(3)  # type: ignore[operator]
+    model.same[:, :1].mul_(3)  # type: ignore[index]
+    with start(SYSTEMS["elixir"], model, settings()) as engine:
+        systems.save_checkpoint(engine, tmp_path / "here")
+    other = Odd()
+    with start(SYSTEMS["elixir"], other, settings()) as engine:
+        systems.load_checkpoint(engine, tmp_path / "here")
+    theirs = dict(model.named_buffers())
+    assert all(torch.equal(buffer, theirs[name]) for name, buffer in other.named_buffers())
+    sparse = start(SYSTEMS["elixir"], Odd(sparse=True), settings())
+    with sparse as engine, pytest.raises(UnsupportedError, match="buffer adjacency is sparse"):
+        systems.save_checkpoint(engine, tmp_path / "there")
     assert os.listdir(tmp_path) == ["here"]
 
 
