@@ -98,7 +98,6 @@ FACTS: tuple[Fact, ...] = (
     Fact("sequence length", lambda r: r.resolved.seq_len),
     Fact("data", _data),
     Fact("clipping", lambda r: r.spec.clip, show=_off),
-    Fact("steps before", lambda r: r.resolved.steps_before or 0, refuses=False),
     Fact("warm-up steps", lambda r: r.resolved.warmup_steps),
     Fact("timed steps", lambda r: r.resolved.timed_steps),
     Fact("timed region", lambda r: r.resolved.clock),

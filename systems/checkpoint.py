@@ -211,7 +211,9 @@ def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, di
     state, source = engine.training_state(), Path(folder).absolute()
     _manifest(source)  # it is there
     with _locked(source, fcntl.LOCK_SH):
-        return _load(state, _dense(persistent_buffers(engine.module)), source)
+        found = _load(state, _dense(persistent_buffers(engine.module)), source)
+    engine.training_state()  # waits for the last copy to a device
+    return found
 
 
 def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path) -> tuple[LoopState, dict[str, torch.Tensor]]:

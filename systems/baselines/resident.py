@@ -21,7 +21,7 @@ from systems.checkpoint import Described, LoopState, ParameterState, Part
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
 from systems.sizes import format_need, format_size
-from systems.substrate.activations import apply_recompute
+from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.device import ambient
@@ -132,7 +132,7 @@ class ResidentEngine(Engine):
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
-        with self._recovering(), ambient(), self.device.metered(), record_function("backward"):
+        with self._recovering(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             (loss if scale == 1.0 else loss * scale).backward()
         self._micro_step += 1
         if self.settings.accumulate > 1:

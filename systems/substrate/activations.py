@@ -6,13 +6,15 @@ By torch.utils.checkpoint, non-reentrant, around a block's `forward`, so that th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from systems.errors import UnsupportedError
 from systems.substrate.replay import Replay, own_containers
 from systems.substrate.units import FoundModel
 
@@ -101,6 +103,19 @@ def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _al
         return checkpoint(run, *own_containers(args), use_reentrant=False, **own_containers(kwargs))
 
     module.forward = recomputed
+
+
+@contextmanager
+def recomputation_in_words() -> Iterator[None]:
+    """Around a backward pass: what torch says of a block that did not repeat itself, in one line that tells what to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        first = str(error).partition("\n")[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
+        raise UnsupportedError(
+            f"a recomputed block did not do again what it did in its forward ({first}): it keeps something between calls, "
+            "such as keys and values, which calling the model with use_cache=False turns off; or take recompute='none'"
+        ) from error
 
 
 def _same_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, int | str]:

@@ -18,7 +18,7 @@ from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 from systems.planning.overflow import keep_on_device
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
-from systems.substrate.activations import recomputed_units, switchable
+from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
@@ -182,7 +182,13 @@ class ManagedEngine(Engine):
             runtime.in_backward = True
             scale = self.parts.control.scaler.scale
             device = self.parts.device
-            with ambient(), device.phases.of("backward"), device.metered(), record_function("backward"):
+            with (
+                ambient(),
+                device.phases.of("backward"),
+                device.metered(),
+                record_function("backward"),
+                recomputation_in_words(),
+            ):
                 (loss if scale == 1.0 else loss * scale).backward()
                 runtime.end_backward()
 

@@ -89,7 +89,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("environment__limits__cores", 64, "usable cores"),
 ]
 MARKED: list[tuple[str, Any, str]] = [
-    ("resolved__steps_before", 5, "steps before"),
     ("spec__recompute", "full", "recomputation"),
     ("spec__recompute", (0, 3), "recomputation"),
     ("strategy__recompute", "full", "recomputation"),

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
+import systems
+from systems.errors import UnsupportedError
 from systems.strategies.elixir.options import ElixirOptions
 from tests.systems.models_plain import CASES, DIM, build, squared_error
 from tests.systems.models_small import tokens
@@ -165,3 +168,19 @@ def test_sparse_buffers_and_inputs(layout: torch.layout) -> None:
 
     expected = run(RESIDENT, 1 << 30)
     assert_equal(expected, run(elixir(), (expected.memory.device_peak_bytes or 0) * 2 // 3))
+
+
+@pytest.mark.parametrize("system", ["resident", "elixir"])
+def test_a_block_that_does_not_repeat_itself_is_told_in_one_line(system: str) -> None:
+    """T5's cross attention finds its keys in the cache when it is run again. The engine can take another step."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).train()
+    ids = tokens(1, 1)[0, 0] % 64
+    with systems.initialize(model, system=system, device="cpu", dtype="fp32", recompute="full") as engine:
+        with pytest.raises(UnsupportedError, match="the model with use_cache=False") as caught:
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+        assert "\n" not in str(caught.value)
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
