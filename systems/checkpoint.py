@@ -35,7 +35,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.sizes import format_need, format_size
 
 MANIFEST = "checkpoint.json"
-DATA = r"^data-\w+$"  # the subfolders
+DATA = r"^data-[0-9a-f]{16}$"  # the subfolders
 FILE_BYTES = 256 << 20  # a file has no more than these, or one tensor: what is copied meanwhile is both together at most
 BUFFERS = "buffers.safetensors"
 BESIDE = "beside.safetensors"

@@ -324,21 +324,23 @@ def test_a_failed_write_leaves_the_last_checkpoint(tmp_path: Path, good: Path, m
 def test_what_a_killed_save_left_goes_with_the_next_and_all_else_stays(
     tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is behind a link, and has a file and another checkpoint in it."""
-    elsewhere, link = tmp_path / "elsewhere", tmp_path / "link"
+    """The folder is behind a link, and has a file, a folder of data and another checkpoint in it."""
+    elsewhere, link, left = tmp_path / "elsewhere", tmp_path / "link", "data-0123456789abcdef"
     link.symlink_to(elsewhere)
     with begin("elixir") as engine:
         with pytest.raises(ValueError, match="is there and is no checkpoint"):
             systems.save_checkpoint(engine, link)
-        (elsewhere / "data-killed").mkdir(parents=True)
-        (elsewhere / "data-killed" / "state-00000.safetensors").write_text("the first save was killed here")
+        (elsewhere / left).mkdir(parents=True)
+        (elsewhere / left / "state-00000.safetensors").write_text("the first save was killed here")
         systems.save_checkpoint(engine, link)
         (elsewhere / "notes").write_text("mine")
+        (elsewhere / "data-train").mkdir()
         systems.save_checkpoint(engine, link / "inner")
-        (elsewhere / "data-killed").mkdir()
+        (elsewhere / left).mkdir()
         steps_of(engine, 0, 1)
         systems.save_checkpoint(engine, f"{link}/")
-        assert link.is_symlink() and len(list(elsewhere.iterdir())) == 4
+        assert link.is_symlink() and len(list(elsewhere.iterdir())) == 5
+        assert not (elsewhere / left).exists() and (elsewhere / "data-train").is_dir()
         assert (elsewhere / "notes").read_text() == "mine"
         assert (checkpoint.position(link).steps, checkpoint.position(link / "inner").steps) == (1, 0)
         before = contents(elsewhere)
