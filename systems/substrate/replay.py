@@ -12,12 +12,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy as shallow_copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+CACHES = "transformers.cache_utils"
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -115,7 +117,11 @@ def _copied(value: Any) -> Any:
 
 
 def own_containers(value: Any) -> Any:
-    """The same tensors in lists and dicts of their own."""
+    """The same tensors in lists and dicts of their own, and in caches of keys and values, which a block adds its own to."""
     if type(value) in (list, tuple, set):
         return type(value)(own_containers(item) for item in value)
+    if type(value).__module__ == CACHES:
+        own = shallow_copy(value)
+        own.__dict__.update({name: own_containers(held) for name, held in vars(value).items()})
+        return own
     return {key: own_containers(item) for key, item in value.items()} if type(value) is dict else value
