@@ -113,8 +113,8 @@ def recomputation_in_words() -> Iterator[None]:
     except CheckpointError as error:
         first = str(error).partition("\n")[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
         raise UnsupportedError(
-            f"a recomputed block did not do again what it did in its forward ({first}): it depends on something that it changes, "
-            "outside of the model and of what it is given: take that out, or recompute='none'"
+            f"a recomputed block did not do again what it did in its forward ({first}): it depends on something that it "
+            "changes, outside of the model and of what it is given: take that out, or recompute='none'"
         ) from error
 
 
