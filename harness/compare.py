@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from harness import store
 from harness.likeness import alike
 from harness.record import Record
-from harness.spec import BadInputError, RunSpec
+from harness.spec import BadInputError, RunSpec, flag
 from systems import registry
 from systems.errors import UnavailableError
 from systems.registry import split_assignments
@@ -37,19 +37,12 @@ class CompareSpec(RunSpec):
     option: tuple[str, ...] = Field((), description="key=value: an option that every system of this comparison takes")
     repeat: int = Field(3, ge=1, description="processes of each system, interleaved, each with its own record")
 
-    @field_validator("trace")
+    @field_validator("trace", "checkpoint")
     @classmethod
-    def _no_trace(cls, path: str | None) -> str | None:
+    def _of_one_run(cls, path: str | None, info: ValidationInfo) -> str | None:
         if path is not None:
-            raise ValueError("a trace is of one system: use harness run --trace")
+            raise ValueError(f"a {info.field_name} is of one run: use harness run {flag(str(info.field_name))}")
         return path
-
-    @field_validator("checkpoint")
-    @classmethod
-    def _no_checkpoint(cls, folder: str | None) -> str | None:
-        if folder is not None:
-            raise ValueError("a checkpoint is of one run: use harness run --checkpoint")
-        return folder
 
     @field_validator("system")
     @classmethod

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from harness.record import SCHEMA_VERSION, Record, to_json
 from harness.spec import BadInputError
+from systems.files import flush
 from systems.messages import invalid_value, one_line
 
 if TYPE_CHECKING:
@@ -90,14 +91,6 @@ def _write_flushed(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write(record: Record, folder: Path) -> Path:
     """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
     path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{secrets.token_hex(4)}.tmp"
@@ -107,7 +100,7 @@ def write(record: Record, folder: Path) -> Path:
             _name_once(beside, path)
         finally:
             beside.unlink(missing_ok=True)
-        _flush_folder(folder)
+        flush(folder)
     except FileExistsError:
         raise StoreError(f"{path} exists already, and records are never overwritten") from None
     except OSError as error:

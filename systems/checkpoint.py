@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from systems.errors import BudgetError, UnsupportedError
+from systems.files import flush
 from systems.sizes import format_need, format_size
 
 MANIFEST = "checkpoint.json"
@@ -50,12 +51,11 @@ class CheckpointError(UnsupportedError):
 
 @dataclass(frozen=True)
 class ParameterState:
-    """fp32 tensors on the CPU in the parameter's shape; moments are None where it is frozen. updates: Adam's step count."""
+    """fp32 tensors on the CPU in the parameter's shape; moments are None where it is frozen."""
 
     value: torch.Tensor
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
-    updates: int
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,27 @@ class Described:
     trainable: bool
 
 
+class Control(Protocol):
+    """updates: steps that each parameter took."""
+
+    loop: LoopState
+    updates: list[int]
+
+
 class TrainingState(Protocol):
     """What outlives a step of an engine, between two steps. A tied parameter is one, under its first name."""
 
-    loop: LoopState
+    @property
+    def control(self) -> Control: ...
 
     @property
     def parameters(self) -> Sequence[Described]: ...
 
-    @property
-    def updates(self) -> Sequence[int]:
-        """By parameter."""
-
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         """One at a time, since each is a copy: as in ParameterState. Of a frozen parameter there is only the value."""
 
-    def write(self, parameter: int, state: ParameterState) -> None: ...
+    def write(self, parameter: int, state: ParameterState) -> None:
+        """All of it but its updates."""
 
 
 class Trained(Protocol):
@@ -148,8 +153,8 @@ def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str
                 _write({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, fresh / name)
             _write_durably(fresh / MANIFEST, manifest.model_dump_json(indent=1).encode())
             (fresh / MANIFEST).replace(target / MANIFEST)
-            _sync(target)
-            _sync(target.parent)
+            flush(target)
+            flush(target.parent)
         finally:
             _tidy(target)
             with contextlib.suppress(OSError):
@@ -227,12 +232,13 @@ def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Pat
         entry = manifest.parameters[described.name]
         parts = {part: _tensor(files / file, f"{part}/{described.name}") for part, file in entry.files.items()}
         moments = parts.get("exp_avg"), parts.get("exp_avg_sq")
-        state.write(number, ParameterState(parts["value"], *moments, entry.updates))
-    state.loop = _position(manifest)
+        state.write(number, ParameterState(parts["value"], *moments))
+        state.control.updates[number] = entry.updates
+    state.control.loop = _position(manifest)
     with torch.no_grad():
         for name, buffer in buffers.items():
             _copy(_tensor(files / BUFFERS, name), buffer)
-    return state.loop, beside
+    return state.control.loop, beside
 
 
 def _copy(saved: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -291,11 +297,11 @@ def _write_all(state: TrainingState, folder: Path) -> _Manifest:
         entries[described.name] = _Entry(
             shape=described.shape,
             trainable=described.trainable,
-            updates=state.updates[number],
+            updates=state.control.updates[number],
             files=files,
         )
     writer.flush()
-    return _Manifest(**vars(state.loop), data=folder.name, parameters=entries)
+    return _Manifest(**vars(state.control.loop), data=folder.name, parameters=entries)
 
 
 class _Writer:
@@ -332,22 +338,13 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
     path.chmod(path.parent.stat().st_mode & 0o666)  # the package's files are their owner's alone
-    _sync(path)
+    flush(path)
 
 
 def _write_durably(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    _sync(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """On disk before what names it is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path)
+    flush(path.parent)
 
 
 def _manifest(source: Path) -> _Manifest:

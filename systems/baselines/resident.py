@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.profiler import record_function
 
-from systems.checkpoint import Described, LoopState, ParameterState, Part
+from systems.checkpoint import Described, ParameterState, Part
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
 from systems.sizes import format_need, format_size
@@ -269,20 +269,8 @@ class ResidentState:
         control: StepControl,
     ) -> None:
         self._weights = [parameter for _, parameter in parameters]
-        self._masters, self._moments, self._control = masters, moments, control
+        self._masters, self._moments, self.control = masters, moments, control
         self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in parameters]
-
-    @property
-    def loop(self) -> LoopState:
-        return self._control.loop
-
-    @loop.setter
-    def loop(self, state: LoopState) -> None:
-        self._control.loop = state
-
-    @property
-    def updates(self) -> list[int]:
-        return self._control.updates
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         shape, master, moments = self.parameters[parameter].shape, self._masters[parameter], self._moments[parameter]
@@ -300,7 +288,6 @@ class ResidentState:
             moments[0].copy_(state.exp_avg.reshape(-1))
             moments[1].copy_(state.exp_avg_sq.reshape(-1))
         self._weights[parameter].data.copy_(state.value)
-        self._control.updates[parameter] = state.updates
 
 
 class Resident:

@@ -47,7 +47,7 @@ class Device(ABC):
     """One rank's device with its lanes, pool and accounts.
 
     name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: Adam where the device's own
-    memory is updated. host_kernel: Adam on the CPU lane.
+    memory is updated. host_kernel: Adam on the CPU lane, whose jobs cpu_lane_threads threads take.
     """
 
     torch_device: torch.device

@@ -277,6 +277,7 @@ class ManagedEngine(Engine):
         if write:
             for p in self.index.parameters:
                 self.parts.residency.overwrite(p.index, values[p.name])
+            self.drain()
 
     def close(self) -> None:
         if self._closed:

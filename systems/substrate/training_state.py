@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from systems.checkpoint import Described, LoopState, ParameterState, Part
+from systems.checkpoint import Described, ParameterState, Part
 from systems.planning.layout import ModelIndex
 from systems.substrate.planner import Parts
 
@@ -13,20 +13,8 @@ class ManagedState:
     """Call only when drained, outside a step."""
 
     def __init__(self, index: ModelIndex, parts: Parts) -> None:
-        self._parts = parts
+        self._parts, self.control = parts, parts.control
         self.parameters = [Described(p.name, tuple(p.shape), p.trainable) for p in index.parameters]
-
-    @property
-    def loop(self) -> LoopState:
-        return self._parts.control.loop
-
-    @loop.setter
-    def loop(self, state: LoopState) -> None:
-        self._parts.control.loop = state
-
-    @property
-    def updates(self) -> list[int]:
-        return self._parts.control.updates
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         store, shape = self._parts.store, self.parameters[parameter].shape
@@ -36,4 +24,3 @@ class ManagedState:
         self._parts.residency.overwrite(parameter, state.value)
         if state.exp_avg is not None and state.exp_avg_sq is not None:
             self._parts.store.overwrite_moments(parameter, state.exp_avg.reshape(-1), state.exp_avg_sq.reshape(-1))
-        self._parts.control.updates[parameter] = state.updates

@@ -94,7 +94,7 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         ((*PAIR, "--system", "elixir:prefetch"), "--system elixir:prefetch: prefetch: write it as key=value"),
         ((*PAIR, "--system", "dummy:crash=1"), "unknown option of dummy 'crash': did you mean crash_at?"),
         ((*PAIR, "--option", "crash_at=1"), "unknown option of resident 'crash_at'"),
-        ((*PAIR, "--trace", "x.json"), "--trace x.json: a trace is of one system: use harness run --trace"),
+        ((*PAIR, "--trace", "x.json"), "--trace x.json: a trace is of one run: use harness run --trace"),
         ((*PAIR, "--refrence", "dummy"), "unknown flag '--refrence'"),
         (("compare", "--runs", "a", "--dtype", "fp32"), "unknown flag '--dtype'"),
         (("compare", "--runs"), "--runs needs a value"),

@@ -260,15 +260,17 @@ def draining(lane: Lane) -> threading.Thread:
 
 def test_two_updates_are_in_hand_at_once(pair: UpdateLane) -> None:
     meeting, gate = threading.Barrier(2), HostTicket(1)
+    met: list[int] = []
 
     def meet() -> None:
-        meeting.wait(PATIENCE_S)
+        met.append(meeting.wait(PATIENCE_S))
 
     for n in (2, 3):  # both threads sleep for the same input
         pair.submit(meet, [gate], id=n)
     time.sleep(0.01)
     gate.finish()
     pair.drain()
+    assert sorted(met) == [0, 1], "each waited for the other"
 
 
 def test_each_thread_takes_the_lowest_that_is_there(pair: UpdateLane) -> None:

@@ -344,7 +344,7 @@ def test_what_a_killed_save_left_goes_with_the_next_and_all_else_stays(
         assert (elsewhere / "notes").read_text() == "mine"
         assert (checkpoint.position(link).steps, checkpoint.position(link / "inner").steps) == (1, 0)
         before = contents(elsewhere)
-        for interrupted in (Path.replace, checkpoint.save_file, checkpoint._sync):
+        for interrupted in (Path.replace, checkpoint.save_file, checkpoint.flush):
             with monkeypatch.context() as patch:
                 owner = Path if interrupted is Path.replace else checkpoint
                 patch.setattr(owner, interrupted.__name__, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
