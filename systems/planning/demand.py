@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from systems.planning.belady import NextUse
+from systems.planning.disk import buffer_bytes
 from systems.planning.layout import Layout
 from systems.planning.plan import Tier, UpdateRule
 from systems.planning.strategy import PlanningContext
@@ -235,6 +236,20 @@ class Residence:
         """The same wherever they are. Frozen segments have none."""
         segments = (self.layout.segments[s] for s in self.layout.bundles[bundle].segments)
         return sum(s.shard_numel for s in segments if s.space.trainable) * self.context.optimizer_itemsize
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Of slots of all segments, states that have their home there and are not on the device (their pages go back then), and
+        buffers for those on the disk."""
+        slots = sum(segment.shard_numel for segment in self.layout.segments) * self.layout.itemsize
+        return slots + sum(map(self.host_state_bytes, range(len(self.layout.bundles)))) + buffer_bytes(self.layout)
+
+    def host_state_bytes(self, bundle: int) -> int:
+        """Of a bundle's states, on the host; of those on the disk the accumulators are there."""
+        if bundle in self.on_device:
+            return 0
+        size, each = self.optimizer_bytes(bundle), self.context.optimizer_itemsize
+        return size // each * self.context.accumulator_itemsize if bundle in self.layout.on_disk else size
 
     @property
     def static_bytes(self) -> int:

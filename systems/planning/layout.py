@@ -143,12 +143,14 @@ class Layout:
 
     in_place: bundles whose gradients may be written over their own parameters on the device, for each parameter has one
     user only; the others have a range of their own.
+    on_disk: trained bundles whose master weights and moments have their home on the disk, not on the host.
     """
 
     itemsize: int
     segments: tuple[Segment, ...]
     bundles: tuple[Bundle, ...]
     in_place: frozenset[int] = frozenset()
+    on_disk: frozenset[int] = frozenset()
 
     @cached_property
     def bundles_of_unit(self) -> dict[int, tuple[int, ...]]:

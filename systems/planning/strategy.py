@@ -28,6 +28,7 @@ class PlanningContext:
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
     any_plan: it is only asked whether there is a plan, so one will do as well as another; layout and tiers are as ever.
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
+    disk_budget: of files for what the host cannot hold; 0 without a disk.
     pool_budget: what bundles, gradient ranges and states may take of it at any moment, beside what is held in any case.
     """
 
@@ -43,6 +44,7 @@ class PlanningContext:
     allowance: Allowance = EXACT
     any_plan: bool = False
     pool_budget: int = UNLIMITED
+    disk_budget: int = 0
 
     def memory_for(self, nbytes: int) -> int:
         """Device memory that must be given for plans to have nbytes of it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from systems.errors import BudgetError
 from systems.planning.allowance import EXACT
 from systems.planning.demand import non_model_profile
+from systems.planning.disk import disk_bytes
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan
 from systems.planning.schedule import Schedule, expand
@@ -120,19 +121,12 @@ def timeline_of(schedule: Schedule, trace: Trace) -> MemTimeline:
         max(after[m] + non_model[m], peaks[m] + min(non_model[m], non_model[m - 1] if m else non_model[m]))
         for m in range(moments)
     ]
-    host = _host_bytes(schedule)
+    layout, residence = schedule.residence.layout, schedule.residence
     return MemTimeline(
         device_pool_bytes=tuple(after),
         device_pool_peak_bytes=tuple(peaks),
         device_non_model_bytes=tuple(non_model),
         device_total_bytes=tuple(totals),
-        host_bytes=(host,) * moments,
-        disk_bytes=(0,) * moments,
+        host_bytes=(residence.host_bytes,) * moments,
+        disk_bytes=(disk_bytes(layout),) * moments,
     )
-
-
-def _host_bytes(schedule: Schedule) -> int:
-    """Slots of all segments; state of those updated on the host (its pages go back while it is on the device)."""
-    layout, residence = schedule.residence.layout, schedule.residence
-    slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize
-    return slots + sum(residence.optimizer_bytes(b.index) for b in layout.bundles if b.index not in residence.on_device)

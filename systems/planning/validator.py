@@ -90,6 +90,7 @@ def check_budgets(trace: Trace, memory: MemTimeline, context: PlanningContext) -
     for tier, values, budget in (
         ("device", memory.device_total_bytes, context.device_budget),
         ("host", memory.host_bytes, context.host_budget),
+        ("disk", memory.disk_bytes, context.disk_budget),
     ):
         moment = max(range(len(values)), key=values.__getitem__)
         if values[moment] > budget:
