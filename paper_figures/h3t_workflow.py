@@ -269,11 +269,9 @@ class _Step:
         seconds: float = 0.0,
     ) -> int:
         ticket = len(self.operations)
-        bundle, segment = (-1, -1) if kind is Work.COMPUTE else (i, i if kind is Work.UPDATE else -1)
+        bundle = -1 if kind is Work.COMPUTE else i
         self.names[ticket] = (name, 0 if name == "edge" else i + 1)
-        self.operations.append(
-            ScheduledOperation(ticket, self.segment, kind, lane, bundle, segment, size, 0, seconds, reads, writes)
-        )
+        self.operations.append(ScheduledOperation(ticket, self.segment, kind, lane, bundle, size, 0, seconds, reads, writes))
         return ticket
 
     def _account(self, name: str, i: int, ticket: int) -> None:

@@ -53,7 +53,7 @@ class Work(Enum):
     OFFLOAD = "offload"  # gradient to the host slots of its own parameters
     ACCUMULATE = "accumulate"  # gradient into the fp32 accumulator; restores the host slot from the master
     NORM = "norm"  # the one host wait of a step
-    UPDATE = "update"  # Adam on one segment
+    UPDATE = "update"  # Adam on a bundle
 
     OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it (plans that say whose)
     FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins
@@ -67,7 +67,7 @@ class Work(Enum):
 
 
 class ScheduledOperation(NamedTuple):
-    """ticket: place in issue order. lane None: bookkeeping. bundle, segment: -1 where none.
+    """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none.
 
     bytes: payload moved by this rank. device_delta: bytes the device pool grows by. seconds: known compute time.
     waits, room_waits: tickets of this step, for data and for memory; previous_waits: the same of the step before.
@@ -79,7 +79,6 @@ class ScheduledOperation(NamedTuple):
     kind: Work
     lane: LaneKind | None
     bundle: int = -1
-    segment: int = -1
     bytes: int = 0
     device_delta: int = 0
     seconds: float = 0.0
@@ -371,16 +370,14 @@ class _Expansion:
 
     def _update(self, bundle: int) -> None:
         norm = ("norm",) if self.plan.update_rule is UpdateRule.AFTER_NORM else ()
-        for segment in self.layout.bundles[bundle].segments:
-            if not self.layout.segments[segment].space.trainable:
-                continue
-            if bundle in self.residence.on_device:
-                reads = norm if self.context.accumulate > 1 else (grad(bundle), *norm)
-                writes: tuple[str, ...] = (state(segment), param(bundle))
-                self._add(Work.UPDATE, LaneKind.COMPUTE, bundle, segment=segment, reads=reads, writes=writes)
-            else:
-                writes = (state(segment), slot(segment))
-                self._add(Work.UPDATE, LaneKind.CPU, bundle, segment=segment, reads=norm, writes=writes)
+        segments = self.layout.bundles[bundle].segments
+        states = tuple(state(s) for s in segments)
+        if bundle in self.residence.on_device:
+            reads = norm if self.context.accumulate > 1 else (grad(bundle), *norm)
+            self._add(Work.UPDATE, LaneKind.COMPUTE, bundle, reads=reads, writes=(*states, param(bundle)))
+        else:
+            writes = (*states, *(slot(s) for s in segments))
+            self._add(Work.UPDATE, LaneKind.CPU, bundle, reads=norm, writes=writes)
 
     def _compute(self) -> None:
         reads = tuple(param(bundle) for bundle in self.demand.held[self.moment])
@@ -412,7 +409,6 @@ class _Expansion:
         lane: LaneKind | None,
         bundle: int = -1,
         *,
-        segment: int = -1,
         bytes: int = 0,
         device_delta: int = 0,
         seconds: float = 0.0,
@@ -428,7 +424,6 @@ class _Expansion:
                 kind,
                 lane,
                 bundle,
-                segment,
                 bytes,
                 device_delta,
                 seconds,

@@ -229,8 +229,7 @@ def _lane(operation: ScheduledOperation) -> str:
 def label_of(operation: ScheduledOperation) -> str:
     if operation.kind is Work.COMPUTE:
         return f"compute {operation.moment}"
-    what = f" segment {operation.segment}" if operation.segment >= 0 else f" bundle {operation.bundle}"
-    return operation.kind.value + (what if operation.bundle >= 0 else "")
+    return operation.kind.value + (f" bundle {operation.bundle}" if operation.bundle >= 0 else "")
 
 
 def _busy(events: tuple[TimedEvent, ...]) -> dict[str, float]:

@@ -17,45 +17,42 @@ class Accumulators:
         if self.store.segments[segments[0]].tier is Tier.DEVICE:
             self._on_device(bundle, gradient)
         else:
-            for s in segments:
-                self._on_host(s, frozenset(gradient.fired), last=last)
+            self._on_host(bundle, frozenset(gradient.fired), last=last)
         gradient.fired.clear()  # they are in the accumulator; what comes late is added there by itself
         gradient.flushed, gradient.parked = True, False
 
-    def _on_host(self, segment: int, fired: frozenset[int], *, last: bool) -> None:
-        stored = self.store.segments[segment]
-        state, slot, kernel = stored.state, stored.slot, self.device.host_kernel
-        assert state is not None and state.accumulator is not None
-        accumulator = state.accumulator
-        wheres = [p.here for p in stored.segment.placements if p.parameter in fired]
+    def _on_host(self, bundle: int, fired: frozenset[int], *, last: bool) -> None:
+        runs, kernel = self.store.runs(bundle), self.device.host_kernel
 
         def work() -> None:
-            for where in wheres:
-                kernel.accumulate(accumulator[where], slot[where])
+            for run in runs:
+                assert run.accumulator is not None
+                for p in run.placements:
+                    if p.parameter in fired:
+                        kernel.accumulate(run.accumulator[p.here], run.slot[p.here])
 
+        segments = [each for run in runs for each in run.stored]
         self.device.transfers.issue(
             LaneKind.CPU,
             work,
-            reads=[stored.slot_memory],
-            writes=[state.memory],
-            label=f"accumulate segment {segment}",
-            priority=segment,
+            reads=[each.slot_memory for each in segments],
+            writes=[each.state.memory for each in segments if each.state is not None],
+            label=f"accumulate bundle {bundle}",
+            priority=bundle,
         )
         if not last:
-            self.store.restore_slot(segment)
+            self.store.restore_slots(bundle)
 
     def _on_device(self, bundle: int, gradient: BundleGradient) -> None:
         assert gradient.range is not None
         pieces = self.store.pieces(bundle, gradient.range)
-        for s, piece in zip(self.layout.bundles[bundle].segments, pieces, strict=True):
-            stored = self.store.segments[s]
-            state = stored.state
-            assert state is not None and state.accumulator is not None
-            self.device.transfers.compute(writes=[state.memory], label=f"accumulate segment {s} begins")
-            with self.device.phases.of("accumulate"):
+        segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
+        memories, label = [each.state.memory for each in segments if each.state is not None], f"accumulate bundle {bundle}"
+        self.device.transfers.compute(writes=memories, label=f"{label} begins")
+        with self.device.phases.of("accumulate"):
+            for stored, piece in zip(segments, pieces, strict=True):
+                assert stored.state is not None and stored.state.accumulator is not None
                 for place in stored.segment.placements:
                     if place.parameter in gradient.fired:
-                        self.device.kernel.accumulate(state.accumulator[place.here], piece[place.here])
-            self.device.transfers.compute(
-                reads=[gradient.range.memory], writes=[state.memory], label=f"accumulate segment {s} ends"
-            )
+                        self.device.kernel.accumulate(stored.state.accumulator[place.here], piece[place.here])
+        self.device.transfers.compute(reads=[gradient.range.memory], writes=memories, label=f"{label} ends")

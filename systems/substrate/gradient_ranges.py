@@ -6,12 +6,14 @@ A range lies like the bundle's parameters, each gradient at its parameter's offs
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from systems.planning.plan import LaneKind
 from systems.substrate.residency import Residency
+from systems.substrate.runs import Run
 from systems.substrate.tiers import Allocation
 
 
@@ -52,11 +54,10 @@ class Ranges:
         block = gradient.range = self.allocate(bundle)
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
         if gradient.fired and any(s.slot_holds_gradient for s in segments):
-            targets = self.store.pieces(bundle, block)
 
-            def copy() -> None:
-                for target, stored in zip(targets, segments, strict=True):
-                    target.copy_(stored.slot, non_blocking=True)
+            def copy(runs: Sequence[Run] = self.store.runs(bundle)) -> None:
+                for run in runs:
+                    run.on(block).copy_(run.slot, non_blocking=True)
 
             self.device.log.count("h2d_bytes", self.layout.bundle_bytes(bundle))
             self.device.transfers.issue(
@@ -89,11 +90,10 @@ class Ranges:
     def offload(self, bundle: int, block: Allocation) -> None:
         """Copy a gradient into the host slots of its parameters."""
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
-        pieces = self.store.pieces(bundle, block)
 
-        def copy() -> None:
-            for stored, piece in zip(segments, pieces, strict=True):
-                stored.slot.copy_(piece, non_blocking=True)
+        def copy(runs: Sequence[Run] = self.store.runs(bundle)) -> None:
+            for run in runs:
+                run.slot.copy_(run.on(block), non_blocking=True)
 
         self.device.log.count("d2h_bytes", self.layout.bundle_bytes(bundle))
         for stored in segments:

@@ -68,8 +68,9 @@ class Gradients:
 
     def adopts(self, bundle: int) -> bool:
         """True if the bundle's gradients stay where autograd made them until the device updates them."""
-        segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
-        return self.accumulate == 1 and all(s.tier is Tier.DEVICE and s.segment.space.ranks == 1 for s in segments)
+        segments = self.layout.bundles[bundle].segments
+        alone = self.layout.segments[segments[0]].space.ranks == 1
+        return self.accumulate == 1 and alone and self.store.states_on_device[bundle] == len(segments)
 
     def adopted_bytes(self) -> int:
         return sum(t.nbytes for g in self.bundles.values() for t in g.adopted.values())
@@ -210,22 +211,22 @@ class Gradients:
         adopted = dict(gradient.adopted)
         made = Memory(Extent("autograd", bundle, bundle + 1))
         self.device.transfers.compute(writes=[made], label=f"adopted gradients of bundle {bundle}")
-        for s in self.layout.bundles[bundle].segments:
-            stored = self.store.segments[s]
-            places = [p for p in stored.segment.placements if p.parameter in adopted]
+        places = [(run, p) for run in self.store.runs(bundle) for p in run.placements if p.parameter in adopted]
 
-            def copy(stored=stored, places=places) -> None:  # type: ignore[no-untyped-def]
-                for p in places:
-                    stored.slot[p.here].copy_(adopted[p.parameter].reshape(-1)[p.piece])
+        def copy() -> None:
+            for run, p in places:
+                run.slot[p.here].copy_(adopted[p.parameter].reshape(-1)[p.piece])
 
-            self.device.log.count("d2h_bytes", sum(p.numel for p in places) * self.store.dtype.itemsize)
-            self.device.transfers.issue(
-                LaneKind.D2H,
-                copy,
-                reads=[made],
-                writes=[stored.slot_memory],
-                label=f"offload adopted gradients of segment {s}",
-            ).wait()
+        segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
+        self.device.log.count("d2h_bytes", sum(p.numel for _, p in places) * self.store.dtype.itemsize)
+        self.device.transfers.issue(
+            LaneKind.D2H,
+            copy,
+            reads=[made],
+            writes=[stored.slot_memory for stored in segments],
+            label=f"offload adopted gradients of bundle {bundle}",
+        ).wait()
+        for stored in segments:
             stored.slot_holds_gradient = True
         self.sum_adopted([bundle])
         gradient.adopted.clear()

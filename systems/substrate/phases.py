@@ -54,11 +54,11 @@ OPERATIONS: tuple[tuple[LaneKind, str, Phase], ...] = (
     (LaneKind.D2H, "offload gradient", "d2h_gradients"),
     (LaneKind.D2H, "offload adopted gradients", "d2h_gradients"),
     (LaneKind.D2H, "state of segment", "d2h_optimizer"),
-    (LaneKind.CPU, "update segment", "adam_host"),
+    (LaneKind.CPU, "update bundle", "adam_host"),
     (LaneKind.CPU, "clear accumulator", "adam_host"),
     (LaneKind.CPU, "norm of bundle", "norm"),
-    (LaneKind.CPU, "accumulate segment", "accumulate"),
-    (LaneKind.CPU, "restore segment", "conversion"),
+    (LaneKind.CPU, "accumulate bundle", "accumulate"),
+    (LaneKind.CPU, "restore bundle", "conversion"),
 )
 
 

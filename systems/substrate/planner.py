@@ -177,29 +177,36 @@ class Planner:
         """Send a bundle's optimizer state back to the host in the middle of a step; the step is planned anew after."""
         self._replan, self.cursor.following = True, False
         self.parts.device.log.count("demotions")
-        for s in self.parts.layout.bundles[bundle].segments:
-            self.parts.store.state_to_host(s)
+        self._state_to_host(bundle)
         if bundle in self.parts.gradients.bundles:
             self.parts.gradients.to_slot(bundle)
 
     def _send_home(self, bundle: int) -> None:
         """A bundle that is on the device for the sake of its optimizer state leaves it with that, if it has a home to go to."""
-        residency, store = self.parts.residency, self.parts.store
+        residency = self.parts.residency
         managed = residency.bundles[bundle]
         if not managed.bundle.movable or not managed.bundle.trainable or managed.holds or not residency.pinned(managed):
             return
         if self.parts.gradients.bundles[bundle].adopted:
             return  # its gradient would take the place of its parameters on the host
-        for s in managed.bundle.segments:
-            store.state_to_host(s)
+        self._state_to_host(bundle)
         residency.drop(bundle)
 
+    def _state_to_host(self, bundle: int) -> None:
+        store = self.parts.store
+        for s in self.parts.layout.bundles[bundle].segments:
+            if store.segments[s].tier is Tier.DEVICE:
+                store.state_to_host(s)
+
     def _promote(self, bundle: int) -> bool:
-        """Bring a bundle and its optimizer state to the device for good."""
+        """Bring a bundle and its optimizer state to the device for good. Of one that does not fit nothing stays there."""
         residency, store = self.parts.residency, self.parts.store
         residency.fetch(bundle)
-        return all(
+        moved = all(
             store.state_to_device(s)
             for s in self.parts.layout.bundles[bundle].segments
             if store.segments[s].state is not None and store.segments[s].tier is Tier.HOST
         )
+        if not moved:
+            self._send_home(bundle)
+        return moved

@@ -13,9 +13,10 @@ from enum import Enum
 import torch
 
 from systems.planning.layout import Bundle, Layout
-from systems.planning.plan import LaneKind, Tier
+from systems.planning.plan import LaneKind
 from systems.substrate.device import Device
 from systems.substrate.labels import labelled
+from systems.substrate.runs import Run
 from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 from systems.substrate.transfers import Memory
@@ -68,9 +69,7 @@ class Residency:
 
     def pinned(self, managed: ManagedBundle) -> bool:
         """True for a bundle that stays: never moved by layout, or updated on the device."""
-        if not managed.bundle.movable:
-            return True
-        return any(self.store.segments[s].tier is Tier.DEVICE for s in managed.bundle.segments)
+        return not managed.bundle.movable or self.store.states_on_device[managed.index] > 0
 
     def evictable(self) -> list[int]:
         return [m.index for m in self.bundles if m.block is not None and not m.holds and not self.pinned(m)]
@@ -117,11 +116,11 @@ class Residency:
         block = self.allocate(nbytes, f"bundle {index}")
         label = f"fetch bundle {index}"
         try:
-            sources, memories = self._sources(managed.bundle)
+            sources, memories = self._sources(index)
 
             def copy() -> None:
-                for target, source in zip(self.store.pieces(index, block), sources, strict=True):
-                    target.copy_(source, non_blocking=True)
+                for run, source in sources:
+                    run.on(block).copy_(source, non_blocking=True)
 
             self.device.log.count("h2d_bytes", nbytes)
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
@@ -131,19 +130,13 @@ class Residency:
             raise
         managed.block, managed.state, managed.updated = block, BundleState.FETCHING, False
 
-    def _sources(self, bundle: Bundle) -> tuple[list[torch.Tensor], list[Memory]]:
+    def _sources(self, bundle: int) -> tuple[list[tuple[Run, torch.Tensor]], list[Memory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
-        sources, memories = [], []
-        for s in bundle.segments:
-            stored = self.store.segments[s]
-            if stored.slot_holds_gradient:
-                assert stored.state is not None
-                sources.append(stored.state.master)
-                memories.append(stored.state.memory)
-            else:
-                sources.append(stored.slot)
-                memories.append(stored.slot_memory)
-        return sources, memories
+        slots = self.store.runs(bundle, lambda each: not each.slot_holds_gradient)
+        masters = self.store.runs(bundle, lambda each: each.slot_holds_gradient)
+        memories = [each.slot_memory for run in slots for each in run.stored]
+        memories += [each.at_home.memory for run in masters for each in run.stored if each.at_home is not None]
+        return [*((run, run.slot) for run in slots), *((run, run.master) for run in masters)], memories
 
     def hold(self, indices: Sequence[int], key: object) -> None:
         """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""
@@ -207,9 +200,9 @@ class Residency:
         targets = [self.store.segments[s] for s in managed.bundle.segments]
         if not any(t.slot_holds_gradient for t in targets):
 
-            def copy() -> None:
-                for target, source in zip(targets, self.store.pieces(index, block), strict=True):
-                    target.slot.copy_(source, non_blocking=True)
+            def copy(runs: Sequence[Run] = self.store.runs(index)) -> None:
+                for run in runs:
+                    run.slot.copy_(run.on(block), non_blocking=True)
 
             self.device.log.count("d2h_bytes", self.layout.bundle_bytes(index))
             self.device.transfers.issue(
@@ -226,13 +219,12 @@ class Residency:
         block = self.bundles[index].block
         assert block is not None
         pairs, sources = [], []
-        for target, s in zip(self.store.pieces(index, block), self.layout.bundles[index].segments, strict=True):
-            stored = self.store.segments[s]
-            here = [piece.here for piece in stored.segment.placements if piece.parameter in parameters]
+        for run in self.store.runs(index):
+            target, here = run.on(block), [piece.here for piece in run.placements if piece.parameter in parameters]
             if here:
-                assert not stored.slot_holds_gradient
-                sources.append(stored.slot_memory)
-                pairs += [(target[where], stored.slot[where]) for where in here]
+                assert not any(each.slot_holds_gradient for each in run.stored)
+                sources += [each.slot_memory for each in run.stored]
+                pairs += [(target[where], run.slot[where]) for where in here]
 
         def copy() -> None:
             for target, source in pairs:

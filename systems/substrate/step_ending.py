@@ -1,7 +1,7 @@
 """How a step ends: the norm, the decision, and updates that either wait for it or have already begun.
 
 Note [Early updates]
-    With UpdateRule.WHEN_REDUCED a segment is updated as soon as its own gradient is complete, while backward goes on. Nothing
+    With UpdateRule.WHEN_REDUCED a bundle is updated as soon as its own gradient is complete, while backward goes on. Nothing
     may then depend on the norm: it is read one step late, and a non-finite gradient ends the run.
 """
 
@@ -24,11 +24,10 @@ class StepEnding:
         self._unread: Callable[[], dict[int, float]] | None = None
 
     def update_bundle(self, bundle: int) -> None:
-        """The bundle's gradient is complete: update its segments now."""
+        """The bundle's gradient is complete: update it now."""
         fired = frozenset(self.parts.gradients.bundles[bundle].fired)
         self.parts.control.begin_updates(sorted(fired))
-        segments = self.parts.layout.bundles[bundle].segments
-        self.parts.updates.prepare_segments(segments, fired)(1.0)
+        self.parts.updates.prepare_bundles([bundle], fired)(1.0)
         self.updated.add(bundle)
         self.parts.gradients.consumed(bundle)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate as running_sums
 from typing import Literal
 
 import torch
@@ -21,6 +22,7 @@ from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
 from systems.substrate.host import HostMapping
+from systems.substrate.runs import Run, runs_of
 from systems.substrate.tiers import Account, Allocation
 from systems.substrate.transfers import Memory
 
@@ -65,6 +67,7 @@ class Store:
     """All segments of one rank. Construction allocates and fills the host, and the device for what never moves.
 
     initial: (parameter number, fp32 tensor of its shape) fills the tensor with the parameter's first value.
+    states_on_device: per bundle, how many of its segments have their optimizer state there.
     Raises BudgetError when a tier is too small.
     """
 
@@ -87,6 +90,8 @@ class Store:
         self._check_host(slot_bytes, state_bytes * (4 if accumulate > 1 else 3))
         self._mappings: dict[str, HostMapping] = {}
         self.segments: list[StoredSegment] = []
+        self._runs: list[list[Run]] = []
+        self.states_on_device = [0] * len(layout.bundles)
         try:
             self._mappings["slots"] = HostMapping("host-slots", slot_bytes, host, pinned=True)
             parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
@@ -95,6 +100,8 @@ class Store:
             for segment in layout.segments:
                 self.segments.append(self._place(segment, parts, settled=segment.index in settled))
             for bundle in layout.bundles:
+                starts = running_sums((layout.segments[s].numel for s in bundle.segments), initial=0)
+                self._runs.append(runs_of(zip(starts, [self.segments[s] for s in bundle.segments], strict=False)))
                 self._fill(bundle, shapes, initial)
         except BaseException:
             self.close()
@@ -128,6 +135,7 @@ class Store:
                 )
             for tensor in state.tensors()[1:]:
                 tensor.zero_()
+            self._count_on_device(segment.index, 1)
             return StoredSegment(segment, slot, slot_memory, state, None)
         state = None
         if segment.space.trainable:
@@ -194,20 +202,33 @@ class Store:
             offset += numel
         return views
 
-    def restore_slot(self, index: int) -> None:
+    def runs(self, bundle: int, which: Callable[[StoredSegment], bool] | None = None) -> list[Run]:
+        """A bundle's segments, or some of them, as few runs as can be: see Note [Runs]."""
+        runs = self._runs[bundle]
+        return runs if which is None else [part for run in runs for part in run.those(which)]
+
+    def restore_slots(self, bundle: int, which: Callable[[StoredSegment], bool] | None = None) -> None:
         """Put the parameters back where a gradient lies: cast them anew from the master (skipped step, abort)."""
-        stored = self.segments[index]
-        assert stored.state is not None
-        slot, master = stored.slot, stored.state.master
+        runs = self.runs(bundle, which)
+        restored = [each for run in runs for each in run.stored]
+        if not restored:
+            return
+        kernel = self.device.host_kernel
+
+        def work() -> None:
+            for run in runs:
+                kernel.cast(run.master, run.slot)
+
         self.device.transfers.issue(
             LaneKind.CPU,
-            lambda: self.device.host_kernel.cast(master, slot),
-            reads=[stored.state.memory],
-            writes=[stored.slot_memory],
-            label=f"restore segment {index}",
-            priority=index,
+            work,
+            reads=[each.at_home.memory for each in restored if each.at_home is not None],
+            writes=[each.slot_memory for each in restored],
+            label=f"restore bundle {bundle}",
+            priority=bundle,
         )
-        stored.slot_holds_gradient = False
+        for each in restored:
+            each.slot_holds_gradient = False
 
     def state_to_device(self, index: int) -> bool:
         """Move master and moments to the device for good. False, and nothing changed, if they do not fit there now."""
@@ -231,9 +252,13 @@ class Store:
             self.device.pool.free(new.allocation, label)
             raise
         stored.state = new
+        self._count_on_device(index, 1)
         for name, tensor in zip(STATE_PARTS, old.tensors(), strict=False):
             self._mappings[name].discard(tensor)
         return True
+
+    def _count_on_device(self, index: int, more: int) -> None:
+        self.states_on_device[self.layout.bundle_of_segment[index]] += more
 
     def _on_device(self, segment: Segment, parts: int) -> OptimizerState | None:
         """Room on the device for a segment's state, of any content; None if there is not enough now."""
@@ -263,7 +288,8 @@ class Store:
         ).wait()
         self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
         stored.state = new
-        self.restore_slot(index)
+        self._count_on_device(index, -1)
+        self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)
 
     def parameter_values(self, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter's fp32 master (or its slot's value, if frozen) as a CPU copy. Call only when drained."""
@@ -297,5 +323,6 @@ class Store:
                 self.device.pool.free(stored.state.allocation, f"close segment {stored.segment.index}")
             stored.state = stored.at_home = None  # tensors would keep the mappings alive
             stored.slot = torch.empty(0, dtype=self.dtype)
+        self._runs.clear()
         for mapping in self._mappings.values():
             mapping.close()

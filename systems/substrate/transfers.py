@@ -115,14 +115,9 @@ class Transfers:
             memory.readers.append(ticket)
         for memory in writes:
             memory.writer, memory.readers = ticket, []
-        self._log.operation(
-            ticket.id,
-            lane.value,
-            label,
-            [m.extent for m in reads],
-            [m.extent for m in writes],
-            [t.id for t in waits],
-        )
+        if self._log.keep:
+            read, written = [m.extent for m in reads], [m.extent for m in writes]
+            self._log.operation(ticket.id, lane.value, label, read, written, [t.id for t in waits])
 
 
 def _waits(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Ticket]:

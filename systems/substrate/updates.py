@@ -1,4 +1,4 @@
-"""The optimizer's part of a step: one Adam pass a segment, on the CPU lane or on the device, where its state lives."""
+"""The optimizer's part of a step: one Adam pass a bundle, on the CPU lane or on the device, where its state lives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from systems.planning.layout import Bundle, Layout
+from systems.planning.layout import Bundle, Layout, Placement
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange, AdamTask
 from systems.substrate.device import Device
@@ -14,12 +14,13 @@ from systems.substrate.gradients import Gradients
 from systems.substrate.labels import labelled
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
-from systems.substrate.store import OptimizerState, Store, StoredSegment
+from systems.substrate.runs import joined
+from systems.substrate.store import Store, StoredSegment
 from systems.substrate.tiers import Allocation
 
 
 class Updates:
-    """Issues the updates of a step. Segments are taken lowest unit first: the next forward needs those first."""
+    """Issues the updates of a step. Bundles are taken lowest unit first: the next forward needs those first."""
 
     def __init__(
         self,
@@ -32,9 +33,9 @@ class Updates:
     ) -> None:
         self.layout, self.store, self.residency = layout, store, residency
         self.gradients, self.device, self.control = gradients, device, control
-        first_unit = {s: min(b.units) for b in layout.bundles for s in b.segments}
-        self._order = sorted((s.index for s in layout.segments if s.space.trainable), key=lambda s: (first_unit[s], s))
-        self._priority = {s: i for i, s in enumerate(self._order)}
+        trainable = sorted((b for b in layout.bundles if b.trainable), key=lambda b: (min(b.units), b.segments))
+        self._order = [b.index for b in trainable]
+        self._priority = {bundle: i for i, bundle in enumerate(self._order)}
 
     def norm_of_accumulated(self, fired: Sequence[int]) -> None:
         """With several micro-batches: the partial sums of squares, out of the fp32 accumulators where they live."""
@@ -43,20 +44,23 @@ class Updates:
             mine = sorted({p.parameter for s in bundle.segments for p in self.layout.segments[s].placements} & wanted)
             if mine:
                 self._norm_of_accumulated(bundle, mine)
-        if any(self.store.segments[s].tier is Tier.HOST for s in self._order):
+        if any(each.segment.space.trainable and each.tier is Tier.HOST for each in self.store.segments):
             self.device.lanes[LaneKind.CPU].drain()
 
     def _norm_of_accumulated(self, bundle: Bundle, parameters: list[int]) -> None:
-        states = [self.store.segments[s].state for s in bundle.segments]
-        memories = [state.memory for state in states if state is not None]
-        on_host = self.store.segments[bundle.segments[0]].tier is Tier.HOST
+        segments = [self.store.segments[s] for s in bundle.segments]
+        memories = [each.state.memory for each in segments if each.state is not None]
+        on_host = segments[0].tier is Tier.HOST
         kernel = self.device.host_kernel if on_host else self.device.kernel
+        lying = [(run.accumulator, run.placements) for run in self.store.runs(bundle.index)]
+        if not on_host:
+            lying = [(each.state.accumulator, each.segment.placements) for each in segments if each.state is not None]
         pieces: dict[int, list[torch.Tensor]] = {parameter: [] for parameter in parameters}
-        for s, state in zip(bundle.segments, states, strict=True):
-            assert state is not None and state.accumulator is not None
-            for piece in self.layout.segments[s].placements:
+        for accumulator, placements in lying:
+            assert accumulator is not None
+            for piece in placements:
                 if piece.parameter in pieces:
-                    pieces[piece.parameter].append(state.accumulator[piece.here])
+                    pieces[piece.parameter].append(accumulator[piece.here])
 
         def work() -> None:
             sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
@@ -71,40 +75,36 @@ class Updates:
             work()
 
     def prepare(self, fired: Sequence[int]) -> Callable[[float], None]:
-        """Update every segment that has gradients, once the factor (loss scale and clipping) is known: what is returned
-        takes it. All that can be done before is done here.
+        """Update every bundle that has gradients, once the factor (loss scale and clipping) is known: what is returned takes
+        it. All that can be done before is done here.
         """
         wanted = frozenset(fired)
-        placements = {s: self.store.segments[s].segment.placements for s in self._order}
-        return self.prepare_segments([s for s in self._order if any(p.parameter in wanted for p in placements[s])], wanted)
+        parameters = {bundle: self.gradients.bundles[bundle].parameters for bundle in self._order}
+        return self.prepare_bundles([b for b in self._order if not wanted.isdisjoint(parameters[b])], wanted)
 
-    def prepare_segments(self, segments: Sequence[int], wanted: frozenset[int]) -> Callable[[float], None]:
+    def prepare_bundles(self, bundles: Sequence[int], wanted: frozenset[int]) -> Callable[[float], None]:
         """Those on the host one by one, so that each is done early; those on the device as one piece of work."""
-        stored = [self.store.segments[s] for s in segments]
-        on_host = [each for each in stored if each.tier is not Tier.DEVICE]
-        on_device = self._on_device([each for each in stored if each.tier is Tier.DEVICE], wanted)
+        on_device = self._on_device(bundles, wanted)
 
         def run(factor: float) -> None:
-            for each in on_host:
-                self._on_host(each, wanted, factor)
+            for bundle in bundles:
+                self._on_host(bundle, wanted, factor)
             on_device(factor)
 
         return run
 
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
-        for s in self._order:
-            stored = self.store.segments[s]
-            state = stored.state
-            assert state is not None
-            if state.accumulator is not None:
-                self._clear_accumulator(stored)
-            if stored.slot_holds_gradient:
-                self.store.restore_slot(s)
+        for bundle in self._order:
+            for s in self.layout.bundles[bundle].segments:
+                self._clear_accumulator(bundle, self.store.segments[s])
+            self.store.restore_slots(bundle, lambda each: each.slot_holds_gradient)
 
-    def _clear_accumulator(self, stored: StoredSegment) -> None:
+    def _clear_accumulator(self, bundle: int, stored: StoredSegment) -> None:
         state = stored.state
-        assert state is not None and state.accumulator is not None
+        assert state is not None
+        if state.accumulator is None:
+            return
         accumulator, label = state.accumulator, f"clear accumulator of segment {stored.segment.index}"
         if state.tier is Tier.DEVICE:
             self.device.transfers.compute(writes=[state.memory], label=label)
@@ -116,56 +116,58 @@ class Updates:
                 lambda: _zero(accumulator),
                 writes=[state.memory],
                 label=label,
-                priority=self._priority[stored.segment.index],
+                priority=self._priority[bundle],
             )
 
-    def _ranges(self, stored: StoredSegment, wanted: frozenset[int]) -> tuple[list[AdamRange], list[slice]]:
-        """Ranges to update, and ranges whose slot must get its parameters back because no gradient came."""
-        update, untouched = [], []
-        for p in stored.segment.placements:
-            if p.parameter in wanted:
-                update.append(self.control.adam_range(p.parameter, p.offset, p.numel))
-            else:
-                untouched.append(p.here)
-        return update, untouched
-
-    def _on_host(self, stored: StoredSegment, wanted: frozenset[int], factor: float) -> None:
-        state, slot, kernel = stored.state, stored.slot, self.device.host_kernel
-        assert state is not None
-        update, untouched = self._ranges(stored, wanted)
+    def _on_host(self, bundle: int, wanted: frozenset[int], factor: float) -> None:
+        """One job, which leaves its ticket on all segments. Where no gradient came the slot gets its parameters back."""
+        kernel = self.device.host_kernel
+        runs = self.store.runs(bundle, lambda each: each.tier is Tier.HOST)
+        if not runs:
+            return
+        ranges = [[self._range(p) for p in run.placements if p.parameter in wanted] for run in runs]
 
         def work() -> None:
-            kernel.update(
-                master=state.master,
-                exp_avg=state.exp_avg,
-                exp_avg_sq=state.exp_avg_sq,
-                gradient=slot if state.accumulator is None else state.accumulator,
-                out=slot,
-                ranges=update,
-                factor=factor,
-            )
-            for where in untouched:
-                kernel.cast(state.master[where], slot[where])
-            if state.accumulator is not None:
-                state.accumulator.zero_()
+            for run, update in zip(runs, ranges, strict=True):
+                accumulator = run.accumulator
+                kernel.update(
+                    master=run.master,
+                    exp_avg=run.state[1],
+                    exp_avg_sq=run.state[2],
+                    gradient=run.slot if accumulator is None else accumulator,
+                    out=run.slot,
+                    ranges=update,
+                    factor=factor,
+                )
+                for p in run.placements:
+                    if p.parameter not in wanted:
+                        kernel.cast(run.master[p.here], run.slot[p.here])
+                if accumulator is not None:
+                    accumulator.zero_()
 
-        index = stored.segment.index
+        updated = [each for run in runs for each in run.stored]
         self.device.transfers.issue(
             LaneKind.CPU,
             work,
-            writes=[state.memory, stored.slot_memory],
-            label=f"update segment {index}",
-            priority=self._priority[index],
+            writes=[memory for each in updated if each.state is not None for memory in (each.state.memory, each.slot_memory)],
+            label=f"update bundle {bundle}",
+            priority=self._priority[bundle],
         )
-        stored.slot_holds_gradient = False
-        self.residency.bundles[self.layout.bundle_of_segment[index]].updated = True
+        for each in updated:
+            each.slot_holds_gradient = False
+        self.residency.bundles[bundle].updated = True
 
-    def _on_device(self, segments: Sequence[StoredSegment], wanted: frozenset[int]) -> Callable[[float], None]:
+    def _range(self, p: Placement) -> AdamRange:
+        return self.control.adam_range(p.parameter, p.offset, p.numel)
+
+    def _on_device(self, bundles: Sequence[int], wanted: frozenset[int]) -> Callable[[float], None]:
+        segments = [found for bundle in bundles for found in self._updated_there(bundle)]
         if not segments:
             return lambda factor: None
         memories, tasks, accumulators = [], [], []
-        for stored in segments:
-            state, block, out = self._device_copy(stored)
+        for stored, block, out in segments:
+            state = stored.state
+            assert state is not None
             memories += [state.memory, block.memory]
             if state.accumulator is not None:
                 accumulators.append(state.accumulator)
@@ -177,7 +179,7 @@ class Updates:
                     moments = state.exp_avg[where], state.exp_avg_sq[where]
                     tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
         update = self.device.kernel.prepare_all(tasks)
-        label = f"update {len(segments)} segments from {segments[0].segment.index} on"
+        label = f"update {len(segments)} segments from {segments[0][0].segment.index} on"
 
         def run(factor: float) -> None:
             self.device.transfers.compute(writes=memories, label=label)
@@ -189,25 +191,15 @@ class Updates:
 
         return run
 
-    def _device_copy(self, stored: StoredSegment) -> tuple[OptimizerState, Allocation, torch.Tensor]:
-        """State, block and the parameters in it of a segment that is updated on the device."""
-        index, state = stored.segment.index, stored.state
-        bundle = self.residency.bundles[self.layout.bundle_of_segment[index]]
-        assert state is not None and bundle.block is not None, "a segment updated on the device is always resident"
-        before = bundle.bundle.segments[: bundle.bundle.segments.index(index)]
-        start = sum(self.layout.segments[s].numel for s in before)
-        return state, bundle.block, bundle.block.view(self.store.dtype, start, stored.segment.numel)
-
-
-def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Flat pieces as one tensor: a view where each begins where the last one ends (so it is on the host), else a copy."""
-    first, *rest = pieces
-    end = first.data_ptr() + first.nbytes
-    for piece in rest:
-        if piece.data_ptr() != end or piece.untyped_storage()._cdata != first.untyped_storage()._cdata:
-            return torch.cat(list(pieces))
-        end += piece.nbytes
-    return first.as_strided((sum(piece.numel() for piece in pieces),), (1,))
+    def _updated_there(self, bundle: int) -> list[tuple[StoredSegment, Allocation, torch.Tensor]]:
+        """Segments that are updated on the device, with the bundle's block and their parameters in it."""
+        if not self.store.states_on_device[bundle]:
+            return []
+        stored = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
+        block = self.residency.bundles[bundle].block
+        assert block is not None, "a segment updated on the device is always resident"
+        pieces = zip(stored, self.store.pieces(bundle, block), strict=True)
+        return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
 
 
 def _zero(tensor: torch.Tensor) -> None:

@@ -23,12 +23,12 @@ PHASES: Mapping[str, set[str]] = {
     COMPUTE: {
         "forward", "backward", "step", "norm", "norm of gradients", "wait for bundles", "drop bundle N",
         "update N segments from N on",
-        "issue fetch bundle N", "issue offload gradient of bundle N", "issue update segment N",
+        "issue fetch bundle N", "issue offload gradient of bundle N", "issue update bundle N",
     },
     "units": {"forward of unit N", "backward of unit N"},
     "lane h2d": {"fetch bundle N"},
     "lane d2h": {"offload gradient of bundle N"},
-    "lane cpu": {"update segment N"},
+    "lane cpu": {"update bundle N"},
 }  # fmt: skip
 
 

@@ -30,12 +30,12 @@ def operation(kind: Work, lane: LaneKind, **more: Any) -> ScheduledOperation:
 
 def test_bytes_of_adam_by_hand() -> None:
     """bf16: gradient 2, parameter 2, master and moments read and written 24: 28 bytes, as the roofs are measured."""
-    update = operation(Work.UPDATE, LaneKind.CPU, segment=0)
+    update = operation(Work.UPDATE, LaneKind.CPU)
     assert costs().host_bytes(update) == 28 * NUMEL
     assert costs(accumulate=2).host_bytes(update) == (24 + 8 + 2) * NUMEL  # the accumulator is read and cleared
     accumulation = operation(Work.ACCUMULATE, LaneKind.CPU)
     assert costs(accumulate=2).host_bytes(accumulation) == (2 + 8 + 4 + 2) * NUMEL  # and the slot is restored
-    on_device = operation(Work.UPDATE, LaneKind.COMPUTE, segment=0)
+    on_device = operation(Work.UPDATE, LaneKind.COMPUTE)
     assert (costs().device_bytes(on_device), costs().host_bytes(on_device)) == (28 * NUMEL, 0)
     assert costs().device_bytes(operation(Work.SQUARES, LaneKind.COMPUTE)) == 2 * NUMEL
     assert costs().device_bytes(operation(Work.COMPUTE, LaneKind.COMPUTE)) == 0

@@ -67,7 +67,7 @@ def test_a_step_by_hand() -> None:
     assert found.bytes == {"h2d": BYTES, "d2h": BYTES}
     assert found.bound == "compute" and found.bounds_s["norm"] == pytest.approx(3 + 1 + 1 + 0.25 + 1)
     at = {event.label: (event.start_s, event.start_s + event.duration_s) for event in found.events}
-    fetched, offloaded, updated = at["fetch bundle 0"], at["offload bundle 0"], at["update segment 0"]
+    fetched, offloaded, updated = at["fetch bundle 0"], at["offload bundle 0"], at["update bundle 0"]
     assert updated[0] == pytest.approx(offloaded[1]) and at[f"compute {FORWARD_ENTER}"][0] == pytest.approx(fetched[1])
     assert offloaded[0] == pytest.approx(at[f"compute {BACKWARD_ENTER}"][1])
 
@@ -104,16 +104,16 @@ def test_copies_and_adam_share_the_hosts_dram() -> None:
         return {e.label: (e.start_s, e.duration_s) for e in found.events}
 
     apart = spans(1e18)
-    assert apart["offload bundle 0"][1] == pytest.approx(3.0) and apart["update segment 1"][1] == pytest.approx(4.0)
+    assert apart["offload bundle 0"][1] == pytest.approx(3.0) and apart["update bundle 1"][1] == pytest.approx(4.0)
     capacity = shared["cpu_adam_bytes_per_s"]  # one alone has what it wants, both together do not
     factor = capacity / (capacity + shared["d2h_bytes_per_s"])
     together = spans(capacity)
     # The gradient of unit 1 leaves first, in 3 s; then Adam on it begins together with the offload of unit 0.
     assert together["offload bundle 1"][1] == pytest.approx(3.0)
-    assert together["update segment 1"][0] == pytest.approx(together["offload bundle 0"][0])
+    assert together["update bundle 1"][0] == pytest.approx(together["offload bundle 0"][0])
     assert together["offload bundle 0"][1] == pytest.approx(3.0 / factor)
     # Until then Adam has done 3 s of its 4; the last one is its own again.
-    assert together["update segment 1"][1] == pytest.approx(3.0 / factor + 1.0)
+    assert together["update bundle 1"][1] == pytest.approx(3.0 / factor + 1.0)
 
 
 def test_updates_on_the_device_take_its_dram_and_move_nothing() -> None:

@@ -111,11 +111,11 @@ def test_schedules_have_no_race_and_no_cycle_and_move_the_planned_bytes(case: Ca
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_every_flushed_segment_is_updated_once(case: Case) -> None:
+def test_every_flushed_bundle_is_updated_once(case: Case) -> None:
     schedule = expand(case.layout, case.trace, planned(case), case.context)
-    updated = [o.segment for o in schedule.operations if o.kind is Work.UPDATE]
+    updated = [o.bundle for o in schedule.operations if o.kind is Work.UPDATE]
     flushed = {b for bundles in case.trace.flushes for b in bundles}
-    assert sorted(updated) == sorted(s for b in flushed for s in case.layout.bundles[b].segments)
+    assert sorted(updated) == sorted(flushed)
 
 
 @settings(max_examples=60, deadline=None)

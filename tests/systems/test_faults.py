@@ -333,7 +333,7 @@ def steps_and_drain(engine: Engine, batch: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("issued", [False, True], ids=["before it is issued", "before it left its ticket"])
-@pytest.mark.parametrize("label", ["fetch bundle", "offload gradient", "update segment"])
+@pytest.mark.parametrize("label", ["fetch bundle", "offload gradient", "update bundle"])
 @pytest.mark.parametrize("system", MANAGED)
 def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> None:
     """Parameters are as before the step, or, once one was updated, the engine says that they are not."""
@@ -356,7 +356,7 @@ def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> 
     with pytest.raises(KeyboardInterrupt):
         one_step(engine, plain[1], LOSS)
     transfers.issue = issue
-    if label == "update segment":
+    if label == "update bundle":
         with pytest.raises(RuntimeError, match="parameters belong to two steps"):
             one_step(engine, plain[1], LOSS)
         engine.close()

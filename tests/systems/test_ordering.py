@@ -90,7 +90,7 @@ def test_no_race_in_what_was_issued(setup: Setup, system: str, level: str, jitte
     [
         *product(["elixir", "random"], ["h2d"], ["fetch"]),
         *product(["elixir", "random"], ["d2h"], ["offload gradient"]),
-        *product(["elixir", "random"], ["cpu"], ["update segment"]),
+        *product(["elixir", "random"], ["cpu"], ["update bundle"]),
         *product(["elixir", "random"], ["compute"], ["hold for"]),
         ("random", "compute", "gradient of"),
     ],

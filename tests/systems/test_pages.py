@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from systems.planning.layout import Bundle, FlatSpace, Layout, Placement, Segment
+from systems.planning.plan import Tier
 from systems.planning.races import find_races
 from systems.substrate.events import issued_operations
-from systems.substrate.updates import joined
+from systems.substrate.runs import joined
 from tests.paged import paged
 from tests.systems import models_small
+from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     AMPLE,
@@ -22,6 +26,7 @@ from tests.systems.running import (
     elixir,
     evict_at_once,
     h3t,
+    one_step,
     patrickstar,
     settings,
     start,
@@ -67,6 +72,109 @@ def test_any_size_of_page(page: int) -> None:
     """Half of the blocks are frozen."""
     setup = Setup("gpt2", "full", accumulate=2, sharing="half-frozen", clip=0.5)
     assert_equal(reference(setup), setup.run(paged(SYSTEMS["elixir"], page), budget_of(setup, "half")))
+
+
+@pytest.mark.parametrize("model", ["called-twice", "late-leaf", "rounds", "silent", "unused-output"])
+def test_parameters_whose_gradients_are_late_or_missing(model: str) -> None:
+    """Of a bundle with some gradients all segments are settled: none is left with a gradient in its slot."""
+    ids = tokens(4, 1)
+    expected = train(start(RESIDENT, build(model), settings()), ids, CASES[model].loss)
+    engine: Any = start(paged(RANDOM, 1), build(model), settings(device_memory=400_000))
+
+    def check(step: int, _: object) -> None:
+        engine.drain()
+        check_segments(engine.parts)
+
+    assert_equal(expected, train(engine, ids, CASES[model].loss, check))
+
+
+def work_of_a_step(page: int, accumulate: int, system: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Counter[str]]:
+    """Segments, and what the lanes do in a step: jobs, copies and calls of the host's kernel."""
+    engine: Any = start(
+        paged(SYSTEMS[system], page), models_small.build("opt"), settings(device_memory=LITTLE, accumulate=accumulate)
+    )
+    ids, found = tokens(4, accumulate), Counter[str]()
+    with engine:
+        for each in ids[:3]:
+            one_step(engine, each)
+        engine.drain()
+
+        def count(owner: Any, name: str, *, jobs: bool = False) -> None:
+            plain = getattr(owner, name)
+
+            def counted(*args: Any, **more: Any) -> Any:
+                lane = f"lane-{owner.kind.value}" if jobs else threading.current_thread().name
+                if lane.startswith("lane-"):
+                    found[f"{lane} {name}"] += 1
+                return plain(*args, **more)
+
+            monkeypatch.setattr(owner, name, counted)
+
+        for lane in engine.parts.device.lanes.values():
+            count(lane, "submit", jobs=True)
+        for name in ("update", "accumulate", "cast", "sum_squares_all"):
+            count(engine.parts.device.host_kernel, name)
+        count(torch.Tensor, "copy_")
+        one_step(engine, ids[3])
+        engine.drain()
+    monkeypatch.undo()
+    return len(engine.parts.layout.segments), found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("system", ["elixir", "patrickstar"])
+def test_pages_cost_no_more_than_chunks(system: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (few, chunks), (many, pages) = (work_of_a_step(page, accumulate, system, monkeypatch) for page in (100_000, 3))
+    assert few < 20 and many > 1000
+    assert chunks == pages
+    for kind in ("h2d submit", "h2d copy_", "d2h submit", "d2h copy_", "cpu submit", "cpu update"):
+        assert chunks[f"lane-{kind}"], f"void: no {kind}"
+
+
+def test_a_bundle_is_fetched_from_slots_and_masters() -> None:
+    """Where some of its slots hold a gradient; the segments between them are copied together all the same."""
+    engine: Any = start(paged(elixir(), 1), models_small.build("opt"), settings(dtype="bf16"))
+    with engine:
+        store, residency = engine.parts.store, engine.parts.residency
+        index = max(residency.bundles, key=lambda managed: len(managed.bundle.segments)).index
+        residency.drop(index)
+        mine = [store.segments[s] for s in engine.parts.layout.bundles[index].segments]
+        for each in mine[2:5] + mine[-1:]:
+            each.slot_holds_gradient = True
+            each.slot.fill_(torch.nan)
+        assert [len(run.stored) for run in store.runs(index, lambda each: each.slot_holds_gradient)] == [3, 1]
+        assert [len(run.stored) for run in store.runs(index, lambda each: not each.slot_holds_gradient)] == [2, len(mine) - 6]
+        residency.fetch(index)
+        engine.drain()
+        for each, piece in zip(mine, store.pieces(index, residency.bundles[index].block), strict=True):
+            assert torch.equal(piece, each.state.master.bfloat16())
+        store.restore_slots(index, lambda each: each.slot_holds_gradient)
+        engine.drain()
+        check_segments(engine.parts)
+
+
+@pytest.mark.parametrize("fits", [0, 3])
+def test_a_bundle_whose_state_does_not_fit_leaves_none_of_it_on_the_device(fits: int) -> None:
+    ids = tokens(4, 1)
+    expected = train(start(RESIDENT, models_small.build("opt"), settings()), ids)
+    engine: Any = start(paged(elixir(), 7), models_small.build("opt"), settings())
+    store, moved = engine.parts.store, []
+    move = store.state_to_device
+
+    def limited(index: int) -> bool:
+        moved.append(index)
+        return len(moved) % (fits + 1) != 0 and move(index)
+
+    store.state_to_device = limited
+
+    def check(step: int, _: object) -> None:
+        engine.drain()
+        check_segments(engine.parts)
+        settled = {s for b in engine.parts.layout.bundles if not b.movable for s in b.segments}
+        assert all(each.tier is Tier.HOST or each.segment.index in settled for each in store.segments)
+
+    assert_equal(expected, train(engine, ids, each_step=check))
+    assert moved, "void: no state was to be moved"
 
 
 def test_a_summons_reads_and_writes_all_pieces() -> None:

@@ -1,0 +1,107 @@
+"""Neighbouring segments taken together, so that many small ones cost no more than a large one.
+
+Note [Runs]
+    A bundle may be cut into many segments, each with a state and tickets of its own. The host hands their places out front
+    to back, and in the bundle's block on the device they follow each other too: so neighbours are copied, updated and
+    restored as one tensor, by one operation that leaves its ticket on each. Neighbours that do not touch on the host, or
+    that differ in what is to be done (one's slot holds a gradient, the other's its parameters), are runs of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from systems.planning.layout import Placement
+from systems.substrate.tiers import Allocation
+
+if TYPE_CHECKING:
+    from systems.substrate.store import StoredSegment
+
+
+@dataclass(frozen=True)
+class Run:
+    """stored: its segments. start: its first element in the bundle. slot: theirs as one tensor; state: the same of each of
+    STATE_PARTS at home, none if they have no home. placements: in these tensors, a parameter's pieces as one.
+    """
+
+    stored: tuple[StoredSegment, ...]
+    start: int
+    slot: torch.Tensor
+    state: tuple[torch.Tensor, ...]
+    placements: tuple[Placement, ...]
+
+    @property
+    def master(self) -> torch.Tensor:
+        return self.state[0]
+
+    @property
+    def accumulator(self) -> torch.Tensor | None:
+        return self.state[3] if len(self.state) > 3 else None
+
+    def on(self, block: Allocation) -> torch.Tensor:
+        """Its elements in the bundle's block, or in a gradient range, which lies alike."""
+        return block.view(self.slot.dtype, self.start, self.slot.numel())
+
+    def those(self, which: Callable[[StoredSegment], bool]) -> list[Run]:
+        """The runs of some of its segments."""
+        chosen = [which(each) for each in self.stored]
+        if all(chosen):
+            return [self]
+        starts = accumulate((each.segment.numel for each in self.stored), initial=self.start)
+        return runs_of(
+            [placed for placed, wanted in zip(zip(starts, self.stored, strict=False), chosen, strict=True) if wanted]
+        )
+
+
+def runs_of(placed: Iterable[tuple[int, StoredSegment]]) -> list[Run]:
+    """Of some segments of a bundle, in order, each with its first element in the bundle."""
+    groups: list[tuple[int, list[StoredSegment]]] = []
+    for start, stored in placed:
+        if groups and _touch(groups[-1][1][-1], stored):
+            groups[-1][1].append(stored)
+        else:
+            groups.append((start, [stored]))
+    return [_run(start, stored) for start, stored in groups]
+
+
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Flat pieces as one tensor: a view where each begins where the last one ends, else a copy."""
+    if all(_follows(one, other) for one, other in pairwise(pieces)):
+        return pieces[0].as_strided((sum(piece.numel() for piece in pieces),), (1,))
+    return torch.cat(list(pieces))
+
+
+def _run(start: int, stored: Sequence[StoredSegment]) -> Run:
+    slot, *state = (joined(pieces) for pieces in zip(*map(_places, stored), strict=True))
+    placements: list[Placement] = []
+    offset = 0
+    for each in stored:
+        for piece in each.segment.placements:
+            here = offset + piece.offset
+            last = placements[-1] if placements else None
+            if last is not None and last.parameter == piece.parameter and last.here.stop == here:
+                placements[-1] = replace(last, numel=last.numel + piece.numel)
+            else:
+                placements.append(replace(piece, offset=here))
+        offset += each.slot.numel()
+    return Run(tuple(stored), start, slot, tuple(state), tuple(placements))
+
+
+def _places(stored: StoredSegment) -> list[torch.Tensor]:
+    """On the host."""
+    return [stored.slot] if stored.at_home is None else [stored.slot, *stored.at_home.tensors()]
+
+
+def _touch(one: StoredSegment, other: StoredSegment) -> bool:
+    ours, theirs = _places(one), _places(other)
+    return len(ours) == len(theirs) and all(map(_follows, ours, theirs))
+
+
+def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
+    here = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return here and other.data_ptr() == one.data_ptr() + one.nbytes
