@@ -21,6 +21,8 @@ def initialize(
     device: Literal["cuda", "cpu"] = "cuda",
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    disk_memory: int | str | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     accumulate: int = 1,
     clip: float = 0.0,
@@ -32,6 +34,7 @@ def initialize(
 
     optimizer: a fresh torch.optim.AdamW or Adam over model.parameters(); its groups are read at every step, so schedulers
     work on it. device_memory, host_memory: budgets, bytes or "40GiB"; None takes the smallest limit of the machine.
+    disk: a folder for optimizer states that the host has no room for. disk_memory: budget of the files there.
     accumulate: backward passes a step. clip: norm to clip gradients to, 0 for off. recompute: as in Settings.
     options: the system's own, as --option takes them, e.g. {"prefetch": 4}.
     Raises ValueError for a bad argument, BudgetError and UnsupportedError (ValueErrors too) if it cannot be done.
@@ -54,6 +57,8 @@ def initialize(
         device=device,
         device_memory=size(device_memory),
         host_memory=size(host_memory),
+        disk=disk,
+        disk_memory=size(disk_memory),
         dtype=dtype,
         accumulate=accumulate,
         clip=clip,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import torch
 
-from systems.errors import UnsupportedError
+from systems.errors import BudgetError, UnsupportedError
 from systems.limits import read_limits
 from systems.substrate.device import CudaDevice, Device, EmulatedDevice
 from systems.substrate.events import EventLog
@@ -30,6 +33,22 @@ def device_budget(settings: Settings) -> int:
     if not torch.cuda.is_available():
         raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def disk_budget(settings: Settings) -> int:
+    """Bytes that files in the settings' folder may take, 0 without one. Raises BudgetError if there is no such folder."""
+    if settings.disk is None:
+        return 0
+    try:
+        free = shutil.disk_usage(settings.disk).free
+    except OSError as error:
+        raise BudgetError(
+            f"--disk {os.fspath(settings.disk)} cannot be used ({error.strerror}): name a folder on a disk",
+            tier="disk",
+            need=settings.disk_memory or 0,
+            have=0,
+        ) from None
+    return free if settings.disk_memory is None else settings.disk_memory
 
 
 def make_device(settings: Settings, budget: int, log: EventLog) -> Device:

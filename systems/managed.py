@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel
 
 from systems.errors import UnsupportedError
-from systems.machine import device_budget, host_budget, make_device
+from systems.machine import device_budget, disk_budget, host_budget, make_device
 from systems.planning.strategy import Strategy
 from systems.substrate.device import Device
 from systems.substrate.engine import ManagedEngine
@@ -22,6 +22,7 @@ class ManagedSystem:
 
     can_trace = True
     tells_phases = True
+    uses_disk = True
 
     def __init__(self, strategy: type[Strategy]) -> None:
         self.strategy = strategy
@@ -38,7 +39,7 @@ class ManagedSystem:
         """device: makes the device instead of the settings' own (tests inject jitter and faults this way)."""
         if settings.ranks != 1:
             raise UnsupportedError(f"{self.name} runs on one rank so far: leave --ranks at 1")
-        budget = device_budget(settings)
+        budget, disk = device_budget(settings), disk_budget(settings)
 
         def make(log: EventLog) -> Device:
             return device(log) if device is not None else make_device(settings, budget, log)
@@ -46,4 +47,4 @@ class ManagedSystem:
         def strategy(context: Any) -> Strategy:
             return self.strategy(options, context)
 
-        return ManagedEngine(model, settings, strategy, make, host_budget(settings))
+        return ManagedEngine(model, settings, strategy, make, host_budget(settings), disk)

@@ -6,6 +6,7 @@ The harness knows nothing else of a system. All sizes are bytes, all times secon
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ class Settings:
     """What is asked of a system, resolved: no field is a guess of the system's.
 
     device_memory, host_memory: budgets in bytes; None means the smallest limit of the machine.
+    disk: folder for optimizer states that the host has no room for; disk_memory: its budget, None means what is free there.
     recompute: "none", "full" or the block numbers whose activations are recomputed.
     clip: gradient norm to clip to, 0 for off.
     initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
@@ -48,6 +50,8 @@ class Settings:
     device: Literal["cuda", "cpu"] = "cpu"
     device_memory: int | None = None
     host_memory: int | None = None
+    disk: str | os.PathLike[str] | None = None
+    disk_memory: int | None = None
     dtype: DType = "bf16"
     accumulate: int = 1
     clip: float = 0.0
@@ -63,12 +67,14 @@ class Settings:
     def __post_init__(self) -> None:
         _one_of("device", self.device, ("cuda", "cpu"))
         _one_of("dtype", self.dtype, tuple(TORCH_DTYPE))
-        for name, least in (("device_memory", 0), ("host_memory", 0), ("accumulate", 1), ("seed", 0)):
+        for name, least in (("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("accumulate", 1), ("seed", 0)):
             value = getattr(self, name)
             if value is None and name.endswith("memory"):
                 continue
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+        if self.disk_memory is not None and self.disk is None:
+            raise ValueError("disk_memory is a budget of files in a folder: name it with disk")
         if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not 0 <= self.clip < math.inf:
             raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
         if isinstance(self.recompute, str):

@@ -38,7 +38,7 @@ def host_need(layout: Layout, context: PlanningContext) -> int:
 
 
 def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> Layout:
-    """The layout with as much of it on the disk, and what the disk cannot take kept on the device, as the host's budget asks for.
+    """The layout with as many states on the disk, and what it cannot take kept on the device, as the host's budget asks for.
 
     Raises BudgetError (host) if that is not enough.
     """

@@ -156,7 +156,8 @@ class Costs:
         return STATE_BYTES + item + (8 if self.context.accumulate > 1 else item)
 
     def _numel(self, operation: ScheduledOperation) -> int:
-        return sum(self.layout.segments[s].shard_numel for s in self.layout.bundles[operation.bundle].segments)
+        mine = self.layout.bundles[operation.bundle].segments if operation.segment < 0 else (operation.segment,)
+        return sum(self.layout.segments[s].shard_numel for s in mine)
 
     def _norm_bytes(self) -> int:
         """With several micro-batches the host's accumulators are read once more for the norm."""

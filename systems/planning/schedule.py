@@ -18,7 +18,8 @@ Note [Resources]
     device:param:B  device:grad:B  one bundle's device copy and gradient (in place, the first is both)
     host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update; what
                     is used again in between is fetched from the master in state:S
-    state:S         master weight, moments and accumulator of a segment, on either tier
+    state:S         master weight, moments and accumulator of a segment, on whatever tier
+    host:buffer:N   through which states on the disk go
     hidden:U        the input of a unit that waits on the host (host:hidden:U) for its backward
     norm:B, norm    a bundle's sum of squares; the step's norm
 """
@@ -33,6 +34,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from systems.planning.demand import Demand, Residence, demand_of, in_order_of_use
+from systems.planning.disk import PARTS, buffer_of
 from systems.planning.layout import Layout
 from systems.planning.plan import DEVICE_LANES, LaneKind, OpKind, Plan, UpdateRule
 from systems.planning.races import IssuedOperation
@@ -53,7 +55,9 @@ class Work(Enum):
     OFFLOAD = "offload"  # gradient to the host slots of its own parameters
     ACCUMULATE = "accumulate"  # gradient into the fp32 accumulator; restores the host slot from the master
     NORM = "norm"  # the one host wait of a step
-    UPDATE = "update"  # Adam on a bundle
+    UPDATE = "update"  # Adam on a bundle, or on one segment of it whose state is on the disk
+    READ_STATE = "read-state"  # a segment's master and moments from the disk into its buffer
+    WRITE_STATE = "write-state"  # and back
 
     OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it (plans that say whose)
     FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins
@@ -67,7 +71,7 @@ class Work(Enum):
 
 
 class ScheduledOperation(NamedTuple):
-    """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none.
+    """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none; segment: -1 for all of the bundle's.
 
     bytes: payload moved by this rank. device_delta: bytes the device pool grows by. seconds: known compute time.
     waits, room_waits: tickets of this step, for data and for memory; previous_waits: the same of the step before.
@@ -79,6 +83,7 @@ class ScheduledOperation(NamedTuple):
     kind: Work
     lane: LaneKind | None
     bundle: int = -1
+    segment: int = -1
     bytes: int = 0
     device_delta: int = 0
     seconds: float = 0.0
@@ -180,6 +185,7 @@ class _Expansion:
         self.outdated: set[int] = set()  # bundles flushed in the last micro-step
         self.late: list[tuple[int, int]] = []  # (ticket of a fetch, bundle) that needs an update issued after it
         self.moment = 0
+        self._buffers = buffer_of(self.layout)
         leaving = plan.offload_inputs or frozenset()
         self._input_bytes = {unit: size for unit, size in trace.input_bytes if unit in leaving and size}
         self._inputs: list[list[int]] = []  # [unit, 1 if fetched] of inputs that no backward has taken, in order of forward
@@ -375,9 +381,20 @@ class _Expansion:
         if bundle in self.residence.on_device:
             reads = norm if self.context.accumulate > 1 else (grad(bundle), *norm)
             self._add(Work.UPDATE, LaneKind.COMPUTE, bundle, reads=reads, writes=(*states, param(bundle)))
+        elif bundle in self.layout.on_disk:
+            for s in segments:
+                self._update_on_disk(bundle, s, norm)
         else:
             writes = (*states, *(slot(s) for s in segments))
             self._add(Work.UPDATE, LaneKind.CPU, bundle, reads=norm, writes=writes)
+
+    def _update_on_disk(self, bundle: int, segment: int, norm: tuple[str, ...]) -> None:
+        size = PARTS * 4 * self.layout.segments[segment].shard_numel
+        buffer, home = (f"host:buffer:{self._buffers[segment]}",), (state(segment),)
+        self._add(Work.READ_STATE, LaneKind.DISK_READ, bundle, segment=segment, bytes=size, reads=home, writes=buffer)
+        writes = (*buffer, slot(segment), *(home if self.context.accumulate > 1 else ()))
+        self._add(Work.UPDATE, LaneKind.CPU, bundle, segment=segment, reads=norm, writes=writes)
+        self._add(Work.WRITE_STATE, LaneKind.DISK_WRITE, bundle, segment=segment, bytes=size, reads=buffer, writes=home)
 
     def _compute(self) -> None:
         reads = tuple(param(bundle) for bundle in self.demand.held[self.moment])
@@ -409,6 +426,7 @@ class _Expansion:
         lane: LaneKind | None,
         bundle: int = -1,
         *,
+        segment: int = -1,
         bytes: int = 0,
         device_delta: int = 0,
         seconds: float = 0.0,
@@ -424,6 +442,7 @@ class _Expansion:
                 kind,
                 lane,
                 bundle,
+                segment,
                 bytes,
                 device_delta,
                 seconds,

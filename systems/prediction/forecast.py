@@ -21,7 +21,7 @@ from systems.planning.allowance import EXACT, Allowance
 from systems.planning.demand import Residence, unmovable
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.overflow import keep_on_device
+from systems.planning.overflow import within_host
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
@@ -281,7 +281,7 @@ class _Planner:
                 "--option activations=host is not part of forecasts: leave it out of harness plan, which then tells of more "
                 "device memory and less host memory than such a run takes"
             )
-        kept = keep_on_device(layout, context, strategy.update_rule)
+        kept = within_host(layout, context, strategy.update_rule)
         self._overflows = kept is not layout
         return kept
 

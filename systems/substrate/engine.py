@@ -16,12 +16,13 @@ from torch.profiler import record_function
 
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
-from systems.planning.overflow import keep_on_device
+from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
+from systems.substrate.disk import Disk, disk_account
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
@@ -54,14 +55,16 @@ class ManagedEngine(Engine):
         make_strategy: Callable[[PlanningContext], Strategy],
         make_device: Callable[[EventLog], Device],
         host_budget: int,
+        disk_budget: int = 0,
     ) -> None:
         started = time.perf_counter()
         self.module, self.settings = model, settings
         self._closed = False
+        self._disk: Disk | None = None
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
         try:
-            self._build(model, settings, make_strategy, make_device, host_budget)
+            self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
         except BaseException:
             self._cleanup.close()
             raise
@@ -77,11 +80,13 @@ class ManagedEngine(Engine):
         make_strategy: Callable[[PlanningContext], Strategy],
         make_device: Callable[[EventLog], Device],
         host_budget: int,
+        disk_budget: int,
     ) -> None:
         dtype = TORCH_DTYPE[settings.dtype]
         found = find_units(model)
         refuse_mixed_norms(found, settings.dtype)
         device = make_device(self.log)
+        self._cleanup.callback(self._close_disk)  # once all lanes are at rest
         self._cleanup.callback(device.close)
         context = PlanningContext(
             device_budget=device.plannable_bytes,
@@ -93,10 +98,11 @@ class ManagedEngine(Engine):
             recompute=settings.recompute,
             allowance=device.allowance,
             device_name=device.name,
+            disk_budget=disk_budget,
         )
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
-        layout = keep_on_device(self.strategy.layout(found.index), context, self.strategy.update_rule)
+        layout = within_host(self.strategy.layout(found.index), context, self.strategy.update_rule)
         recomputation, undo = switchable(found, self.strategy.rematerialised, settings.recompute)
         self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
@@ -104,6 +110,10 @@ class ManagedEngine(Engine):
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")
         host = host_account(host_budget, self.log)
+        if layout.on_disk:
+            assert settings.disk is not None
+            self._disk = Disk(settings.disk, layout, disk_account(disk_budget, self.log), host)
+            device.start_disk_lanes()
         control = StepControl(settings, found.index, found.parameters)
         shapes = [p.shape for p in found.index.parameters]
         store = Store(
@@ -114,6 +124,7 @@ class ManagedEngine(Engine):
             accumulate=settings.accumulate,
             shapes=shapes,
             initial=initial_values(found, settings),
+            disk=self._disk,
         )
         self._cleanup.callback(store.close)
         largest = max(layout.bundle_bytes(b.index) for b in layout.bundles)
@@ -140,6 +151,10 @@ class ManagedEngine(Engine):
         names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
         self._cleanup.callback(self._watch.end)
+
+    def _close_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
 
     def _name_of(self, view: torch.Tensor) -> str:
         """The parameter that a view of a bundle's storage begins in, for a message."""
@@ -232,7 +247,7 @@ class ManagedEngine(Engine):
             host_pinned_bytes=self.parts.store.pinned_bytes + self._slots.pinned_bytes,
             host_activation_bytes=self._slots.peak_bytes,
             host_budget_bytes=host.budget,
-            disk_peak_bytes=0,
+            disk_peak_bytes=0 if self._disk is None else self._disk.account.peak,
         )
 
     def plan_report(self) -> PlanReport:

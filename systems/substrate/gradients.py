@@ -126,7 +126,7 @@ class Gradients:
         gradient = self.bundles[bundle]
         if self.accumulate == 1 or not gradient.fired:
             self.flush(bundle)
-        elif self.store.segments[self.layout.bundles[bundle].segments[0]].tier is Tier.HOST:
+        elif self.store.segments[self.layout.bundles[bundle].segments[0]].tier is not Tier.DEVICE:
             assert gradient.range is not None
             self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle} waits")
             self._ranges.offload(bundle, gradient.range)

@@ -27,6 +27,8 @@ Phase = Literal[
     "norm",  # sums of squares out of fp32 accumulators on the host, the step's one decision, and what is left of step()
     "adam_host",  # reads 16-bit gradients and writes 16-bit parameters: their conversion is part of it
     "adam_device",
+    "disk_read",  # master and moments that have their home there
+    "disk_write",
     "accumulate",  # 16-bit gradients into fp32 accumulators, several micro-batches only
     "conversion",  # fp32 masters to 16-bit parameters by themselves
     "h2d_updated",  # parameters for the first time since the host updated them: figure 14's cpufp32->gpufp16
@@ -54,6 +56,8 @@ OPERATIONS: tuple[tuple[LaneKind, str, Phase], ...] = (
     (LaneKind.D2H, "offload gradient", "d2h_gradients"),
     (LaneKind.D2H, "offload adopted gradients", "d2h_gradients"),
     (LaneKind.D2H, "state of segment", "d2h_optimizer"),
+    (LaneKind.DISK_READ, "read state", "disk_read"),
+    (LaneKind.DISK_WRITE, "write state", "disk_write"),
     (LaneKind.CPU, "update bundle", "adam_host"),
     (LaneKind.CPU, "clear accumulator", "adam_host"),
     (LaneKind.CPU, "norm of bundle", "norm"),

@@ -205,7 +205,7 @@ class Planner:
         moved = all(
             store.state_to_device(s)
             for s in self.parts.layout.bundles[bundle].segments
-            if store.segments[s].state is not None and store.segments[s].tier is Tier.HOST
+            if store.segments[s].state is not None and store.segments[s].tier is not Tier.DEVICE
         )
         if not moved:
             self._send_home(bundle)

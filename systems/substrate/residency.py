@@ -136,7 +136,7 @@ class Residency:
         masters = self.store.runs(bundle, lambda each: each.slot_holds_gradient)
         memories = [each.slot_memory for run in slots for each in run.stored]
         memories += [each.at_home.memory for run in masters for each in run.stored if each.at_home is not None]
-        return [*((run, run.slot) for run in slots), *((run, run.master) for run in masters)], memories
+        return [*((run, run.slot) for run in slots), *zip(masters, self.store.masters(masters), strict=True)], memories
 
     def hold(self, indices: Sequence[int], key: object) -> None:
         """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""
@@ -263,7 +263,7 @@ class Residency:
                     flat = value.detach().float().cpu().reshape(-1)
                     piece = flat[place.piece]
                     if stored.state is not None:
-                        stored.state.master[place.here].copy_(piece)
+                        self.store.overwrite_part(stored, "master", piece, place)
                     self.device.host_kernel.cast(piece, stored.slot[place.here])
                     if managed.block is not None:
                         managed.block.view(self.store.dtype, start + place.offset, place.numel).copy_(piece)

@@ -25,23 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """stored: its segments. start: its first element in the bundle. slot: theirs as one tensor; state: the same of each of
-    STATE_PARTS at home, none if they have no home. placements: in these tensors, a parameter's pieces as one.
+    """stored: its segments. start: its first element in the bundle. slot: theirs as one tensor; state: the same of master and
+    moments at home, none if their home is the disk or they have none; accumulator likewise. placements: in these tensors, a
+    parameter's pieces as one.
     """
 
     stored: tuple[StoredSegment, ...]
     start: int
     slot: torch.Tensor
     state: tuple[torch.Tensor, ...]
+    accumulator: torch.Tensor | None
     placements: tuple[Placement, ...]
 
     @property
     def master(self) -> torch.Tensor:
         return self.state[0]
-
-    @property
-    def accumulator(self) -> torch.Tensor | None:
-        return self.state[3] if len(self.state) > 3 else None
 
     def on(self, block: Allocation) -> torch.Tensor:
         """Its elements in the bundle's block, or in a gradient range, which lies alike."""
@@ -77,7 +75,9 @@ def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _run(start: int, stored: Sequence[StoredSegment]) -> Run:
-    slot, *state = (joined(pieces) for pieces in zip(*map(_places, stored), strict=True))
+    slot, *others = (joined(pieces) for pieces in zip(*map(_places, stored), strict=True))
+    home = stored[0].at_home
+    accumulator = others.pop() if home is not None and home.accumulator is not None else None
     placements: list[Placement] = []
     offset = 0
     for each in stored:
@@ -89,7 +89,7 @@ def _run(start: int, stored: Sequence[StoredSegment]) -> Run:
             else:
                 placements.append(replace(piece, offset=here))
         offset += each.slot.numel()
-    return Run(tuple(stored), start, slot, tuple(state), tuple(placements))
+    return Run(tuple(stored), start, slot, tuple(others), accumulator, tuple(placements))
 
 
 def _places(stored: StoredSegment) -> list[torch.Tensor]:

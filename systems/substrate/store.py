@@ -9,7 +9,7 @@ Note [The slot]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
 from typing import Literal
@@ -21,6 +21,7 @@ from systems.planning.layout import Bundle, Layout, Placement, Segment
 from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
+from systems.substrate.disk import Disk, DiskPlace
 from systems.substrate.host import HostMapping
 from systems.substrate.runs import Run, runs_of
 from systems.substrate.tiers import Account, Allocation
@@ -48,14 +49,31 @@ class OptimizerState:
 
 
 @dataclass
+class DiskState:
+    """Of a segment whose master and moments are on the disk; its accumulator is on the host. memory: tickets of both."""
+
+    place: DiskPlace
+    accumulator: torch.Tensor | None
+    tier: Tier = Tier.DISK
+
+    @property
+    def memory(self) -> Memory:
+        return self.place.memory
+
+    def tensors(self) -> list[torch.Tensor]:
+        """On the host."""
+        return [] if self.accumulator is None else [self.accumulator]
+
+
+@dataclass
 class StoredSegment:
-    """slot: see Note [The slot]. at_home: the state's place on the host, kept while the state is on the device."""
+    """slot: see Note [The slot]. at_home: the state's place on the host or the disk, kept while the state is on the device."""
 
     segment: Segment
     slot: torch.Tensor
     slot_memory: Memory
-    state: OptimizerState | None
-    at_home: OptimizerState | None
+    state: OptimizerState | DiskState | None
+    at_home: OptimizerState | DiskState | None
     slot_holds_gradient: bool = False
 
     @property
@@ -67,6 +85,7 @@ class Store:
     """All segments of one rank. Construction allocates and fills the host, and the device for what never moves.
 
     initial: (parameter number, fp32 tensor of its shape) fills the tensor with the parameter's first value.
+    disk: for the layout's bundles on disk, whose place it has; the caller closes it.
     states_on_device: per bundle, how many of its segments have their optimizer state there.
     Raises BudgetError when a tier is too small.
     """
@@ -81,22 +100,25 @@ class Store:
         accumulate: int,
         shapes: Sequence[tuple[int, ...]],
         initial: Callable[[int, torch.Tensor], None],
+        disk: Disk | None = None,
     ) -> None:
-        self.layout, self.device, self.host, self.dtype = layout, device, host, dtype
+        self.layout, self.device, self.host, self.dtype, self.disk = layout, device, host, dtype, disk
         settled = {s for b in layout.bundles if not b.movable for s in b.segments}
         at_home = [s for s in layout.segments if s.space.trainable and s.index not in settled]
         slot_bytes = sum(s.shard_numel for s in layout.segments) * dtype.itemsize
-        state_bytes = sum(s.shard_numel for s in at_home) * 4
-        self._check_host(slot_bytes, state_bytes * (4 if accumulate > 1 else 3))
+        on_host = [s for s in at_home if layout.bundle_of_segment[s.index] not in layout.on_disk]
+        parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
+        sizes = {part: sum(s.shard_numel for s in (at_home if part == "accumulator" else on_host)) * 4 for part in parts}
+        self._check_host(slot_bytes, sum(sizes.values()))
         self._mappings: dict[str, HostMapping] = {}
         self.segments: list[StoredSegment] = []
         self._runs: list[list[Run]] = []
         self.states_on_device = [0] * len(layout.bundles)
         try:
             self._mappings["slots"] = HostMapping("host-slots", slot_bytes, host, pinned=True)
-            parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
-            for part in parts if at_home else []:
-                self._mappings[part] = HostMapping(f"host-{part}", state_bytes, host, pinned=False)
+            for part, size in sizes.items():
+                if size:
+                    self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
             for segment in layout.segments:
                 self.segments.append(self._place(segment, parts, settled=segment.index in settled))
             for bundle in layout.bundles:
@@ -123,8 +145,8 @@ class Store:
         """settled: on the device from the beginning, with no place on the host to go back to."""
         slot, slot_memory = self._mappings["slots"].take(self.dtype, segment.shard_numel)
         if settled and segment.space.trainable:
-            state = self._on_device(segment, len(parts))
-            if state is None:
+            there = self._on_device(segment, len(parts))
+            if there is None:
                 need = segment.shard_numel * 4 * len(parts)
                 raise BudgetError(
                     f"the optimizer state of segment {segment.index}, which stays on the device, needs {format_size(need)} "
@@ -133,12 +155,16 @@ class Store:
                     need=need,
                     have=max(self.device.account.room, 0),
                 )
-            for tensor in state.tensors()[1:]:
+            for tensor in there.tensors()[1:]:
                 tensor.zero_()
             self._count_on_device(segment.index, 1)
-            return StoredSegment(segment, slot, slot_memory, state, None)
-        state = None
-        if segment.space.trainable:
+            return StoredSegment(segment, slot, slot_memory, there, None)
+        state: OptimizerState | DiskState | None = None
+        if segment.space.trainable and self.layout.bundle_of_segment[segment.index] in self.layout.on_disk:
+            assert self.disk is not None
+            added = self._mappings["accumulator"].take(torch.float32, segment.shard_numel)[0] if len(parts) > 3 else None
+            state = DiskState(self.disk.places[segment.index], added)
+        elif segment.space.trainable:
             taken = {part: self._mappings[part].take(torch.float32, segment.shard_numel) for part in parts}
             tensors = {part: tensor for part, (tensor, _) in taken.items()}
             state = OptimizerState(
@@ -157,8 +183,13 @@ class Store:
         for s in bundle.segments:
             for place in self.segments[s].segment.placements:
                 pieces.setdefault(place.parameter, []).append((self.segments[s], place))
+        away = [s for s in bundle.segments if self.segments[s].tier is Tier.DISK]
+        made = {s: torch.zeros(self.layout.segments[s].shard_numel) for s in away}
         for parameter, mine in pieces.items():
-            self._draw(shapes[parameter], mine, lambda out, parameter=parameter: initial(parameter, out))  # type: ignore[misc]
+            draw = lambda out, parameter=parameter: initial(parameter, out)  # noqa: E731
+            self._draw(shapes[parameter], mine, draw, made)
+        for s, master in made.items():
+            self.overwrite_part(self.segments[s], "master", master)
         for s in bundle.segments:
             if self.segments[s].tier is Tier.DEVICE:
                 state = self.segments[s].state
@@ -170,13 +201,21 @@ class Store:
         shape: tuple[int, ...],
         pieces: Sequence[tuple[StoredSegment, Placement]],
         draw: Callable[[torch.Tensor], None],
+        made: Mapping[int, torch.Tensor],
     ) -> None:
-        """Made on the compute device where they fit (same bits, and a GPU draws them faster), and in their place where that is
+        """made: masters that the disk will be given.
+
+        Made on the compute device where they fit (same bits, and a GPU draws them faster), and in their place where that is
         one and there; what stays on the device is drawn there."""
         fits = math.prod(shape) * 4 <= self.device.account.budget // FILL_SHARE
         settled = pieces[0][0].tier is Tier.DEVICE
         made_on = self.device.torch_device if fits or settled else torch.device("cpu")
-        homes = [None if stored.state is None else stored.state.master[place.here] for stored, place in pieces]
+        homes = [
+            made[stored.segment.index][place.here]
+            if stored.segment.index in made
+            else (stored.state.master[place.here] if isinstance(stored.state, OptimizerState) else None)
+            for stored, place in pieces
+        ]
         home = homes[0] if len(homes) == 1 else None
         value = torch.empty(shape, device=made_on) if home is None or home.device != made_on else home.view(shape)
         draw(value)
@@ -213,11 +252,16 @@ class Store:
         restored = [each for run in runs for each in run.stored]
         if not restored:
             return
-        kernel = self.device.host_kernel
+        kernel, disk = self.device.host_kernel, self.disk
+        away = [(each.at_home.place, each.slot) for each in restored if isinstance(each.at_home, DiskState)]
 
         def work() -> None:
             for run in runs:
-                kernel.cast(run.master, run.slot)
+                if run.state:
+                    kernel.cast(run.master, run.slot)
+            for place, slot in away:
+                assert disk is not None
+                kernel.cast(disk.load(place, "master", settled=True), slot)
 
         self.device.transfers.issue(
             LaneKind.CPU,
@@ -234,13 +278,16 @@ class Store:
         """Move master and moments to the device for good. False, and nothing changed, if they do not fit there now."""
         stored = self.segments[index]
         old = stored.state
-        assert old is not None and old.tier is Tier.HOST and not stored.slot_holds_gradient
-        new = self._on_device(stored.segment, len(old.tensors()))
+        assert old is not None and old.tier is not Tier.DEVICE and not stored.slot_holds_gradient
+        new = self._on_device(stored.segment, 3 if old.accumulator is None else 4)
         if new is None:
             return False
+        sources = old.tensors()
+        if isinstance(old, DiskState):
+            sources = [*(self._part(stored, part) for part in STATE_PARTS[:3]), *sources]
 
         def copy(targets: Sequence[torch.Tensor] = new.tensors()) -> None:
-            for target, source in zip(targets, old.tensors(), strict=True):
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("h2d_bytes", sum(tensor.nbytes for tensor in new.tensors()))
@@ -253,9 +300,14 @@ class Store:
             raise
         stored.state = new
         self._count_on_device(index, 1)
-        for name, tensor in zip(STATE_PARTS, old.tensors(), strict=False):
+        for name, tensor in self._on_host(old):
             self._mappings[name].discard(tensor)
         return True
+
+    def _on_host(self, state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]]:
+        """Its tensors there, each with its mapping."""
+        names = STATE_PARTS[3:] if isinstance(state, DiskState) else STATE_PARTS
+        return list(zip(names, state.tensors(), strict=False))
 
     def _count_on_device(self, index: int, more: int) -> None:
         self.states_on_device[self.layout.bundle_of_segment[index]] += more
@@ -274,12 +326,15 @@ class Store:
         """The way back, when the device's room is needed for something else; the slot gets the parameters again."""
         stored = self.segments[index]
         old, new = stored.state, stored.at_home
-        assert old is not None and new is not None and old.tier is Tier.DEVICE and old.allocation is not None
-        for name, tensor in zip(STATE_PARTS, new.tensors(), strict=False):
+        assert isinstance(old, OptimizerState) and new is not None and old.allocation is not None
+        for name, tensor in self._on_host(new):
             self._mappings[name].reclaim(tensor)
+        targets = new.tensors()
+        if isinstance(new, DiskState):
+            targets = [*(torch.empty(new.place.numel) for _ in STATE_PARTS[:3]), *targets]
 
         def copy() -> None:
-            for target, source in zip(new.tensors(), old.tensors(), strict=True):
+            for target, source in zip(targets, old.tensors(), strict=True):
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("d2h_bytes", old.allocation.nbytes)
@@ -288,26 +343,55 @@ class Store:
         ).wait()
         self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
         stored.state = new
+        if isinstance(new, DiskState):
+            for part, values in zip(STATE_PARTS, targets, strict=False):
+                if part != "accumulator":
+                    self.overwrite_part(stored, part, values)
         self._count_on_device(index, -1)
         self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)
+
+    def _part(self, stored: StoredSegment, part: str) -> torch.Tensor:
+        """Master or a moment of a trained segment where it is, from the disk as a copy."""
+        state = stored.state
+        if isinstance(state, DiskState):
+            assert self.disk is not None
+            return self.disk.load(state.place, part)
+        found: torch.Tensor = getattr(state, part)
+        return found
+
+    def masters(self, runs: Sequence[Run]) -> list[torch.Tensor]:
+        """Of each run, from the disk as a copy; waits for what is on its way there."""
+        return [run.master if run.state else torch.cat([self._part(s, "master") for s in run.stored]) for run in runs]
+
+    def overwrite_part(self, stored: StoredSegment, part: str, values: torch.Tensor, place: Placement | None = None) -> None:
+        """Of a trained segment, all of it or a parameter's piece. Call only when drained."""
+        state = stored.state
+        if isinstance(state, DiskState):
+            assert self.disk is not None
+            if place is not None:
+                whole = self._part(stored, part)
+                whole[place.here].copy_(values)
+                values = whole
+            self.disk.save(state.place, part, values)
+        else:
+            found: torch.Tensor = getattr(state, part)
+            found[slice(None) if place is None else place.here].copy_(values)
 
     def parameter_values(self, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter's fp32 master (or its slot's value, if frozen) as a CPU copy. Call only when drained."""
         pieces = self._pieces_of(parameter)
-        values = [(stored.slot if stored.state is None else stored.state.master)[p.here] for stored, p in pieces]
+        values = [(stored.slot if stored.state is None else self._part(stored, "master"))[p.here] for stored, p in pieces]
         return torch.cat([value.float().cpu() for value in values]).view(shape)
 
     def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy. Call only when drained."""
-        states = [(stored.state, p.here) for stored, p in self._pieces_of(parameter)]
-        return torch.cat([getattr(state, which)[here].cpu() for state, here in states])
+        return torch.cat([self._part(stored, which)[p.here].cpu() for stored, p in self._pieces_of(parameter)])
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained. Call only when drained."""
         for stored, p in self._pieces_of(parameter):
-            assert stored.state is not None
-            stored.state.exp_avg[p.here].copy_(first[p.piece])
-            stored.state.exp_avg_sq[p.here].copy_(second[p.piece])
+            self.overwrite_part(stored, "exp_avg", first[p.piece], p)
+            self.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
 
     def _pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
         segments = [self.segments[s] for s in self.layout.bundles[self.layout.places[parameter].bundle].segments]
@@ -319,7 +403,7 @@ class Store:
 
     def close(self) -> None:
         for stored in self.segments:
-            if stored.state is not None and stored.state.allocation is not None:
+            if isinstance(stored.state, OptimizerState) and stored.state.allocation is not None:
                 self.device.pool.free(stored.state.allocation, f"close segment {stored.segment.index}")
             stored.state = stored.at_home = None  # tensors would keep the mappings alive
             stored.slot = torch.empty(0, dtype=self.dtype)

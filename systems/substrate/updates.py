@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from systems.planning.disk import PARTS
 from systems.planning.layout import Bundle, Layout, Placement
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange, AdamTask
@@ -15,7 +16,7 @@ from systems.substrate.labels import labelled
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
 from systems.substrate.runs import joined
-from systems.substrate.store import Store, StoredSegment
+from systems.substrate.store import DiskState, OptimizerState, Store, StoredSegment
 from systems.substrate.tiers import Allocation
 
 
@@ -44,13 +45,13 @@ class Updates:
             mine = sorted({p.parameter for s in bundle.segments for p in self.layout.segments[s].placements} & wanted)
             if mine:
                 self._norm_of_accumulated(bundle, mine)
-        if any(each.segment.space.trainable and each.tier is Tier.HOST for each in self.store.segments):
+        if any(each.segment.space.trainable and each.tier is not Tier.DEVICE for each in self.store.segments):
             self.device.lanes[LaneKind.CPU].drain()
 
     def _norm_of_accumulated(self, bundle: Bundle, parameters: list[int]) -> None:
         segments = [self.store.segments[s] for s in bundle.segments]
         memories = [each.state.memory for each in segments if each.state is not None]
-        on_host = segments[0].tier is Tier.HOST
+        on_host = segments[0].tier is not Tier.DEVICE
         kernel = self.device.host_kernel if on_host else self.device.kernel
         lying = [(run.accumulator, run.placements) for run in self.store.runs(bundle.index)]
         if not on_host:
@@ -89,6 +90,7 @@ class Updates:
         def run(factor: float) -> None:
             for bundle in bundles:
                 self._on_host(bundle, wanted, factor)
+                self._through_buffers(bundle, wanted, factor)
             on_device(factor)
 
         return run
@@ -121,7 +123,6 @@ class Updates:
 
     def _on_host(self, bundle: int, wanted: frozenset[int], factor: float) -> None:
         """One job, which leaves its ticket on all segments. Where no gradient came the slot gets its parameters back."""
-        kernel = self.device.host_kernel
         runs = self.store.runs(bundle, lambda each: each.tier is Tier.HOST)
         if not runs:
             return
@@ -129,21 +130,7 @@ class Updates:
 
         def work() -> None:
             for run, update in zip(runs, ranges, strict=True):
-                accumulator = run.accumulator
-                kernel.update(
-                    master=run.master,
-                    exp_avg=run.state[1],
-                    exp_avg_sq=run.state[2],
-                    gradient=run.slot if accumulator is None else accumulator,
-                    out=run.slot,
-                    ranges=update,
-                    factor=factor,
-                )
-                for p in run.placements:
-                    if p.parameter not in wanted:
-                        kernel.cast(run.master[p.here], run.slot[p.here])
-                if accumulator is not None:
-                    accumulator.zero_()
+                self._adam(run.state, run.accumulator, run.slot, update, run.placements, wanted, factor)
 
         updated = [each for run in runs for each in run.stored]
         self.device.transfers.issue(
@@ -157,6 +144,69 @@ class Updates:
             each.slot_holds_gradient = False
         self.residency.bundles[bundle].updated = True
 
+    def _through_buffers(self, bundle: int, wanted: frozenset[int], factor: float) -> None:
+        """Segments whose states are on the disk: each is read into its buffer, updated there and written back, while others are
+        read and written."""
+        if bundle not in self.layout.on_disk:
+            return
+        for s in self.layout.bundles[bundle].segments:
+            stored = self.store.segments[s]
+            if isinstance(stored.state, DiskState):
+                self._through_buffer(bundle, stored, stored.state, wanted, factor)
+                self.residency.bundles[bundle].updated = True
+
+    def _through_buffer(
+        self, bundle: int, stored: StoredSegment, state: DiskState, wanted: frozenset[int], factor: float
+    ) -> None:
+        disk, place, segment = self.store.disk, state.place, stored.segment
+        assert disk is not None
+        buffer, issue, nbytes = disk.buffers[place.buffer], self.device.transfers.issue, 4 * PARTS * place.numel
+        ranges = [self._range(p) for p in segment.placements if p.parameter in wanted]
+
+        def work() -> None:
+            self._adam(buffer.views(place), state.accumulator, stored.slot, ranges, segment.placements, wanted, factor)
+
+        self.device.log.count("disk_read_bytes", nbytes)
+        label = f"state of segment {segment.index}"
+        reads, writes = [state.memory], [buffer.memory]
+        issue(LaneKind.DISK_READ, lambda: disk.read(place), reads=reads, writes=writes, label=f"read {label}")
+        changed = [buffer.memory, stored.slot_memory, *([state.memory] if state.accumulator is not None else [])]
+        update, priority = f"update bundle {bundle}, segment {segment.index}", self._priority[bundle]
+        try:
+            issue(LaneKind.CPU, work, writes=changed, label=update, priority=priority)
+        finally:  # even if Ctrl-C comes between the two: then what was updated is written, or what was read
+            self.device.log.count("disk_write_bytes", nbytes)
+            issue(LaneKind.DISK_WRITE, lambda: disk.write(place), reads=writes, writes=reads, label=f"write {label}")
+        stored.slot_holds_gradient = False
+
+    def _adam(
+        self,
+        state: Sequence[torch.Tensor],
+        accumulator: torch.Tensor | None,
+        slot: torch.Tensor,
+        ranges: list[AdamRange],
+        placements: Sequence[Placement],
+        wanted: frozenset[int],
+        factor: float,
+    ) -> None:
+        """On the CPU lane. state: master and both moments. Where no gradient came the slot gets its parameters back."""
+        kernel, (master, exp_avg, exp_avg_sq) = self.device.host_kernel, state
+        gradient = slot if accumulator is None else accumulator
+        kernel.update(
+            master=master,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            gradient=gradient,
+            out=slot,
+            ranges=ranges,
+            factor=factor,
+        )
+        for p in placements:
+            if p.parameter not in wanted:
+                kernel.cast(master[p.here], slot[p.here])
+        if accumulator is not None:
+            accumulator.zero_()
+
     def _range(self, p: Placement) -> AdamRange:
         return self.control.adam_range(p.parameter, p.offset, p.numel)
 
@@ -167,7 +217,7 @@ class Updates:
         memories, tasks, accumulators = [], [], []
         for stored, block, out in segments:
             state = stored.state
-            assert state is not None
+            assert isinstance(state, OptimizerState)
             memories += [state.memory, block.memory]
             if state.accumulator is not None:
                 accumulators.append(state.accumulator)

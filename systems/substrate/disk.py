@@ -1,0 +1,203 @@
+"""Files for master weights and moments that the host has no memory for; see systems.planning.disk for how they lie there.
+
+A file a part, read and written past the page cache (O_DIRECT) where the file system can do that. Their names are removed once
+they are open, so that nothing is left of them whatever ends the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from systems.errors import BudgetError
+from systems.planning.disk import BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
+from systems.planning.layout import Layout
+from systems.planning.plan import Tier
+from systems.sizes import format_need, format_size
+from systems.substrate.events import Extent
+from systems.substrate.host import HostMapping
+from systems.substrate.tiers import Account
+from systems.substrate.transfers import Memory
+
+ROLES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class DiskPlace:
+    """Of a segment: bytes [offset, offset + nbytes) of each file, the first numel x 4 of them in use. memory: its tickets."""
+
+    offset: int
+    nbytes: int
+    numel: int
+    buffer: int
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Host memory for one segment's three parts, each as long as the longest."""
+
+    parts: tuple[torch.Tensor, ...]
+    memory: Memory
+
+    def views(self, place: DiskPlace) -> list[torch.Tensor]:
+        return [part[: place.numel] for part in self.parts]
+
+
+class Disk:
+    """direct: False where the file system's page cache takes part. Raises BudgetError where folder or host lack the room."""
+
+    def __init__(self, folder: str | os.PathLike[str], layout: Layout, account: Account, host: Account) -> None:
+        self.account, self._layout = account, layout
+        size = disk_bytes(layout) // PARTS
+        self.direct = True
+        self._files: list[int] = []
+        self._buffers: HostMapping | None = None
+        self._threads = ThreadPoolExecutor(2 * PARTS, thread_name_prefix="disk")
+        try:
+            self._files = [self._open(Path(folder), role, size) for role in ROLES]
+            account.add_pool(PARTS * size, "disk")
+            longest = max(map(part_bytes, segments_on_disk(layout)))
+            self._buffers = HostMapping("disk-buffers", BUFFERS * PARTS * longest, host, pinned=False)
+            self.buffers = [self._buffer(self._buffers, longest, number) for number in range(BUFFERS)]
+        except BaseException:
+            self.close()
+            raise
+        self.places = self._places()
+
+    def _open(self, folder: Path, role: str, size: int) -> int:
+        if not folder.is_dir():
+            raise BudgetError(
+                f"--disk {folder} is no folder: name one on a disk with {format_size(PARTS * size)} of room",
+                tier="disk",
+                need=PARTS * size,
+                have=0,
+            )
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=f"{role}-", dir=folder)
+        except OSError as error:
+            raise BudgetError(
+                f"--disk {folder}: no file can be made there ({error.strerror}): name a folder that can be written to",
+                tier="disk",
+                need=PARTS * size,
+                have=0,
+            ) from None
+        os.close(descriptor)
+        try:
+            try:
+                found = os.open(name, os.O_RDWR | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct, found = False, os.open(name, os.O_RDWR)
+            try:
+                os.posix_fallocate(found, 0, max(size, 1))
+            except OSError as error:
+                os.close(found)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                have = max(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize, 0)
+                raise BudgetError(
+                    f"the model needs {format_need(PARTS * size, have)} of disk in {folder} for master weights and moments, "
+                    f"{format_size(have)} are free: make room there, name another folder with --disk, or raise --host-memory",
+                    tier="disk",
+                    need=PARTS * size,
+                    have=have,
+                ) from None
+        finally:
+            os.unlink(name)
+        return found
+
+    def _buffer(self, mapping: HostMapping, longest: int, number: int) -> Buffer:
+        taken = [mapping.take(torch.float32, longest // 4) for _ in ROLES]
+        start, stop = taken[0][1].extent.start, taken[-1][1].extent.stop
+        return Buffer(tuple(tensor for tensor, _ in taken), Memory(Extent(mapping.name, start, stop)))
+
+    def _places(self) -> dict[int, DiskPlace]:
+        buffers, offset, found = buffer_of(self._layout), 0, {}
+        for segment in segments_on_disk(self._layout):
+            size = part_bytes(segment)
+            memory = Memory(Extent("disk", offset, offset + size))
+            found[segment.index] = DiskPlace(offset, size, segment.shard_numel, buffers[segment.index], memory)
+            offset += size
+        return found
+
+    def read(self, place: DiskPlace) -> None:
+        """All three parts into the segment's buffer, at once. For a lane."""
+        self._move(os.preadv, place)
+
+    def write(self, place: DiskPlace) -> None:
+        """All three parts from the segment's buffer. For a lane."""
+        self._move(os.pwritev, place)
+
+    def _move(self, move: Callable[..., int], place: DiskPlace) -> None:
+        parts = self.buffers[place.buffer].parts
+        jobs = [
+            self._threads.submit(_all_of, move, file, _bytes(part)[: place.nbytes], place.offset)
+            for file, part in zip(self._files, parts, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+
+    def load(self, place: DiskPlace, role: str, *, settled: bool = False) -> torch.Tensor:
+        """A copy of one part, once what is on its way there has come: `settled`, it has. For start-up and what is rare."""
+        if not settled:
+            _settle(place)
+        part = _aligned(place.nbytes)
+        _all_of(os.preadv, self._files[ROLES.index(role)], _bytes(part), place.offset)
+        return part[: place.numel]
+
+    def save(self, place: DiskPlace, role: str, values: torch.Tensor) -> None:
+        """values: fp32, the whole part. As `load`."""
+        _settle(place)
+        part = _aligned(place.nbytes)
+        part[: place.numel].copy_(values)
+        _all_of(os.pwritev, self._files[ROLES.index(role)], _bytes(part), place.offset)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.buffers = []
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+        for file in self._files:
+            os.close(file)
+        if self._files:
+            self.account.add_pool(-self.account.pool, "disk")
+        self._files = []
+
+
+def disk_account(budget: int, log: object) -> Account:
+    return Account(Tier.DISK, budget, log)  # type: ignore[arg-type]
+
+
+def _settle(place: DiskPlace) -> None:
+    for ticket in place.memory.tickets():
+        ticket.wait()
+
+
+def _aligned(nbytes: int) -> torch.Tensor:
+    """fp32, on a page of its own, as direct I/O wants it."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.float32)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy before 2.4 does not say so
+
+
+def _all_of(move: Callable[[int, Sequence[memoryview], int], int], file: int, data: memoryview, offset: int) -> None:
+    """A read or a write may take less than it was given."""
+    done = 0
+    while done < len(data):
+        moved = move(file, [data[done:]], offset + done)
+        if moved <= 0:
+            raise OSError(errno.EIO, "the disk's file ends too early")
+        done += moved
