@@ -1,6 +1,6 @@
-"""The command line: `harness run | compare | plan | tables | profile | ls | doctor`. Bad input is one line, exit code 2.
+"""The command line: `harness run | compare | plan | max-scale | ...`. Bad input is one line, exit code 2.
 
-The flags of `run` are the fields of `RunSpec`, those of `compare` and `plan` of theirs. Nothing here imports torch:
+The flags of `run` are the fields of `RunSpec`, those of other commands of theirs. Nothing here imports torch:
 what only the model or the system can judge is judged in the run's own process.
 """
 
@@ -22,12 +22,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from harness import comparison, store, trace
+from harness import comparison, scale, store, trace
 from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, progress_console, say
 from harness.plan_spec import PlanSpec
 from harness.record import Record, to_json
+from harness.scale import BatchSpec, ScaleSpec
 from harness.spec import BadInputError, RunSpec, flag
 from harness.table import show
 from systems import registry
@@ -38,6 +39,8 @@ COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
     "plan": "say whether a model fits a machine that need not be here, and how fast it would train",
+    "max-scale": "find the largest model that trains here",
+    "max-batch": "find the largest batch that a model trains with here",
     "tables": "write the README's results tables from the kept records",
     "profile": "measure this machine's roofs into a hardware profile",
     "ls": "list systems, models or runs",
@@ -243,6 +246,23 @@ def _execute(entry: Entry, replicate: int, console: Console, stop: Stop, lost: l
     return record
 
 
+def search(spec: ScaleSpec | BatchSpec) -> int:
+    """Try sizes, each in its own process. The exit code: 0 if one fits."""
+    _check_before_work(spec)
+    console = progress_console()
+    with stop_signals() as stop:
+
+        def one(asked: RunSpec) -> Record | None:
+            record = launch(asked, replicate=0, console=console, stop=stop)
+            kept = _keep(record, asked, console)
+            return record if kept and stop.number is None else None
+
+        found = scale.search(spec, one, console)
+    scale.show(found, console)
+    say(scale.to_json(found))
+    return OK if found.largest is not None and found.failed is None and stop.number is None else FAILED
+
+
 def compare_kept(spec: StoredSpec) -> int:
     """The same of records that are there already."""
     return _tell(comparison.compare(read_runs(spec)), progress_console())
@@ -280,7 +300,7 @@ def _tell_end(record: Record, path: Path, console: Console) -> None:
 
 
 def _usage() -> str:
-    rows = [f"  {name:8}{what}" for name, what in COMMANDS.items()]
+    rows = [f"  {name:10}{what}" for name, what in COMMANDS.items()]
     return "\n".join(["usage: harness COMMAND [FLAGS]; harness COMMAND --help", *rows])
 
 
@@ -316,6 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from harness.plan import plan
 
                 return plan(wanted)
+        if command == "max-scale":
+            return search(parse(ScaleSpec, rest, prog="harness max-scale"))
+        if command == "max-batch":
+            return search(parse(BatchSpec, rest, prog="harness max-batch"))
         if command == "ls":
             from harness.listing import list_what
 

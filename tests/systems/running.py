@@ -62,6 +62,17 @@ def patrickstar() -> ManagedSystem:
     return ManagedSystem(STRATEGY)
 
 
+def angel_ptm() -> ManagedSystem:
+    """Pages so small that the tests' tensors take several, and share some."""
+    from systems.strategies.angel_ptm import STRATEGY
+    from systems.strategies.angel_ptm.options import AngelPTMOptions
+
+    class Small(AngelPTMOptions):
+        page: int = 1280
+
+    return ManagedSystem(type("AngelPTMSmall", (STRATEGY,), {"Options": Small}))
+
+
 def h3t() -> ManagedSystem:
     """Profiles one step, not ten, so that the second one has a plan."""
     from systems.strategies.h3t import STRATEGY
@@ -222,6 +233,7 @@ __all__ = [
     "RESIDENT",
     "RandomOptions",
     "Run",
+    "angel_ptm",
     "assert_equal",
     "elixir",
     "h3t",

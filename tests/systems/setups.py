@@ -19,7 +19,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
 from tests.random_eviction import RandomOptions
 from tests.systems.models_small import build, tokens
-from tests.systems.running import RANDOM, RESIDENT, Run, elixir, h3t, patrickstar, train_as
+from tests.systems.running import RANDOM, RESIDENT, Run, angel_ptm, elixir, h3t, patrickstar, train_as
 
 Recompute = Literal["none", "full", "reentrant", "non-reentrant"]  # full: the engine's own; the last two: transformers'
 Sharing = Literal["tied", "untied", "half-frozen"]
@@ -78,6 +78,7 @@ def budget_of(setup: Setup, level: str) -> int:
 
 SYSTEMS: Mapping[str, tuple[Any, BaseModel]] = MappingProxyType(
     {
+        "angel-ptm": (angel_ptm(), angel_ptm().Options()),
         "elixir": (elixir(), ElixirOptions()),
         "elixir write-back": (elixir(), ElixirOptions(variant="write-back")),
         "patrickstar": (patrickstar(), PatrickStarOptions()),

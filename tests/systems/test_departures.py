@@ -20,6 +20,7 @@ from tests.systems.running import (
     RANDOM,
     RESIDENT,
     Run,
+    angel_ptm,
     assert_equal,
     elixir,
     finished,
@@ -32,7 +33,7 @@ from tests.systems.running import (
     train,
 )
 
-MANAGED = {"elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t(), "random": RANDOM}
+MANAGED = {"angel-ptm": angel_ptm(), "elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t(), "random": RANDOM}
 TIGHT = 130_000  # bytes: about a third of what resident needs for a Stack in fp32
 
 

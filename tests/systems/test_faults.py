@@ -31,6 +31,7 @@ from tests.systems.running import (
     RANDOM,
     RESIDENT,
     Run,
+    angel_ptm,
     assert_equal,
     elixir,
     finished,
@@ -44,7 +45,7 @@ from tests.systems.running import (
 )
 
 LOSS = CASES["stack"].loss
-MANAGED = {"elixir": elixir(), "h3t": h3t(), "random": RANDOM}
+MANAGED = {"angel-ptm": angel_ptm(), "elixir": elixir(), "h3t": h3t(), "random": RANDOM}
 SYSTEMS = {"resident": RESIDENT, **MANAGED}
 TIGHT = 150_000  # bytes: about 40 % of what resident needs
 STEPS = 3

@@ -18,9 +18,21 @@ from systems.substrate.events import EventLog
 from systems.system import Engine
 from tests.systems import models_small
 from tests.systems.models_small import next_token_loss, tokens
-from tests.systems.running import AMPLE, RESIDENT, Run, assert_equal, elixir, finished, h3t, one_step, patrickstar, settings
+from tests.systems.running import (
+    AMPLE,
+    RESIDENT,
+    Run,
+    angel_ptm,
+    assert_equal,
+    elixir,
+    finished,
+    h3t,
+    one_step,
+    patrickstar,
+    settings,
+)
 
-SYSTEMS = {"elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t()}
+SYSTEMS = {"angel-ptm": angel_ptm(), "elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t()}
 BUDGET = 6_000_000  # bytes: what a plan for short steps takes leaves too little of it for the longest
 
 

@@ -52,7 +52,7 @@ def engine_of(setup: Setup, system: str, budget: int, **more: Any) -> Engine:
     return start(chosen, setup.build(), settings(device_memory=budget, **given, **more), options)
 
 
-@pytest.mark.parametrize("system", ["elixir", "patrickstar", "h3t"])
+@pytest.mark.parametrize("system", ["angel-ptm", "elixir", "patrickstar", "h3t"])
 def test_a_refusal_names_no_option_that_the_system_has_not(system: str) -> None:
     with pytest.raises(BudgetError) as refused:
         engine_of(Setup("opt"), system, 10_000)
@@ -70,7 +70,7 @@ def run_steps(engine: Engine, setup: Setup, after: Callable[[int], None], steps:
     ("setup", "system", "level"),
     [
         *product(SETUPS, ["elixir"], ["above", "tight"]),
-        *product(SETUPS, ["h3t"], ["tight"]),
+        *product(SETUPS, ["h3t", "angel-ptm"], ["tight"]),
         *product(SETUPS[1:3], ["random"], ["tight"]),
     ],
     ids=str,

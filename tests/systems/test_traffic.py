@@ -92,22 +92,23 @@ def open_range_bytes(run: Run) -> int:
     return max(gradient_profile(demand, residence))
 
 
+@pytest.mark.parametrize("system", ["elixir", "angel-ptm"])
 @setups(Setup("gpt2", "none", 1, "half-frozen"))
-def test_with_resident_s_memory_nothing_moves_after_the_warm_up(setup: Setup) -> None:
+def test_with_resident_s_memory_nothing_moves_after_the_warm_up(setup: Setup, system: str) -> None:
     theirs = reference(setup).memory.device_peak_bytes or 0
-    ample = setup.run(SYSTEMS["elixir"][0])
+    ample = setup.run(SYSTEMS[system][0], options=SYSTEMS[system][1])
     extra = padding_bytes(setup, ample) + open_range_bytes(ample)
-    found = steady(setup, "elixir", theirs + extra + 1)
+    found = steady(setup, system, theirs + extra + 1)
     for step in found.run.per_step[1:]:
         assert step["h2d_bytes"] == step["d2h_bytes"] == 0
     assert abs((found.run.memory.device_peak_bytes or 0) - theirs) <= 0.05 * theirs
     assert extra <= (0.01 if setup.accumulate == 1 else 0.06) * theirs
 
 
-@pytest.mark.parametrize("level", ["tight"])
+@pytest.mark.parametrize("system", ["elixir", "angel-ptm"])
 @setups()
-def test_a_master_shard_spares_every_write_but_the_gradient(setup: Setup, level: str) -> None:
-    found = steady(setup, "elixir", budget_of(setup, level))
+def test_a_master_shard_spares_every_write_but_the_gradient(setup: Setup, system: str) -> None:
+    found = steady(setup, system, budget_of(setup, "tight"))
     assert found.d2h == found.gradient_bytes > 0
     assert found.h2d == found.bytes_of(OpKind.FETCH) > 0
     assert found.bytes_of(OpKind.WRITE_BACK) == 0

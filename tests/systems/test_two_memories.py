@@ -17,6 +17,7 @@ from tests.systems.running import AMPLE, assert_equal, one_step, parts_of, repla
 from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
 
 ALL = {
+    "angel-ptm": SYSTEMS["angel-ptm"],
     "elixir": SYSTEMS["elixir"],
     "random": SYSTEMS["random"],
     "h3t": SYSTEMS["h3t"],

@@ -10,7 +10,7 @@ The paper's words and where they are here
 | small group fused into one chunk that never moves | Bundle with movable=False |
 | fully symmetric partitioning | Segment.shard_numel: even split over the group's ranks |
 | R cache, C_SIZE | option cache; `placement.py` gives it its bytes, `planning.caching` its content |
-| random eviction in the warm-up step, Belady after it | `eviction.py` |
+| random eviction in the warm-up step, Belady after it | `planning.eviction` |
 | master copy of each shard in CPU memory | variant master-shard: eviction is a DROP; write-back is the ablation |
 | [S_FLAG, O_FLAG, C_SIZE] | options scatter, offload, cache |
 

@@ -10,16 +10,14 @@ from systems.planning.demand import (
     Residence,
     gradient_profile,
     held_profile,
-    in_order_of_use,
     minimum_need,
-    non_model_bounds,
     non_model_profile,
     pool_profile,
-    pool_with,
     room_beside,
     unmovable,
 )
 from systems.planning.layout import Layout
+from systems.planning.optimizer_cache import OptimizerCache, within_working_set
 from systems.planning.plan import Plan, Tier, UpdateRule
 from systems.planning.refusal import UnitName, check_need
 from systems.planning.strategy import PlanningContext
@@ -62,7 +60,7 @@ class Placer:
         """None if everything fits on the device. BudgetError if not even what a unit holds fits."""
         limit = self.options.cache
         whole = limit is None or limit == "auto" or limit >= self.layout.param_bytes or not self.options.offload
-        everything = Residence(self.layout, self.context, frozenset(b.index for b in self.layout.bundles), self.rule)
+        everything = self._residence(frozenset(b.index for b in self.layout.bundles))
         peak, pool = max(self._fixed(everything)), max(pool_profile(self.demand, everything))
         if whole and peak <= self.context.device_budget and pool <= self.context.pool_budget:
             return None
@@ -77,10 +75,10 @@ class Placer:
                 have=given,
                 final=True,
             )
-        base = Residence(self.layout, self.context, unmovable(self.layout), self.rule)
+        base = self._residence(unmovable(self.layout))
         check_need(minimum_need(self.trace, self.demand, base), self.context, "elixir", self.unit_name)
         on_device = base.on_device | self._optimizers(base)
-        residence = Residence(self.layout, self.context, on_device, self.rule)
+        residence = self._residence(on_device)
         held = held_profile(self.demand, residence)
         room = room_beside(self._fixed(residence), pool_profile(self.demand, residence), held, self.context)
         working = [sum(pair) for pair in zip(held, self._ahead(residence), strict=True)]
@@ -123,46 +121,20 @@ class Placer:
         return ahead
 
     def _optimizers(self, base: Residence) -> frozenset[int]:
-        """Bundles to update on the device: first units first, while working set and prefetches keep their room.
-
-        The first units' gradients arrive last and their parameters are needed first, so their updates are the ones that
-        the next step would wait for.
-        """
+        """Bundles to update on the device, while working set and prefetches keep their room."""
         working = [sum(pair) for pair in zip(held_profile(self.demand, base), self._ahead(base), strict=True)]
-        gradients = gradient_profile(self.demand, base)
-        static = base.static_bytes
-        rest = [static + sum(pair) for pair in zip(working, gradients, strict=True)]
-        bounds = non_model_bounds(self.trace, self.demand, base)
-        ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
-        budget, chosen = self.context.device_budget, set[int]()
-        cache = self.options.cache
-        spare = cache - max(working) if isinstance(cache, int) else self.layout.param_bytes
-        movable = (b for b in self.demand.gradient_spans if b not in base.on_device)
-        for bundle in in_order_of_use(movable, self.demand):
-            size = self.layout.bundle_bytes(bundle)
-            grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
-            there = Residence(self.layout, self.context, base.on_device | {bundle}, self.rule)
-            pool = pool_with(rest, bundle, self.demand, base, there)
-            if size <= spare and max(pool) <= self.context.pool_budget and max(map(min, *grown)) <= budget:
-                chosen.add(bundle)
-                ranged, kept = grown
-                rest, spare = pool, spare - size
-        return frozenset(chosen)
+        gradients, static, limit = gradient_profile(self.demand, base), base.static_bytes, self.options.cache
+        need = [static + sum(pair) for pair in zip(working, gradients, strict=True)]
+        return OptimizerCache(
+            self.trace,
+            self.demand,
+            base,
+            self._residence,
+            need,
+            pool=need,
+            stay=lambda b: within_working_set(b, self.demand, base, cost=self.layout.bundle_bytes(b)),
+            spare=limit - max(working) if isinstance(limit, int) else self.layout.param_bytes,
+        ).choose()
 
-    def _with(self, base: Residence, need: list[int], bundle: int, *, delay: int) -> list[int]:
-        """`need` once this bundle lives and is updated on the device.
-
-        delay: moments after its BACKWARD_ENTER from which an adopted gradient counts (see non_model_bounds).
-        """
-        size = self.layout.bundle_bytes(bundle)
-        there = Residence(self.layout, self.context, base.on_device | {bundle}, self.rule)
-        delay = delay if there.adopted(bundle) else 0
-        constant = size + there.state_bytes(bundle)
-        grown = [n + constant for n in need]
-        changes = [(span.begin, span.end, -size) for span in self.demand.hold_spans.get(bundle, ())]
-        changes += [(span.begin, span.end, -size) for span in base.gradient_spans(self.demand, bundle)]
-        changes += [(span.begin + delay, span.end, size) for span in there.gradient_spans(self.demand, bundle)]
-        for begin, end, change in changes:
-            for moment in range(begin, end):
-                grown[moment] += change
-        return grown
+    def _residence(self, on_device: frozenset[int]) -> Residence:
+        return Residence(self.layout, self.context, on_device, self.rule)

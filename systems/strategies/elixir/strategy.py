@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from systems.errors import UnsupportedError
 from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
+from systems.planning.eviction import FarthestNextUse, RandomOrder
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, UpdateRule, optimizer_tiers
@@ -20,7 +21,6 @@ from systems.planning.timeline import MemTimeline, fitted
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.elixir.chunks import Chunker
-from systems.strategies.elixir.eviction import BeladyEviction, RandomEviction
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics
 from systems.strategies.elixir.placement import Placer, resident_plan
 
@@ -68,8 +68,8 @@ class Elixir:
 
     def eviction(self, layout: Layout, trace: Trace | None) -> Eviction:
         if trace is None:
-            return RandomEviction(self._context.seed)
-        return BeladyEviction(layout, demand_of(layout, trace, self._context).next_use)
+            return RandomOrder(self._context.seed)
+        return FarthestNextUse(layout, demand_of(layout, trace, self._context).next_use)
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """A validated plan. Raises BudgetError if the traced step cannot run in the device's budget."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from systems.planning import hardware
 from systems.planning.activations import windows
 from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
+from systems.planning.eviction import FarthestNextUse, ModelOrder
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
@@ -21,7 +22,6 @@ from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.h3t.compiling import Compiler
-from systems.strategies.h3t.eviction import FarthestNextUse
 from systems.strategies.h3t.layers import layer_layout
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import Measured, Profiler
@@ -76,7 +76,9 @@ class H3T:
         return layout
 
     def eviction(self, layout: Layout, trace: Trace | None) -> Eviction:
-        return FarthestNextUse(layout, None if trace is None else demand_of(layout, trace, self._context).next_use)
+        if trace is None:
+            return ModelOrder(last=True)
+        return FarthestNextUse(layout, demand_of(layout, trace, self._context).next_use)
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """A validated plan. Raises BudgetError if not even the one with every switch on fits."""

@@ -11,8 +11,8 @@ The paper's words and where they are here
 | grad fp16 reuses the param fp16 chunk (figure 5) | Layout.in_place and Plan.in_place; `planning.demand.reusable` |
 | moment i; R_i, C_i, N_i (figures 2 and 9) | Trace.moments; the account's live and pool bytes; Trace.non_model_bytes |
 | L, A_i = L - max(N_i, N_i-1) (7.3) | PlanningContext.device_budget; `placement.Placement.room`, see `tracer.py` |
-| 20 % of GPU memory and chunk list order in the warm-up step | option warmup_share; `eviction.ChunkListOrder` |
-| eviction of the longest future reference chunk | `planning.caching`; `eviction.FarthestNextUse` outside a plan |
+| 20 % of GPU memory and chunk list order in the warm-up step | option warmup_share; `planning.eviction.ModelOrder` |
+| eviction of the longest future reference chunk | `planning.caching`; `planning.eviction.FarthestNextUse` outside a plan |
 | evicted chunk goes to the CPU | OpKind.WRITE_BACK |
 | margin space, device-aware operator placement (7.2), table 4 | `tracer.margin`, `placement.Placer._optimizers` |
 | SpongeBob, SP, OSC | variants spongebob, static-partition, osc |

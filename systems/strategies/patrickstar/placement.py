@@ -8,26 +8,22 @@ from functools import cached_property
 from systems.planning.demand import (
     Demand,
     Residence,
-    Span,
     gradient_profile,
     held_profile,
-    in_order_of_use,
     minimum_need,
-    non_model_bounds,
     non_model_profile,
     pool_profile,
-    pool_with,
     reusable,
     room_beside,
     unmovable,
 )
 from systems.planning.layout import Layout
+from systems.planning.optimizer_cache import OptimizerCache, beside_all_parameters, parameters_profile
 from systems.planning.plan import UpdateRule
 from systems.planning.refusal import UnitName, check_need
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 from systems.strategies.patrickstar.options import PatrickStarOptions
-from systems.strategies.patrickstar.tracer import away, parameters_profile
 
 
 @dataclass(frozen=True)
@@ -81,43 +77,15 @@ class Placer:
         return [sum(pair) for pair in zip(pool_profile(self.demand, residence), non_model, strict=True)]
 
     def _optimizers(self, base: Residence) -> frozenset[int]:
-        """Optimizer chunks for the margin: as many as fit beside all parameters, so that none is evicted for them.
-
-        Those of the first units first: their gradients arrive last and their parameters are needed first, so their updates
-        are the ones that the next step would wait for.
-        """
+        """Optimizer chunks for the margin: as many as fit beside all parameters, so that none is evicted for them."""
         parameters, gradients = parameters_profile(self.demand, base), gradient_profile(self.demand, base)
         states = sum(map(base.state_bytes, base.on_device))
-        rest = [states + sum(pair) for pair in zip(parameters, gradients, strict=True)]
-        bounds = non_model_bounds(self.trace, self.demand, base)
-        ranged, kept = ([sum(pair) for pair in zip(rest, bound, strict=True)] for bound in bounds)
-        budget, chosen = self.context.device_budget, set[int]()
-        pool = [sum(pair) for pair in zip(held_profile(self.demand, base), pool_profile(self.demand, base), strict=True)]
-        for bundle in in_order_of_use((b for b in self.demand.gradient_spans if b not in base.on_device), self.demand):
-            grown = self._with(base, ranged, bundle, delay=0), self._with(base, kept, bundle, delay=1)
-            with_it = pool_with(pool, bundle, self.demand, base, self._residence(base.on_device | {bundle}))
-            if max(with_it) <= self.context.pool_budget and max(map(min, *grown)) <= budget:
-                chosen.add(bundle)
-                ranged, kept = grown
-                pool = with_it
-        return frozenset(chosen)
-
-    def _with(self, base: Residence, need: list[int], bundle: int, *, delay: int) -> list[int]:
-        """`need` once this bundle is updated on the device: its optimizer state comes, and it never leaves.
-
-        delay: moments after its BACKWARD_ENTER from which an adopted gradient counts (see non_model_bounds).
-        """
-        size, last = self.layout.bundle_bytes(bundle), len(self.demand) - 1
-        there = self._residence(base.on_device | {bundle})
-        leaves = next((m for m, bundles in enumerate(self.demand.stale) if bundle in bundles), last)
-        changes = [(span, size) for span in away(leaves, last)]
-        if not base.reuses(bundle):
-            changes += [(span, -size) for span in base.gradient_spans(self.demand, bundle)]
-        late = delay if there.adopted(bundle) else 0
-        changes += [(Span(s.begin + late, s.end), size) for s in there.gradient_spans(self.demand, bundle)]
-        state = there.state_bytes(bundle)
-        grown = [n + state for n in need]
-        for span, change in changes:
-            for moment in range(span.begin, span.end):
-                grown[moment] += change
-        return grown
+        return OptimizerCache(
+            self.trace,
+            self.demand,
+            base,
+            self._residence,
+            need=[states + sum(pair) for pair in zip(parameters, gradients, strict=True)],
+            pool=[sum(pair) for pair in zip(held_profile(self.demand, base), pool_profile(self.demand, base), strict=True)],
+            stay=lambda b: beside_all_parameters(b, self.demand, base),
+        ).choose()

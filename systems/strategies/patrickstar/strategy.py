@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import Residence, demand_of, gradient_profile, minimum_need, reusable, unmovable
+from systems.planning.eviction import FarthestNextUse, ModelOrder
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule, optimizer_tiers
@@ -18,7 +19,6 @@ from systems.planning.timeline import MemTimeline, fitted
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.patrickstar.chunks import Chunker
-from systems.strategies.patrickstar.eviction import ChunkListOrder, FarthestNextUse
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
 from systems.strategies.patrickstar.placement import Placement, Placer
 from systems.strategies.patrickstar.states import TensorState, TensorStates
@@ -72,7 +72,7 @@ class PatrickStar:
 
     def eviction(self, layout: Layout, trace: Trace | None) -> Eviction:
         if trace is None:
-            return ChunkListOrder()
+            return ModelOrder(last=False)
         return FarthestNextUse(layout, demand_of(layout, trace, self._context).next_use)
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from systems.planning.demand import Demand, Profile, Residence, Span
 from systems.planning.layout import Layout
 
 
@@ -31,19 +30,3 @@ def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, opti
     elements = chunk or max(1, layout.param_bytes // layout.itemsize // len(layout.bundles))
     each = elements * (optimizer_itemsize if size >= 0 else layout.itemsize)
     return Margin(size, size // each)
-
-
-def parameters_profile(demand: Demand, residence: Residence) -> list[int]:
-    """Bytes per moment of all parameters, had each a place until its gradient leaves for the host, if it does."""
-    last, layout = len(demand) - 1, residence.layout
-    leaves = {b: moment for moment, bundles in enumerate(demand.stale) for b in bundles}
-    profile = Profile(len(demand))
-    for bundle in (b for b in layout.bundles if b.index not in residence.on_device):
-        for span in away(leaves.get(bundle.index, last), last):
-            profile.add(span, -layout.bundle_bytes(bundle.index))
-    return [layout.param_bytes + change for change in profile.values()]
-
-
-def away(leaves: int, last: int) -> list[Span]:
-    """When a bundle updated on the host is not on the device: from its flush to the end of the step."""
-    return [Span(leaves, last)] if leaves < last else []

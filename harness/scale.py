@@ -1,0 +1,274 @@
+"""`harness max-scale` and `harness max-batch`: the largest model, and the largest batch, that trains on this machine.
+
+A size counts when three full steps, optimizer included, end in a fresh process; every try leaves its record. What fits is
+taken to fit at every smaller size too: the search doubles until something does not fit, then halves what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from rich.console import Console
+from rich.table import Table
+
+from harness.record import Record
+from harness.spec import BadInputError, RunSpec, flag
+from systems.messages import unknown_name
+from systems.registry import split_assignments
+
+FITS = ("ok", "diverged")  # a loss that is not finite took as much memory
+DOES_NOT_FIT = ("oom", "refused", "timeout")
+LAYERS = "num_layers"
+Launch = Callable[[RunSpec], Record | None]
+
+
+class _SearchSpec(RunSpec):
+    steps: int | None = Field(3, ge=1, description="optimizer steps that a size must end, warm-up included")
+    most: int = Field(4096, ge=1, description="the largest number to try")
+
+    @field_validator("trace", "checkpoint", "resume")
+    @classmethod
+    def _of_one_run(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None:
+            raise ValueError(f"it is of one run, and this makes several: use harness run {flag(str(info.field_name))}")
+        return path
+
+    @field_validator("repeat")
+    @classmethod
+    def _once(cls, repeat: int) -> int:
+        if repeat > 1:
+            raise ValueError("a size is tried once: leave it out")
+        return repeat
+
+    def one_run(self, **changes: Any) -> RunSpec:
+        """Of one size."""
+        return RunSpec.model_validate(self.model_dump(include=set(RunSpec.model_fields)) | changes)
+
+
+class ScaleSpec(_SearchSpec):
+    """Find the largest model that trains here: of a family by its named sizes, or a model with more and more layers."""
+
+    model: str | None = Field(None, description="a model whose layers are counted up")  # type: ignore[assignment]
+    family: str | None = Field(None, description="or a family of models, whose named sizes are tried")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> ScaleSpec:
+        if (self.model is None) == (self.family is None):
+            raise ValueError("give a --model, whose layers are counted up, or a --family, whose sizes are tried: one of them")
+        if self.model is not None and LAYERS in split_assignments("set", self.set):
+            raise ValueError(f"--set {LAYERS} is what is searched for: leave it out")
+        return self
+
+
+class BatchSpec(_SearchSpec):
+    """Find the largest batch that a model trains with here."""
+
+    @field_validator("batch_size")
+    @classmethod
+    def _not_given(cls, size: int | None) -> int | None:
+        if size is not None:
+            raise ValueError("the batch size is what is searched for: leave it out, or bound it with --most")
+        return size
+
+
+class Trial(BaseModel):
+    """One size in one process. number: layers, place among the family's sizes (from 1), or samples."""
+
+    number: int
+    model: str
+    set: tuple[str, ...]
+    batch_size: int | None
+    parameters: int | None
+    status: str
+    tier: str | None
+    message: str | None
+    device_peak_bytes: int | None
+    host_rss_peak_bytes: int | None
+    run_id: str
+
+
+class Found(BaseModel):
+    """searched: what was counted. largest: that fits; smallest_too_large: the next one; None where there is none.
+
+    bounded_by: the memory that the next one lacks, timeout, or most and family where none larger was to be tried.
+    failed: a try that ended in another way, and with it the search.
+    """
+
+    spec: dict[str, Any]
+    searched: Literal["layers", "sizes", "samples"]
+    largest: Trial | None
+    smallest_too_large: Trial | None
+    bounded_by: str | None
+    failed: Trial | None
+    trials: list[Trial]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """spec: of a number, from 1 to most. first: the one to begin with."""
+
+    searched: Literal["layers", "sizes", "samples"]
+    spec: Callable[[int], RunSpec]
+    first: int
+    most: int
+
+
+class _EndedError(Exception):
+    """The search cannot go on: a try failed for another reason than memory, or the user wants no more."""
+
+
+def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
+    """The largest number from 1 to most that fits, 0 if none does; what fits does so at every smaller number too.
+
+    At most about 2 log2 of it tries, beginning with `first`.
+    """
+    low, high = 0, most + 1  # low fits, high does not
+    number = min(first, most)
+    while high - low > 1:
+        if fits(number):
+            low = number
+            number = min(2 * low, most) if high > most else (low + high) // 2
+        else:
+            high = number
+            number = (low + high) // 2
+    return low
+
+
+def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console) -> Found:
+    """launch: makes and keeps the record of one run, None if there shall be no further one. Raises BadInputError."""
+    candidates = _candidates(spec)
+    trials: dict[int, Trial] = {}
+    failed: list[Trial] = []
+
+    def fits(number: int) -> bool:
+        asked = candidates.spec(number)
+        console.print(f"{_told(candidates, number, asked)}: does it train?", markup=False)
+        record = launch(asked)
+        if record is None:
+            raise _EndedError
+        trial = trials[number] = _trial(number, record)
+        if record.status not in FITS + DOES_NOT_FIT:
+            failed.append(trial)
+            raise _EndedError
+        return record.status in FITS
+
+    ended = False
+    try:
+        largest(fits, first=candidates.first, most=candidates.most)
+    except _EndedError:
+        ended = True
+    return _found(spec, candidates, trials, failed[0] if failed else None, ended=ended)
+
+
+def _found(
+    spec: ScaleSpec | BatchSpec, candidates: Candidates, trials: dict[int, Trial], failed: Trial | None, *, ended: bool
+) -> Found:
+    fitting = [t for t in trials.values() if t.status in FITS]
+    others = [t for t in trials.values() if t.status in DOES_NOT_FIT]
+    best = max(fitting, key=lambda t: t.number, default=None)
+    lowest = min(others, key=lambda t: t.number, default=None)
+    bounded_by = None
+    if lowest is not None:
+        bounded_by = "timeout" if lowest.status == "timeout" else lowest.tier
+    elif best is not None and not ended:
+        bounded_by = "family" if candidates.searched == "sizes" else "most"
+    return Found(
+        spec=spec.model_dump(mode="json"),
+        searched=candidates.searched,
+        largest=best,
+        smallest_too_large=lowest,
+        bounded_by=bounded_by,
+        failed=failed,
+        trials=list(trials.values()),
+    )
+
+
+def _candidates(spec: ScaleSpec | BatchSpec) -> Candidates:
+    if isinstance(spec, BatchSpec):
+        return Candidates("samples", lambda number: spec.one_run(batch_size=number), 1, spec.most)
+    from models import registry
+
+    try:
+        if spec.family is None:
+            assert spec.model is not None
+            shape = registry.resolve(spec.model, split_assignments("set", spec.set))
+            deeper: Callable[[int], RunSpec] = lambda number: spec.one_run(set=(*spec.set, f"{LAYERS}={number}"))  # noqa: E731
+            return Candidates("layers", deeper, shape.num_layers, spec.most)
+    except ValueError as error:
+        raise BadInputError(str(error)) from None
+    sizes = _sizes(spec.family)
+    return Candidates("sizes", lambda number: spec.one_run(model=sizes[number - 1]), 1, min(spec.most, len(sizes)))
+
+
+def _sizes(family: str) -> list[str]:
+    """Names, fewest parameters first."""
+    from harness.listing import count_parameters
+    from models import registry
+
+    known = registry.families()
+    if family not in known:
+        raise BadInputError(f"--family: {unknown_name('family', family, known)}")
+    return [size.name for size in sorted(known[family].sizes, key=count_parameters)]
+
+
+def _told(candidates: Candidates, number: int, spec: RunSpec) -> str:
+    if candidates.searched == "sizes":
+        return spec.model
+    return f"{spec.model} with {number} {candidates.searched if number > 1 else candidates.searched[:-1]}"
+
+
+def _trial(number: int, record: Record) -> Trial:
+    reason, memory = record.reason, record.memory
+    return Trial(
+        number=number,
+        model=record.spec.model,
+        set=record.spec.set,
+        batch_size=record.resolved.batch_size if record.resolved else record.spec.batch_size,
+        parameters=record.resolved.parameters if record.resolved else None,
+        status=record.status,
+        tier=reason.tier if reason else None,
+        message=reason.message if reason else None,
+        device_peak_bytes=memory.device_peak_bytes if memory else None,
+        host_rss_peak_bytes=memory.host_rss_peak_bytes if memory else None,
+        run_id=record.run_id,
+    )
+
+
+def show(found: Found, console: Console) -> None:
+    from harness.listing import short_count
+    from systems.sizes import format_size
+
+    table = Table(found.searched, "model", "batch", "parameters", "status", "lacks", "device peak", "host peak")
+    for t in sorted(found.trials, key=lambda t: t.number):
+        size = "-" if t.parameters is None else short_count(t.parameters)
+        peaks = ["-" if peak is None else format_size(peak) for peak in (t.device_peak_bytes, t.host_rss_peak_bytes)]
+        table.add_row(str(t.number), t.model, str(t.batch_size or "-"), size, t.status, t.tier or "-", *peaks)
+    console.print(table)
+    console.print(_sentence(found), markup=False)
+
+
+def _sentence(found: Found) -> str:
+    if found.failed is not None:
+        return f"the search ended: {found.failed.status}: {found.failed.message}"
+    if found.largest is None:
+        too_large = found.smallest_too_large
+        return f"nothing fits: {too_large.message}" if too_large else "nothing was tried"
+    best = found.largest.model
+    if found.searched != "sizes":
+        best += f" with {found.largest.number} {found.searched}"
+    if found.bounded_by is None:
+        return f"largest seen to train: {best}; the search was ended"
+    why = {"most": "nothing larger was tried: raise --most", "family": "the family has none larger"}
+    return f"largest that trains: {best}; {why.get(found.bounded_by, _lack(found.bounded_by))}"
+
+
+def _lack(what: str) -> str:
+    return "the next took too long" if what == "timeout" else f"the next lacks {what} memory"
+
+
+def to_json(found: Found) -> str:
+    return found.model_dump_json()
+

@@ -1,0 +1,41 @@
+"""Angel-PTM (Nie et al., "Angel-PTM: A Scalable and Economical Large-scale Pre-training System in Tencent").
+
+The paper's words and where they are here
+
+| paper | here |
+|---|---|
+| page, at most two tensors a page (4.1, figure 3) | Segment; `pages.py` cuts them; option page, 4 MiB as in the paper |
+| tensor and its page list, merge (figure 4) | Placement.start, Layout.places: a tensor's pages lie one behind the other |
+| tensors smaller than a page have one of their own | `pages.py`; statistics: num_small_pages, wasted_bytes |
+| layer l_i | Unit, and the Bundle of its pages |
+| tracer: first_id, end_id, times (section 5) | Trace; Demand.hold_spans, Trace.compute_time_s |
+| trigger id | moment; 0 is the end of the step before, see `scheduling.py` |
+| Algorithm 1, S, wait_stack, get_available_memory | `scheduling.py`; Plan.operations; the room that `placement.py` leaves |
+| move_to_gpu, all_gather | OpKind.FETCH |
+| optimizer states cached on the GPU, updates moved there (4.2) | `placement.py`, `planning.optimizer_cache`; option cache |
+| buffered 16-bit parameters and gradients, p'16 and g'16 (4.3) | the host slot of a segment, which has them in turn |
+| allocator, executor, communicator (section 5) | the substrate's pools and lanes |
+
+Where this departs from the paper, and why
+
+* A layer's pages come and go together. What the paper moves page by page is a few copies here: pages that follow each other go
+  as one, so that they cost no more than chunks. A schedule by layers has as many triggers as there are layers.
+* A page is as long as what is in it, if that is less than a page: the pool takes blocks of any size. `utilization` and
+  `wasted_bytes` count whole pages, as the paper's allocator has them.
+* The paper's loop goes over the layers once. Here it goes over forward and backward, where a layer is used twice and its pages
+  may stay in between or be moved again. There "the last movement" and the top of the wait stack are taken in order of use: the
+  same as the paper's while each layer is used once, and while not, what is not needed soonest goes first.
+* On one rank all_gather moves nothing, so phase 2 advances the moves themselves. What it brings back to where the pages were
+  used last is not moved at all.
+* Pages of parameters that the device updates never leave it. The cache for optimizer states takes what no parameter needs
+  (option cache=auto), because the paper has it "after previous assignments", or as many bytes as are given.
+* A layer's gradients have memory of their own on the device until its backward ends, and then lie in the host's pages of their
+  parameters: 14 bytes a parameter on the host, where the paper has 16 with both buffers.
+* What a layer has frozen, and parameters that several layers use, are layers of their own.
+* SSD storage and lock-free updating (Algorithm 2) are not built yet: optimizer states are on the host or on the device, and a
+  step's updates are done before their parameters are used again.
+"""
+
+from systems.strategies.angel_ptm.strategy import AngelPTM
+
+STRATEGY = AngelPTM

@@ -1,0 +1,208 @@
+"""Algorithm 1, "Fine-grained Life-time based Scheduling", over the layers of forward and backward.
+
+A life of a layer's pages is the time before one of its uses in which they may lie on the device: from where they were used
+last, or were made anew by an update, to that use. The schedule has one trigger a life, the moment at which its pages are moved
+to the device; where that is the life's beginning and nothing was made anew, they simply stay. So popping a movement is putting
+its trigger off to the use, and advancing it is bringing it forward.
+
+Positions are the paper's trigger ids: 0 is the end of the step before, when the updates of the CPU are issued (moment
+len - 1), and k is moment k - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from systems.planning.demand import Demand, Span
+from systems.planning.plan import Operation, OpKind, PlannedOperation
+
+
+@dataclass(eq=False)
+class Life:
+    """begin, end: positions; trigger: between them.
+
+    anew: what lies on the device at `begin` is out of date, so that a move is needed in any case. next_use: position of the use
+    that it is for, `end` unless it is the tail of a step, which nothing in the step needs.
+    """
+
+    bundle: int
+    size: int
+    begin: int
+    end: int
+    anew: bool
+    next_use: int = 0
+    trigger: int = 0
+
+    def __post_init__(self) -> None:
+        self.trigger, self.next_use = self.begin, self.next_use or self.end
+
+    @property
+    def is_tail(self) -> bool:
+        return self.next_use > self.end
+
+
+@dataclass(frozen=True)
+class Moves:
+    """resident: bundles on the device at moment 0. at_start, later: moves at trigger 0 and after it. advanced: triggers by
+    which phase 2 brought moves forward, all together.
+    """
+
+    operations: tuple[PlannedOperation, ...]
+    resident: frozenset[int]
+    at_start: int
+    later: int
+    advanced: int
+
+
+def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int]) -> Moves:
+    """Moves of the layers in `sizes` (bytes), which the host updates or nobody. room: bytes for them, one entry a moment, never
+    less than what is held.
+    """
+    scheduler = _Scheduler(demand, sizes, room)
+    scheduler.prioritise_moves()
+    advanced = scheduler.advance()
+    operations = scheduler.operations()
+    fetches = [p for p in operations if p.operation.kind is OpKind.FETCH]
+    at_start = sum(p.trigger == len(demand) - 1 for p in fetches)
+    return Moves(operations, scheduler.resident(), at_start, len(fetches) - at_start, advanced)
+
+
+@dataclass
+class _Layer:
+    """first, between, tail: its lives, those between with the use before. last: its last use. ends: moments at which it is let
+    go of though no life begins there.
+    """
+
+    bundle: int
+    first: Life
+    last: Span
+    between: list[tuple[Span, Life]] = field(default_factory=list)
+    tail: Life | None = None
+    ends: list[int] = field(default_factory=list)
+
+
+class _Scheduler:
+    def __init__(self, demand: Demand, sizes: Mapping[int, int], room: Sequence[int]) -> None:
+        self._length = len(demand)
+        self._room = np.array([room[-1], *room[:-1]], dtype=np.int64)
+        self._used = np.zeros(self._length, dtype=np.int64)
+        stale: dict[int, list[int]] = {}
+        for moment, bundles in enumerate(demand.stale):
+            for bundle in bundles:
+                stale.setdefault(bundle, []).append(moment)
+        self._layers = [
+            self._lives(bundle, size, demand.hold_spans[bundle], stale.get(bundle, ()))
+            for bundle, size in sizes.items()
+            if demand.hold_spans.get(bundle)
+        ]
+        self._lifetimes = [life for layer in self._layers for life in _all(layer)]
+
+    def _lives(self, bundle: int, size: int, holds: Sequence[Span], stale: Sequence[int]) -> _Layer:
+        """stale: the moments at which its parameters on the device are out of date and go; empty if they never are."""
+        length = self._length
+        for span in holds:
+            self._used[span.begin + 1 : min(span.end + 1, length)] += size
+        layer = _Layer(bundle, Life(bundle, size, 0, holds[0].begin + 1, anew=bool(stale)), holds[-1])
+        for before, after in pairwise(holds):
+            going = [moment for moment in stale if before.end <= moment < after.begin]
+            if going and going[0] > before.end:
+                layer.ends.append(before.end)
+            begin = going[-1] if going else before.end
+            layer.between.append((before, Life(bundle, size, begin + 1, after.begin + 1, anew=bool(going))))
+        end = holds[-1].end
+        if not stale and end < length - 1:
+            layer.tail = Life(bundle, size, end + 1, length, anew=False, next_use=length + layer.first.end)
+        elif stale and end < min((moment for moment in stale if moment >= end), default=end):
+            layer.ends.append(end)
+        for life in _all(layer):
+            self._used[life.trigger : life.end] += size
+        return layer
+
+    def prioritise_moves(self) -> None:
+        """Phase 1 (lines 1 to 15): all is moved as early as can be; where memory is short, movements are popped, the last in
+        order of use first, and wait until there is room for the one needed next.
+        """
+        coming = sorted(self._lifetimes, key=lambda life: -life.begin)
+        there: list[Life] = []
+        waiting: list[Life] = []
+        for position in range(self._length):
+            while coming and coming[-1].begin <= position:
+                there.append(coming.pop())
+            there = [life for life in there if life.end > position]
+            while self._used[position] > self._room[position]:
+                popped = max(there, key=lambda life: (life.next_use, life.size, -life.bundle))
+                there.remove(popped)
+                self._move(popped, popped.end)
+                if not popped.is_tail:
+                    waiting.append(popped)
+            waiting = sorted((life for life in waiting if life.end > position), key=lambda life: (life.end, life.bundle))
+            while waiting and self._used[position] + waiting[0].size <= self._room[position]:
+                pushed = waiting.pop(0)
+                self._move(pushed, position)
+                there.append(pushed)
+
+    def advance(self) -> int:
+        """Phase 2 (lines 17 to 22): each movement to the earliest trigger at which memory suffices from there on; what reaches
+        the beginning of its life is not moved at all, unless it was made anew. Returns by how many triggers in all.
+
+        What lies there after its last use saves a movement only if it stays to the end of the step and to its use in the next.
+        """
+        tails = [(layer.first, layer.tail) for layer in self._layers if layer.tail is not None]
+        for first, tail in tails:
+            if first.trigger > 0:
+                self._move(tail, tail.end)
+        advanced = 0
+        movements = [life for life in self._lifetimes if not life.is_tail]
+        for life in sorted(movements, key=lambda life: (life.trigger, life.end, life.bundle)):
+            earliest = self._earliest(life)
+            advanced += life.trigger - earliest
+            self._move(life, earliest)
+        for first, tail in tails:
+            if first.trigger == 0 and self._earliest(tail) == tail.begin:
+                self._move(tail, tail.begin)
+        return advanced
+
+    def _earliest(self, life: Life) -> int:
+        trigger = life.trigger
+        while trigger > life.begin and self._used[trigger - 1] + life.size <= self._room[trigger - 1]:
+            trigger -= 1
+        return trigger
+
+    def _move(self, life: Life, trigger: int) -> None:
+        self._used[min(life.trigger, trigger) : max(life.trigger, trigger)] += life.size * (1 if trigger < life.trigger else -1)
+        life.trigger = trigger
+
+    def resident(self) -> frozenset[int]:
+        return frozenset(layer.bundle for layer in self._layers if layer.first.trigger == 0)
+
+    def operations(self) -> tuple[PlannedOperation, ...]:
+        """At each moment what goes, then what comes, the one needed first before the others."""
+        found: list[tuple[int, int, int, Operation]] = []  # moment, 0 for what goes, order, operation
+        drop, fetch = OpKind.DROP, OpKind.FETCH
+        last = self._length - 1
+        for layer in self._layers:
+            stays = layer.tail is not None and layer.tail.trigger == layer.tail.begin
+            gone = [before.end for before, life in layer.between if life.trigger > life.begin and not life.anew]
+            if layer.tail is not None and not stays:
+                gone.append(layer.last.end)
+            held_to_the_end = layer.tail is None and not layer.first.anew  # then it is there at the end of the step
+            if held_to_the_end and layer.first.trigger > 0:
+                gone.append(last)
+            found += [(moment, 0, layer.bundle, Operation(drop, layer.bundle)) for moment in (*gone, *layer.ends)]
+            coming = [life for _, life in layer.between if life.trigger > life.begin or life.anew]
+            if not (stays or held_to_the_end) or layer.first.trigger > 0:
+                coming.append(layer.first)
+            for life in coming:
+                found.append(((life.trigger - 1) % self._length, 1, life.end, Operation(fetch, layer.bundle)))
+        found.sort(key=lambda entry: (*entry[:3], entry[3].bundle))
+        return tuple(PlannedOperation(moment, number, operation) for number, (moment, _, _, operation) in enumerate(found))
+
+
+def _all(layer: _Layer) -> list[Life]:
+    """In order of time."""
+    lives = [layer.first, *(life for _, life in layer.between)]
+    return lives if layer.tail is None else [*lives, layer.tail]
