@@ -36,6 +36,10 @@ CLOSED_LIST: Mapping[str, tuple[str, str]] = MappingProxyType(
         "clocks_throttled": ("power or temperature limits", "compare only runs made under the same limit"),
         "pcie_link_below_maximum": ("power saving, a wrong slot or a riser", "check the slot, run a transfer test"),
         "swap_in_use": ("host memory is short", "lower --host-memory or the model, or turn swap off"),
+        "page_cache": (
+            "a file system that cannot do direct I/O: memory is timed in place of a disk",
+            "name a folder on a local disk with --disk",
+        ),
         "fewer_threads_than_cores": ("OMP_NUM_THREADS, or a limit set by a launcher", "unset OMP_NUM_THREADS"),
         "utilisation_above_peak": (
             "a wrong peak for this device, or a wrong FLOPs count",
@@ -61,6 +65,7 @@ class Seen:
     throttled_by: Sequence[str] | None = None
     link: Link | None = None
     mfu: float | None = None
+    disk_direct: bool | None = None
 
 
 def _doubt(code: str, seen: str) -> Doubt:
@@ -102,6 +107,8 @@ def judge(seen: Seen) -> list[Doubt]:
         found.append(_doubt("pcie_link_below_maximum", f"{link.width} of {link.width_max} lanes"))
     if seen.swap_bytes:
         found.append(_doubt("swap_in_use", f"{format_size(seen.swap_bytes)} swapped out"))
+    if seen.disk_direct is False:
+        found.append(_doubt("page_cache", "optimizer states go through it on their way to the disk"))
     if seen.threads < seen.cores:
         found.append(_doubt("fewer_threads_than_cores", f"{seen.threads} threads on {seen.cores} cores"))
     if seen.mfu is not None and seen.mfu > 1:

@@ -72,6 +72,12 @@ def _device_memory_asked(record: Record) -> str:
     return "what the device has" if asked is None else format_size(asked)
 
 
+def _disk_memory_asked(record: Record) -> str:
+    if record.spec.disk is None:
+        return "none"
+    return "what is free" if record.spec.disk_memory is None else format_size(record.spec.disk_memory)
+
+
 def _host_budget(record: Record) -> int | None:
     return record.memory.host_budget_bytes or record.resolved.host_budget_bytes
 
@@ -107,6 +113,7 @@ FACTS: tuple[Fact, ...] = (
     Fact("device memory asked for", _device_memory_asked),
     Fact("device memory budget in force", lambda r: r.memory.device_budget_bytes, show=format_size),
     Fact("host memory budget", _host_budget, show=format_size),
+    Fact("disk memory asked for", _disk_memory_asked),
     Fact("CPU", lambda r: r.environment.hardware.cpu_model),
     Fact("usable cores", lambda r: r.environment.limits.cores if r.environment.limits else None),
     Fact("recomputation", _recompute, refuses=False),

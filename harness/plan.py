@@ -62,10 +62,20 @@ def _question(spec: PlanSpec) -> tuple[Question, Observations]:
         clip=spec.clip,
         seed=spec.seed,
         allowance=EXACT if spec.device == "cpu" else CUDA,
+        disk_memory=_disk_memory(spec, profile),
     )
     with Unfilled():
         model = models_registry.build(shape)
     return question, Observations(model, shape.objective)
+
+
+def _disk_memory(spec: PlanSpec, profile: hardware.HardwareProfile) -> int:
+    """Of a node, 0 where no disk is asked for."""
+    if spec.disk is None and spec.disk_memory is None:
+        return 0
+    if profile.disk_bytes is None:
+        raise BadInputError(f"--disk: the profile {spec.hardware} has no disk: leave it out, or name a profile with one")
+    return profile.disk_bytes.value if spec.disk_memory is None else spec.disk_memory
 
 
 def _plan_one(spec: PlanSpec, question: Question, observations: Observations) -> int:
@@ -133,6 +143,7 @@ def _asked(spec: PlanSpec, question: Question) -> dict[str, Any]:
         "tokens_per_step": question.tokens,
         "device_memory": question.device_memory,
         "host_memory": question.host_memory,
+        "disk_memory": question.disk_memory,
     }
     return {"spec": spec.model_dump(mode="json"), "resolved": resolved}
 

@@ -12,7 +12,8 @@ ALL = "all"
 class PlanSpec(RunSpec):
     """Say whether a model fits a machine that need not be here, under a system, and how fast it would train.
 
-    Budgets are the profile's unless given: --device-memory of one device, --host-memory of one node. With --device cpu the
+    Budgets are the profile's unless given: --device-memory of one device, --host-memory and --disk-memory of one node, where
+    --disk (any name) or a budget says that the disk is used. With --device cpu the
     device is the emulated one, whose memory is counted exactly; else a part of it is left to its allocator.
     """
 
@@ -26,6 +27,11 @@ class PlanSpec(RunSpec):
     def _one_rank(cls, ranks: int | None) -> int | None:  # type: ignore[override]
         """Plans are made for any number, unlike runs."""
         return ranks
+
+    @model_validator(mode="after")
+    def _disk_has_a_place(self) -> PlanSpec:
+        """A disk that need not be here has no folder."""
+        return self
 
     @model_validator(mode="after")
     def _one_system(self) -> PlanSpec:

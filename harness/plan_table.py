@@ -20,6 +20,7 @@ LIMITS: Mapping[str, str] = MappingProxyType(
         "host-dram": "the host's DRAM, which CPU Adam and copies share",
         "cpu-adam": "CPU Adam",
         "pcie": "copies between host and device",
+        "disk": "the disk, through which optimizer states go twice a step",
         "link": "collectives between the devices",
         "issue": "the host, which handles unit events and issues operations",
         "norm": "updates on the host that wait for the norm: they lie between a backward and the next forward's end",

@@ -173,6 +173,7 @@ class Memory(Part):
     host_pinned_bytes: int | None = None
     host_budget_bytes: int | None = None
     disk_peak_bytes: int | None = None
+    disk_direct: bool | None = Field(None, description="the disk's files are read and written past the page cache")
     host_activation_bytes: int | None = Field(None, description="of host_peak_bytes: block inputs that wait for backward")
     device_allocated_peak_bytes: int | None = Field(None, description="torch's CUDA allocator: live tensors")
     device_reserved_peak_bytes: int | None = Field(None, description="torch's CUDA allocator: reserved")

@@ -86,6 +86,8 @@ def resolve(job: Job, device: Device) -> Request:
         )
     if spec.phases and not getattr(system, "tells_phases", False):
         raise ValueError(f"--phases: {spec.system} does not tell its phases: use one of this project's own strategies")
+    if spec.disk is not None and not getattr(system, "uses_disk", False):
+        raise ValueError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
@@ -100,6 +102,8 @@ def resolve(job: Job, device: Device) -> Request:
         device=device,
         device_memory=spec.device_memory,
         host_memory=job.host_budget_bytes if spec.host_memory is None else spec.host_memory,
+        disk=spec.disk,
+        disk_memory=spec.disk_memory,
         dtype=spec.dtype,
         accumulate=spec.accumulate,
         clip=spec.clip,

@@ -373,6 +373,7 @@ def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Re
         throttled_by=sorted(known.watch.throttled_by),
         link=known.watch.best_link,
         mfu=derive.utilisation(metrics, resolved),
+        disk_direct=fields.get("memory", {}).get("disk_direct"),
     )
     return record.build(
         {

@@ -58,6 +58,8 @@ class RunSpec(BaseModel):
     device: Device | None = Field(None, description="cpu is an emulated device with a budget; default: cuda if there is one")
     device_memory: Size | None = Field(None, description="device budget (40GiB, 64MiB, bytes); default: what the device has")
     host_memory: Size | None = Field(None, description="host budget; default: smallest of cgroup, ulimit and machine")
+    disk: str | None = Field(None, min_length=1, description="folder for optimizer states that the host has no room for")
+    disk_memory: Size | None = Field(None, description="budget of the files there; default: what is free")
     ranks: int = Field(1, ge=1, description="data-parallel processes; this version runs one")
     batch_size: int | None = Field(None, ge=1, description="samples per rank and micro-batch; default: the model's")
     seq_len: int | None = Field(None, ge=1, description="tokens per sample; default: the model's")
@@ -111,6 +113,12 @@ class RunSpec(BaseModel):
                 f"--warmup {self.warmup} leaves nothing to time in --steps {self.steps}: "
                 f"use a warm-up below {self.steps} or more steps"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _disk_has_a_place(self) -> RunSpec:
+        if self.disk_memory is not None and self.disk is None:
+            raise ValueError(f"--disk-memory {self.disk_memory} needs a folder: name it with --disk")
         return self
 
     @model_validator(mode="after")

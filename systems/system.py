@@ -102,6 +102,7 @@ class MemoryReport:
     """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default.
 
     host_activation_bytes: the part of the host's that waits there for backward (activations=host).
+    disk_direct: files are read and written past the page cache.
     """
 
     device_peak_bytes: int | None = None
@@ -111,6 +112,7 @@ class MemoryReport:
     host_pinned_bytes: int | None = None
     host_budget_bytes: int | None = None
     disk_peak_bytes: int | None = None
+    disk_direct: bool | None = None
     host_activation_bytes: int | None = None
 
 
@@ -220,6 +222,7 @@ class System(Protocol):
 
     `can_trace = True` says that its engines label their phases for a profile (systems/substrate/labels.py).
     `tells_phases = True` says that its engines know Engine.phases_s.
+    `uses_disk = True` says that it can keep optimizer states in Settings.disk.
     """
 
     name: str

@@ -7,34 +7,61 @@ weight and moments of each segment that is not updated on the device and not on 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from systems.errors import BudgetError
 from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
 from systems.planning.disk import BUFFERS, PARTS, buffer_bytes, disk_bytes, part_bytes
-from systems.planning.layout import Bundle, Layout
+from systems.planning.layout import Bundle, Layout, round_up
 from systems.planning.nominal import nominal_trace
 from systems.planning.plan import UpdateRule
 from systems.planning.strategy import PlanningContext
 from systems.sizes import format_need, format_size
 
-
-def slot_bytes(layout: Layout) -> int:
-    """Host bytes of this rank's shards as computed with."""
-    return sum(s.shard_numel for s in layout.segments) * layout.itemsize
+PAGE = 4096  # of host memory
 
 
-def state_bytes(layout: Layout, bundle: Bundle, context: PlanningContext) -> int:
-    """Of a bundle's master weight, moments and accumulator on the host, this rank's shards."""
-    segments = (layout.segments[s] for s in bundle.segments)
-    each = context.accumulator_itemsize if bundle.index in layout.on_disk else context.optimizer_itemsize
-    return sum(s.shard_numel for s in segments if s.space.trainable) * each
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes that the host holds while a layout's unmovable bundles are on the device: a mapping of whole pages for the slots,
+    one for each part of the states, and the disk's buffers.
+
+    slots: bytes of this rank's shards as computed with. stated: elements whose master and moments have their home on the
+    host; accumulated: elements of accumulators, 0 without.
+    """
+
+    slots: int
+    stated: int
+    accumulated: int
+    buffers: int
+
+    @classmethod
+    def of(cls, layout: Layout, context: PlanningContext) -> HostNeed:
+        movable = [b for b in layout.bundles if b.movable and b.trainable]
+        return cls(
+            sum(s.shard_numel for s in layout.segments) * layout.itemsize,
+            sum(shard_numel(layout, b) for b in movable if b.index not in layout.on_disk),
+            sum(shard_numel(layout, b) for b in movable) if context.accumulator_itemsize else 0,
+            buffer_bytes(layout),
+        )
+
+    @property
+    def total(self) -> int:
+        parts = self.slots, *[4 * self.stated] * PARTS, 4 * self.accumulated
+        return sum(round_up(part, PAGE) for part in parts) + self.buffers
+
+    def less(self, numel: int, *, home: bool = True) -> HostNeed:
+        """With the states of so many elements elsewhere. home: accumulators too."""
+        return replace(self, stated=self.stated - numel, accumulated=max(0, self.accumulated - (numel if home else 0)))
+
+
+def shard_numel(layout: Layout, bundle: Bundle) -> int:
+    """Of this rank."""
+    return sum(layout.segments[s].shard_numel for s in bundle.segments)
 
 
 def host_need(layout: Layout, context: PlanningContext) -> int:
-    """Bytes that the host holds while a layout's unmovable bundles are on the device."""
-    states = sum(state_bytes(layout, b, context) for b in layout.bundles if b.movable)
-    return slot_bytes(layout) + states + buffer_bytes(layout)
+    return HostNeed.of(layout, context).total
 
 
 def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> Layout:
@@ -42,63 +69,66 @@ def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> L
 
     Raises BudgetError (host) if that is not enough.
     """
-    missing = host_need(layout, context) - context.host_budget
-    if missing <= 0:
+    if host_need(layout, context) <= context.host_budget:
         return layout
     return _keep_on_device(_to_disk(layout, context) if context.disk_budget else layout, context, rule)
 
 
 def _to_disk(layout: Layout, context: PlanningContext) -> Layout:
-    """States of the last units first: the next step needs the parameters of the first ones first."""
-    missing, left, largest = host_need(layout, context) - context.host_budget, context.disk_budget, 0
-    chosen: set[int] = set()
-    for bundle in sorted((b for b in layout.bundles if b.movable and b.trainable), key=lambda b: (-min(b.units), -b.index)):
-        if missing <= 0:
+    """States of the last units first: the next step needs the parameters of the first ones first. Large segments make large
+    buffers, so they go only where the smaller ones are not enough.
+    """
+    whole = HostNeed.of(layout, context)
+    bundles = sorted((b for b in layout.bundles if b.movable and b.trainable), key=lambda b: (-min(b.units), -b.index))
+    places = {b.index: [part_bytes(layout.segments[s]) for s in b.segments] for b in bundles}
+    best, least = frozenset[int](), whole.total
+    for largest in sorted({max(mine) for mine in places.values()}):
+        need, left, chosen = replace(whole, buffers=BUFFERS * PARTS * largest), context.disk_budget, set[int]()
+        for b in (b for b in bundles if max(places[b.index]) <= largest):
+            taken = PARTS * sum(places[b.index])
+            if need.total > context.host_budget and taken <= left:
+                chosen.add(b.index)
+                need, left = need.less(shard_numel(layout, b), home=False), left - taken
+        if need.total < least:
+            best, least = frozenset(chosen), need.total
+        if least <= context.host_budget:
             break
-        places = [part_bytes(layout.segments[s]) for s in bundle.segments]
-        saved = sum(layout.segments[s].shard_numel for s in bundle.segments) * 4 * PARTS
-        grown = max(largest, *places)
-        buffers = BUFFERS * PARTS * (grown - largest)
-        if saved > buffers and PARTS * sum(places) <= left:
-            chosen.add(bundle.index)
-            missing += buffers - saved
-            left -= PARTS * sum(places)
-            largest = grown
-    return replace(layout, on_disk=frozenset(chosen))
+    return replace(layout, on_disk=best)
 
 
 def _keep_on_device(layout: Layout, context: PlanningContext, rule: UpdateRule) -> Layout:
     """With bundles made unmovable until the host holds the rest, those of the first units first."""
-    missing = host_need(layout, context) - context.host_budget
-    kept: set[int] = set()
+    need, kept = HostNeed.of(layout, context), set[int]()
     left = (b for b in layout.bundles if b.movable and b.trainable and b.index not in layout.on_disk)
     for bundle in sorted(left, key=lambda b: (min(b.units), b.index)):
-        if missing <= 0:
+        if need.total <= context.host_budget:
             break
         kept.add(bundle.index)
-        missing -= state_bytes(layout, bundle, context)
+        need = need.less(shard_numel(layout, bundle))
     found = replace(layout, bundles=tuple(replace(b, movable=b.movable and b.index not in kept) for b in layout.bundles))
     residence = Residence(found, context, unmovable(found), rule)
     trace = nominal_trace(found, accumulate=context.accumulate)
-    need = minimum_need(trace, demand_of(found, trace, context), residence)
-    if missing > 0 or (kept and need.total_bytes > context.device_budget):
-        raise _refusal(found, context, missing)
+    missing, least = need.total > context.host_budget, minimum_need(trace, demand_of(found, trace, context), residence)
+    if missing or (kept and least.total_bytes > context.device_budget):
+        raise _refusal(layout, context, missing=missing)
     return found
 
 
-def _refusal(layout: Layout, context: PlanningContext, missing: int) -> BudgetError:
-    total, have = host_need(layout, context), context.host_budget
+def _refusal(layout: Layout, context: PlanningContext, *, missing: bool) -> BudgetError:
+    """layout: with nothing kept on the device for it."""
+    need = HostNeed.of(layout, context)
+    total, have = need.total, context.host_budget
     advice = "raise --host-memory"
     if context.disk_budget:
         advice += f" or --disk-memory (there is {format_size(context.disk_budget)}, {format_size(disk_bytes(layout))} is taken)"
-    if missing > 0:
+    if missing:
         why = f"parameters have a place there whatever the device holds: {advice}"
     else:
         why = f"the device has no room for the difference: {advice} or --device-memory"
         if not context.disk_budget:
             why += ", give a disk with --disk"
     return BudgetError(
-        f"the model needs {format_need(total, have)} of host memory ({format_size(slot_bytes(layout))} for parameters, the "
+        f"the model needs {format_need(total, have)} of host memory ({format_size(need.slots)} for parameters, the "
         f"rest for master weights and moments), {format_size(have)} are there, and {why}, or take a smaller model",
         tier="host",
         need=total,

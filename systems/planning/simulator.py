@@ -255,6 +255,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: 
     claimed: dict[str, float] = {}
     copied: dict[LaneKind, float] = {}
     collected: dict[LaneKind, float] = {}
+    stored: dict[LaneKind, float] = {}
     updated = after_norm = 0.0
     for operation, job in work:
         lane = operation.lane
@@ -267,6 +268,8 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: 
             collected[lane] = collected.get(lane, 0.0) + alone_s
         elif lane in (LaneKind.H2D, LaneKind.D2H):
             copied[lane] = copied.get(lane, 0.0) + alone_s
+        elif lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
+            stored[lane] = stored.get(lane, 0.0) + alone_s
         elif lane is LaneKind.CPU:
             updated += alone_s
             after_norm += alone_s if operation.kind is Work.UPDATE else 0.0
@@ -277,6 +280,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: 
         "host-dram": shared.get(HOST_DRAM, 0.0),
         "cpu-adam": updated,
         "pcie": max([shared.get(HOST_LINK, 0.0), *copied.values()]),
+        "disk": max(stored.values(), default=0.0),
         "link": max(collected.values(), default=0.0),
         "issue": len(trace) * costs.rates.profile.unit_event_s.value,
     }

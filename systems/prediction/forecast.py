@@ -30,7 +30,7 @@ from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy, chec
 from systems.planning.trace import Trace
 from systems.planning.work import StepWork, interval_seconds, trace_of_work
 from systems.prediction.meta_step import observe
-from systems.prediction.needs import TierNeed, device_need, host_need
+from systems.prediction.needs import TierNeed, device_need, disk_need, host_need
 from systems.prediction.resident_policy import ResidentPolicy
 from systems.sizes import format_size
 from systems.system import TORCH_DTYPE, DType, System
@@ -41,7 +41,7 @@ Recompute = Literal["none", "full"] | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked about, but for the system. Budgets in bytes: of one device, and of one node's host.
+    """What is asked about, but for the system. Budgets in bytes: of one device, and of one node's host and disk (0: none).
 
     ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch. allowance: for the allocator of the
     device that is meant.
@@ -59,6 +59,7 @@ class Question:
     clip: float = 0.0
     seed: int = 0
     allowance: Allowance = EXACT
+    disk_memory: int = 0
 
     def __post_init__(self) -> None:
         if self.ranks > self.profile.devices:
@@ -167,7 +168,11 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     steady = planned.plan.predicted_device_peak_bytes
     assert steady is not None, "every policy predicts it"
     peaks = max(steady, planned.warm_up_peak_bytes), planned.warm_up_peak_bytes
-    return Forecast(system.name, question, {"device": device, "host": host}, simulation, *peaks, least, why_not)
+    tiers = {"device": device, "host": host}
+    if question.disk_memory:
+        on_node = question.ranks_on_node
+        tiers["disk"] = disk_need(planned.layout, ranks_on_node=on_node, have_bytes=question.disk_memory)
+    return Forecast(system.name, question, tiers, simulation, *peaks, least, why_not)
 
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
@@ -224,6 +229,7 @@ class _Planner:
             hardware=question.profile,
             allowance=question.allowance,
             any_plan=any_plan,
+            disk_budget=question.disk_memory // question.ranks_on_node,
         )
         self._overflows = False
         strategy = self._policy(self._options, context)
@@ -282,7 +288,7 @@ class _Planner:
                 "device memory and less host memory than such a run takes"
             )
         kept = within_host(layout, context, strategy.update_rule)
-        self._overflows = kept is not layout
+        self._overflows = any(b.movable is not c.movable for b, c in zip(layout.bundles, kept.bundles, strict=True))
         return kept
 
     def host_need(self, schedule: Schedule) -> TierNeed:

@@ -6,6 +6,7 @@ Note [Kinds]
     working space  parameters on the device beyond those: fetched ahead, or kept because there is room
     gradients      on the device, in ranges of their own or in autograd's buffers until the update
     master, moments, accumulators    of the optimizer, where the update is
+    buffers, on the host   through which states on the disk go
     allocator              left free: blocks do not lie without holes, see `planning.allowance`
     activations    everything else that forward and backward make, temporaries included; buffers: the module's own
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from systems.planning.disk import buffer_bytes, disk_bytes
+from systems.planning.layout import Layout
 from systems.planning.schedule import Schedule, Work
 from systems.planning.timeline import MemTimeline
 
@@ -96,10 +99,20 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies
     residence = schedule.residence
     layout = residence.layout
     slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize if copies else 0
-    states = sum(residence.optimizer_bytes(b.index) for b in layout.bundles if b.index not in residence.on_device)
+    bundles = [b.index for b in layout.bundles if b.index not in residence.on_device]
+    states = sum(residence.optimizer_bytes(b) for b in bundles if b not in layout.on_disk)
     parts = {"weights": slots, **_states(states, residence.context.accumulator_itemsize)}
+    beside = sum(residence.host_state_bytes(b) for b in bundles if b in layout.on_disk)
+    parts["accumulators"] += beside
+    parts["buffers"] = buffer_bytes(layout)
     parts = {name: size * ranks_on_node for name, size in parts.items()}
     return TierNeed(sum(parts.values()), have_bytes, _present(parts))
+
+
+def disk_need(layout: Layout, *, ranks_on_node: int, have_bytes: int) -> TierNeed:
+    """Of what has its home there."""
+    size = disk_bytes(layout) * ranks_on_node
+    return TierNeed(size, have_bytes, _present({"master": size // 3, "moments": size - size // 3}))
 
 
 def _states(size: int, accumulator_itemsize: int) -> dict[str, int]:

@@ -248,6 +248,7 @@ class ManagedEngine(Engine):
             host_activation_bytes=self._slots.peak_bytes,
             host_budget_bytes=host.budget,
             disk_peak_bytes=0 if self._disk is None else self._disk.account.peak,
+            disk_direct=None if self._disk is None else self._disk.direct,
         )
 
     def plan_report(self) -> PlanReport:

@@ -284,7 +284,7 @@ class Store:
             return False
         sources = old.tensors()
         if isinstance(old, DiskState):
-            sources = [*(self._part(stored, part) for part in STATE_PARTS[:3]), *sources]
+            sources = [*(self.part(stored, part) for part in STATE_PARTS[:3]), *sources]
 
         def copy(targets: Sequence[torch.Tensor] = new.tensors()) -> None:
             for target, source in zip(targets, sources, strict=True):
@@ -350,7 +350,7 @@ class Store:
         self._count_on_device(index, -1)
         self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)
 
-    def _part(self, stored: StoredSegment, part: str) -> torch.Tensor:
+    def part(self, stored: StoredSegment, part: str) -> torch.Tensor:
         """Master or a moment of a trained segment where it is, from the disk as a copy."""
         state = stored.state
         if isinstance(state, DiskState):
@@ -361,7 +361,7 @@ class Store:
 
     def masters(self, runs: Sequence[Run]) -> list[torch.Tensor]:
         """Of each run, from the disk as a copy; waits for what is on its way there."""
-        return [run.master if run.state else torch.cat([self._part(s, "master") for s in run.stored]) for run in runs]
+        return [run.master if run.state else torch.cat([self.part(s, "master") for s in run.stored]) for run in runs]
 
     def overwrite_part(self, stored: StoredSegment, part: str, values: torch.Tensor, place: Placement | None = None) -> None:
         """Of a trained segment, all of it or a parameter's piece. Call only when drained."""
@@ -369,7 +369,7 @@ class Store:
         if isinstance(state, DiskState):
             assert self.disk is not None
             if place is not None:
-                whole = self._part(stored, part)
+                whole = self.part(stored, part)
                 whole[place.here].copy_(values)
                 values = whole
             self.disk.save(state.place, part, values)
@@ -380,12 +380,12 @@ class Store:
     def parameter_values(self, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter's fp32 master (or its slot's value, if frozen) as a CPU copy. Call only when drained."""
         pieces = self._pieces_of(parameter)
-        values = [(stored.slot if stored.state is None else self._part(stored, "master"))[p.here] for stored, p in pieces]
+        values = [(stored.slot if stored.state is None else self.part(stored, "master"))[p.here] for stored, p in pieces]
         return torch.cat([value.float().cpu() for value in values]).view(shape)
 
     def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy. Call only when drained."""
-        return torch.cat([self._part(stored, which)[p.here].cpu() for stored, p in self._pieces_of(parameter)])
+        return torch.cat([self.part(stored, which)[p.here].cpu() for stored, p in self._pieces_of(parameter)])
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained. Call only when drained."""

@@ -23,7 +23,8 @@ from tests.harness.conftest import make_record
 
 # A flag costs every user a line of help: adding one means deciding so here.
 FLAGS = (
-    "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--ranks", "--batch-size",
+    "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--disk", "--disk-memory", "--ranks",
+    "--batch-size",
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
     "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
     "--checkpoint", "--save-every", "--resume", "--trace", "--phases", "--wandb",

@@ -85,6 +85,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("spec__device_memory", 2 << 20, "device memory asked for"),
     ("memory__device_budget_bytes", 2 << 20, "device memory budget in force"),
     ("memory__host_budget_bytes", 2 << 30, "host memory budget"),
+    ("spec__disk", "/disk", "disk memory asked for"),
     ("environment__hardware__cpu_model", "CPU two", "CPU"),
     ("environment__limits__cores", 64, "usable cores"),
 ]

@@ -9,37 +9,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from systems.errors import BudgetError
+from systems.planning.disk import disk_bytes
 from systems.planning.layout import Layout
-from systems.planning.overflow import host_need, keep_on_device, slot_bytes
+from systems.planning.overflow import PAGE, host_need, within_host
 from systems.planning.plan import UpdateRule
 from systems.planning.strategy import PlanningContext
 from tests.planning.synthetic import PLENTY, context, layout_of
 
 RULE = UpdateRule.AFTER_NORM
-FOUR = layout_of([(4, [0]), (2, [1]), (8, [2]), (2, [3])], frozen=frozenset({3}))
+FOUR = layout_of([(32, [0]), (16, [1]), (64, [2]), (16, [3])], frozen=frozenset({3}))
 
 
 def kept(layout: Layout) -> list[int]:
     return [b.index for b in layout.bundles if not b.movable]
 
 
+def pages(nbytes: int) -> int:
+    """A mapping is of whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 def test_what_fits_is_left_as_it_is() -> None:
     need = host_need(FOUR, context())
-    assert need == 16 * 128 * 2 + 14 * 128 * 12
-    assert keep_on_device(FOUR, replace(context(), host_budget=need), RULE) is FOUR
+    assert need == 128 * 128 * 2 + 112 * 128 * 12
+    assert within_host(FOUR, replace(context(), host_budget=need), RULE) is FOUR
 
 
-@pytest.mark.parametrize(("missing", "bundles"), [(1, [0]), (4 * 128 * 12, [0]), (4 * 128 * 12 + 1, [0, 1])])
+@pytest.mark.parametrize(("missing", "bundles"), [(1, [0]), (32 * 128 * 12, [0]), (32 * 128 * 12 + 1, [0, 1])])
 def test_first_units_stay_on_the_device(missing: int, bundles: list[int]) -> None:
     small = replace(context(), host_budget=host_need(FOUR, context()) - missing)
-    found = keep_on_device(FOUR, small, RULE)
+    found = within_host(FOUR, small, RULE)
     assert kept(found) == bundles
     assert host_need(found, small) <= small.host_budget
 
 
 def outcome(layout: Layout, asked: PlanningContext) -> tuple[BudgetError | None, Layout | None]:
     try:
-        return None, keep_on_device(layout, asked, RULE)
+        return None, within_host(layout, asked, RULE)
     except BudgetError as error:
         return error, None
 
@@ -52,12 +58,13 @@ def outcome(layout: Layout, asked: PlanningContext) -> tuple[BudgetError | None,
 )
 def test_it_fits_both_memories_or_says_what_is_missing(sizes: list[int], host: int, device: int, accumulate: int) -> None:
     layout = layout_of([(size, [unit]) for unit, size in enumerate(sizes)])
+    slots = pages(sum(sizes) * 128 * 2)
     asked = replace(context(device=device, accumulate=accumulate), host_budget=host)
     error, found = outcome(layout, asked)
     if found is None:
         assert error is not None and error.tier == "host" and error.need > error.have == host
-        assert slot_bytes(layout) > host or device < PLENTY
-        assert ("parameters have a place there" in str(error)) == (slot_bytes(layout) > host)
+        assert slots > host or device < PLENTY
+        assert ("parameters have a place there" in str(error)) == (slots > host)
         return
     assert host_need(found, asked) <= host
     on_device = kept(found)
@@ -67,3 +74,37 @@ def test_it_fits_both_memories_or_says_what_is_missing(sizes: list[int], host: i
     if on_device:
         fewer = [replace(b, movable=b.index >= on_device[-1]) for b in layout.bundles]
         assert host_need(replace(layout, bundles=tuple(fewer)), asked) > host
+
+
+def test_states_of_the_last_units_go_to_the_disk_first() -> None:
+    """Segments of 16 and of 64 lines of 128 elements: buffers are of the largest that goes, so the small ones go first."""
+    layout = layout_of([(16, [unit]) for unit in range(12)] + [(64, [12])])
+    asked = replace(context(), disk_budget=PLENTY)
+    each, buffers = 16 * 128 * 12, 4 * 16 * 128 * 12
+    need = host_need(layout, asked)
+    for saved, chosen in ((1, [7, 8, 9, 10, 11]), (each, [7, 8, 9, 10, 11]), (each + 1, [6, 7, 8, 9, 10, 11])):
+        found = within_host(layout, replace(asked, host_budget=need - saved), RULE)
+        assert sorted(found.on_disk) == chosen
+        assert host_need(found, asked) == need - len(chosen) * each + buffers <= need - saved
+        assert not kept(found)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    host=st.integers(0, 600_000),
+    disk=st.integers(0, 900_000),
+    accumulate=st.sampled_from([1, 2]),
+)
+def test_disk_and_device_together_hold_what_the_host_cannot(sizes: list[int], host: int, disk: int, accumulate: int) -> None:
+    layout = layout_of([(size, [unit]) for unit, size in enumerate(sizes)])
+    asked = replace(context(accumulate=accumulate), host_budget=host, disk_budget=disk)
+    error, found = outcome(layout, asked)
+    if found is None:
+        assert error is not None and error.need > error.have == host
+        assert pages(sum(sizes) * 128 * 2) > host - 8 * PAGE - 12 * 128 * 4 * max(sizes)  # slots, and buffers that did not pay
+        return
+    assert host_need(found, asked) <= host
+    assert disk_bytes(found) <= disk
+    assert not found.on_disk.intersection(kept(found))
+    if host_need(layout, asked) <= host:
+        assert found is layout

@@ -187,15 +187,11 @@ def adam_states(engine: Engine) -> dict[str, AdamState]:
                 found[name] = AdamState(moments[0].clone(), moments[1].clone(), engine._control.updates[number])
         return found
     assert isinstance(engine, ManagedEngine)
-    pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for stored in engine.parts.store.segments:
-        if stored.state is not None:
-            for place in stored.segment.placements:
-                moments = stored.state.exp_avg[place.here], stored.state.exp_avg_sq[place.here]
-                pieces.setdefault(place.parameter, []).append(moments)
-    for number, mine in pieces.items():
-        first, second = (torch.cat(each) for each in zip(*mine, strict=True))
-        found[engine.index.parameters[number].name] = AdamState(first, second, engine.parts.control.updates[number])
+    store = engine.parts.store
+    for described in engine.index.parameters:
+        if described.trainable:
+            first, second = store.moment(described.index, "exp_avg"), store.moment(described.index, "exp_avg_sq")
+            found[described.name] = AdamState(first, second, engine.parts.control.updates[described.index])
     return found
 
 

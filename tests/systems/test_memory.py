@@ -23,6 +23,7 @@ from systems.planning.trace import Phase
 from systems.substrate.device import EmulatedDevice
 from systems.substrate.events import LoggedBytes
 from systems.substrate.planner import Parts
+from systems.substrate.store import OptimizerState
 from systems.system import Engine
 from tests.systems import models_plain
 from tests.systems.models_plain import CASES
@@ -153,24 +154,25 @@ def check_segments(parts: Parts) -> None:
     for stored in parts.store.segments:
         assert not stored.slot_holds_gradient
         bundle = parts.residency.bundles[parts.layout.bundle_of_segment[stored.segment.index]]
-        truth = stored.slot if stored.state is None else stored.state.master
+        truth = stored.slot if stored.state is None else parts.store.part(stored, "master")
         for place in stored.segment.placements:
             where = slice(place.offset, place.offset + place.numel)
             rounded = truth[where].to(parts.store.dtype)
-            if stored.tier is Tier.HOST:
+            if stored.tier is not Tier.DEVICE:
                 assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
             if bundle.block is not None:
                 mine = parts.store.pieces(bundle.index, bundle.block)[bundle.bundle.segments.index(stored.segment.index)]
                 assert torch.equal(mine[where], rounded), "the device copy is outdated"
         if stored.tier is Tier.DEVICE:
-            assert bundle.block is not None and stored.state is not None and stored.state.allocation is not None
+            assert bundle.block is not None and isinstance(stored.state, OptimizerState) and stored.state.allocation is not None
         assert bundle.block is not None or not bundle.storage.resident
         assert not bundle.holds
 
 
 def pool_bytes(parts: Parts) -> int:
     """What the device pool's account should say between steps: resident bundles and optimizer states, no gradient."""
-    states = [s.state.allocation.nbytes for s in parts.store.segments if s.state and s.state.allocation]
+    there = [s.state for s in parts.store.segments if isinstance(s.state, OptimizerState)]
+    states = [state.allocation.nbytes for state in there if state.allocation]
     return sum(states) + sum(parts.layout.bundle_bytes(i) for i in parts.residency.resident())
 
 
