@@ -56,8 +56,7 @@ class Work(Enum):
     ACCUMULATE = "accumulate"  # gradient into the fp32 accumulator; restores the host slot from the master
     NORM = "norm"  # the one host wait of a step
     UPDATE = "update"  # Adam on a bundle, or on one segment of it whose state is on the disk
-    READ_STATE = "read-state"  # a segment's master and moments from the disk into its buffer
-    WRITE_STATE = "write-state"  # and back
+    READ_STATE, WRITE_STATE = "read-state", "write-state"  # a segment's master and moments, from the disk to its buffer, and back
 
     OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it (plans that say whose)
     FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins
@@ -389,8 +388,8 @@ class _Expansion:
             self._add(Work.UPDATE, LaneKind.CPU, bundle, reads=norm, writes=writes)
 
     def _update_on_disk(self, bundle: int, segment: int, norm: tuple[str, ...]) -> None:
-        size = PARTS * 4 * self.layout.segments[segment].shard_numel
         buffer, home = (f"host:buffer:{self._buffers[segment]}",), (state(segment),)
+        size = PARTS * 4 * self.layout.segments[segment].shard_numel
         self._add(Work.READ_STATE, LaneKind.DISK_READ, bundle, segment=segment, bytes=size, reads=home, writes=buffer)
         writes = (*buffer, slot(segment), *(home if self.context.accumulate > 1 else ()))
         self._add(Work.UPDATE, LaneKind.CPU, bundle, segment=segment, reads=norm, writes=writes)
@@ -438,16 +437,7 @@ class _Expansion:
         self.operations.append(
             ScheduledOperation(
                 ticket,
-                self.moment,
-                kind,
-                lane,
-                bundle,
-                segment,
-                bytes,
-                device_delta,
-                seconds,
-                reads,
-                writes,
+                *(self.moment, kind, lane, bundle, segment, bytes, device_delta, seconds, reads, writes),
                 planned=planned,
             )
         )

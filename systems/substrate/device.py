@@ -71,15 +71,10 @@ class Device(ABC):
         return None
 
     def start_lanes(self, jitter: Callable[[], None] | None) -> None:
-        self._jitter = jitter
+        self.jitter = jitter
         self.lanes = {kind: Lane(kind, stream=self._stream(), jitter=jitter) for kind in COPY_LANES}
         self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter, threads=self.cpu_lane_threads)
         self.transfers = Transfers(self.lanes, ComputeLane(self._order, self._mark), self.log)
-
-    def start_disk_lanes(self) -> None:
-        """For a run whose states are on a disk."""
-        for kind in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
-            self.lanes[kind] = Lane(kind, jitter=self._jitter)
 
     @property
     def plannable_bytes(self) -> int:

@@ -20,10 +20,11 @@ import torch
 from systems.errors import BudgetError
 from systems.planning.disk import BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.layout import Layout
-from systems.planning.plan import Tier
+from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
-from systems.substrate.events import Extent
+from systems.substrate.events import EventLog, Extent
 from systems.substrate.host import HostMapping
+from systems.substrate.lanes import Lane
 from systems.substrate.tiers import Account
 from systems.substrate.transfers import Memory
 
@@ -175,8 +176,12 @@ class Disk:
         self._files = []
 
 
-def disk_account(budget: int, log: object) -> Account:
-    return Account(Tier.DISK, budget, log)  # type: ignore[arg-type]
+def disk_account(budget: int, log: EventLog) -> Account:
+    return Account(Tier.DISK, budget, log)
+
+
+def disk_lanes(jitter: Callable[[], None] | None) -> dict[LaneKind, Lane]:
+    return {kind: Lane(kind, jitter=jitter) for kind in (LaneKind.DISK_READ, LaneKind.DISK_WRITE)}
 
 
 def _settle(place: DiskPlace) -> None:

@@ -22,7 +22,7 @@ from systems.substrate.activations import recomputation_in_words, recomputed_uni
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
-from systems.substrate.disk import Disk, disk_account
+from systems.substrate.disk import Disk, disk_account, disk_lanes
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
@@ -86,7 +86,7 @@ class ManagedEngine(Engine):
         found = find_units(model)
         refuse_mixed_norms(found, settings.dtype)
         device = make_device(self.log)
-        self._cleanup.callback(self._close_disk)  # once all lanes are at rest
+        files = self._cleanup.enter_context(contextlib.ExitStack())  # closed once all lanes are at rest
         self._cleanup.callback(device.close)
         context = PlanningContext(
             device_budget=device.plannable_bytes,
@@ -113,7 +113,8 @@ class ManagedEngine(Engine):
         if layout.on_disk:
             assert settings.disk is not None
             self._disk = Disk(settings.disk, layout, disk_account(disk_budget, self.log), host)
-            device.start_disk_lanes()
+            files.callback(self._disk.close)
+            device.lanes.update(disk_lanes(device.jitter))
         control = StepControl(settings, found.index, found.parameters)
         shapes = [p.shape for p in found.index.parameters]
         store = Store(
@@ -151,10 +152,6 @@ class ManagedEngine(Engine):
         names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
         self._cleanup.callback(self._watch.end)
-
-    def _close_disk(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
 
     def _name_of(self, view: torch.Tensor) -> str:
         """The parameter that a view of a bundle's storage begins in, for a message."""

@@ -136,7 +136,11 @@ class Residency:
         masters = self.store.runs(bundle, lambda each: each.slot_holds_gradient)
         memories = [each.slot_memory for run in slots for each in run.stored]
         memories += [each.at_home.memory for run in masters for each in run.stored if each.at_home is not None]
-        return [*((run, run.slot) for run in slots), *zip(masters, self.store.masters(masters), strict=True)], memories
+        return [*((run, run.slot) for run in slots), *((run, self._master(run)) for run in masters)], memories
+
+    def _master(self, run: Run) -> torch.Tensor:
+        """From the disk as a copy, which waits for what is on its way there."""
+        return run.master if run.state else torch.cat([self.store.part(each, "master") for each in run.stored])
 
     def hold(self, indices: Sequence[int], key: object) -> None:
         """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""

@@ -234,12 +234,8 @@ class Store:
 
     def pieces(self, bundle: int, block: Allocation) -> list[torch.Tensor]:
         """A bundle's block cut into its segments, as flat tensors of the compute dtype."""
-        views, offset = [], 0
-        for s in self.layout.bundles[bundle].segments:
-            numel = self.layout.segments[s].numel
-            views.append(block.view(self.dtype, offset, numel))
-            offset += numel
-        return views
+        sizes = [self.layout.segments[s].numel for s in self.layout.bundles[bundle].segments]
+        return list(block.view(self.dtype, 0, sum(sizes)).split(sizes))  # one operation however many there are
 
     def runs(self, bundle: int, which: Callable[[StoredSegment], bool] | None = None) -> list[Run]:
         """A bundle's segments, or some of them, as few runs as can be: see Note [Runs]."""
@@ -300,14 +296,9 @@ class Store:
             raise
         stored.state = new
         self._count_on_device(index, 1)
-        for name, tensor in self._on_host(old):
+        for name, tensor in _on_host(old):
             self._mappings[name].discard(tensor)
         return True
-
-    def _on_host(self, state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]]:
-        """Its tensors there, each with its mapping."""
-        names = STATE_PARTS[3:] if isinstance(state, DiskState) else STATE_PARTS
-        return list(zip(names, state.tensors(), strict=False))
 
     def _count_on_device(self, index: int, more: int) -> None:
         self.states_on_device[self.layout.bundle_of_segment[index]] += more
@@ -327,7 +318,7 @@ class Store:
         stored = self.segments[index]
         old, new = stored.state, stored.at_home
         assert isinstance(old, OptimizerState) and new is not None and old.allocation is not None
-        for name, tensor in self._on_host(new):
+        for name, tensor in _on_host(new):
             self._mappings[name].reclaim(tensor)
         targets = new.tensors()
         if isinstance(new, DiskState):
@@ -358,10 +349,6 @@ class Store:
             return self.disk.load(state.place, part)
         found: torch.Tensor = getattr(state, part)
         return found
-
-    def masters(self, runs: Sequence[Run]) -> list[torch.Tensor]:
-        """Of each run, from the disk as a copy; waits for what is on its way there."""
-        return [run.master if run.state else torch.cat([self.part(s, "master") for s in run.stored]) for run in runs]
 
     def overwrite_part(self, stored: StoredSegment, part: str, values: torch.Tensor, place: Placement | None = None) -> None:
         """Of a trained segment, all of it or a parameter's piece. Call only when drained."""
@@ -410,3 +397,9 @@ class Store:
         self._runs.clear()
         for mapping in self._mappings.values():
             mapping.close()
+
+
+def _on_host(state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]]:
+    """Its tensors there, each with its mapping."""
+    names = STATE_PARTS[3:] if isinstance(state, DiskState) else STATE_PARTS
+    return list(zip(names, state.tensors(), strict=False))

@@ -35,6 +35,7 @@ def test_a_good_run_raises_none() -> None:
         ("pcie_link_below_maximum", {"link": Link(generation=1, generation_max=5)}),
         ("pcie_link_below_maximum", {"link": Link(generation=5, generation_max=5, width=8, width_max=16)}),
         ("swap_in_use", {"swap_bytes": 4096}),
+        ("page_cache", {"disk_direct": False}),
         ("fewer_threads_than_cores", {"threads": 1}),
         ("utilisation_above_peak", {"mfu": 1.01}),
     ],

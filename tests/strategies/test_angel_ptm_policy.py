@@ -372,6 +372,12 @@ def test_bad_options_are_refused(given_options: dict[str, str]) -> None:
         AngelPTMOptions.model_validate(given_options)
 
 
+@pytest.mark.parametrize("cache", ["all", "AUTO", "", "-1", -1, None])
+def test_a_bad_cache_is_told_what_is_allowed(cache: object) -> None:
+    with pytest.raises(ValidationError, match=r"neither a size \(40GiB, 64MiB or plain bytes\) nor auto"):
+        AngelPTMOptions.model_validate({"cache": cache})
+
+
 def test_a_deep_model_is_scheduled_in_seconds() -> None:
     layout, trace = chain(300, size=4)
     demand = demand_of(layout, trace, context())

@@ -13,7 +13,7 @@ from torch import nn
 from systems.planning.plan import Tier
 from systems.system import Engine
 from tests.systems import models_small
-from tests.systems.models_plain import Block, Stack, squared_error
+from tests.systems.models_plain import DIM, Block, Stack, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     AMPLE,
@@ -124,6 +124,41 @@ def test_two_heads_in_turn_and_one_module_never(system: str, budget: int) -> Non
     assert torch.equal(run.parameters["unused.weight"], route().unused.weight)
     assert run.adam["head.weight"].steps == run.adam["other_head.weight"].steps == 6
     assert run.adam["blocks.0.up.weight"].steps == 9
+
+
+class Idle(Block):
+    """A block with a parameter of its own that only some steps use, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_and_then = nn.Parameter(torch.ones(DIM))
+        self.never = nn.Parameter(torch.ones(5))
+        self.on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.now_and_then if self.on else super().forward(x)
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_a_parameter_without_a_gradient_in_a_block_that_has_some(system: str) -> None:
+    """Its slot goes to the host with the block's gradients: it has its parameters again when the step is over, also where it
+    is a page of its own, so that its states can move to the device afterwards."""
+    runs = []
+    for chosen, memory in ((RESIDENT, AMPLE), (MANAGED[system], TIGHT + 70_000), (MANAGED[system], AMPLE)):
+        torch.manual_seed(0)
+        model = Stack(Idle)
+        engine = start(chosen, model, settings(clip=0.5, device_memory=memory))
+        losses = []
+        for number, batch in enumerate(tokens(5, 1)):
+            for block in model.blocks:
+                block.on = number not in (0, 2)
+            losses.append(one_step(engine, batch, squared_error))
+            engine.drain()
+            if chosen is not RESIDENT:
+                assert not any(s.slot_holds_gradient for s in parts_of(engine).store.segments)
+        runs.append(finished(engine, losses))
+    for run in runs[1:]:
+        assert_equal(runs[0], run)
 
 
 def test_an_unused_module_in_a_language_model() -> None:

@@ -13,13 +13,15 @@ The paper's words and where they are here
 | Algorithm 1, S, wait_stack, get_available_memory | `scheduling.py`; Plan.operations; the room that `placement.py` leaves |
 | move_to_gpu, all_gather | OpKind.FETCH |
 | optimizer states cached on the GPU, updates moved there (4.2) | `placement.py`, `planning.optimizer_cache`; option cache |
+| SSD storage (4.2, 4.3) | Layout.on_disk, `planning.disk`, `planning.overflow` |
 | buffered 16-bit parameters and gradients, p'16 and g'16 (4.3) | the host slot of a segment, which has them in turn |
 | allocator, executor, communicator (section 5) | the substrate's pools and lanes |
 
 Where this departs from the paper, and why
 
-* A layer's pages come and go together. What the paper moves page by page is a few copies here: pages that follow each other go
-  as one, so that they cost no more than chunks. A schedule by layers has as many triggers as there are layers.
+* A layer's pages come and go together. What the paper moves and updates page by page is one copy and one update here, where
+  pages follow each other; only pages whose states are on the disk are updated one by one. A schedule by layers has as many
+  triggers as there are layers.
 * A page is as long as what is in it, if that is less than a page: the pool takes blocks of any size. `utilization` and
   `wasted_bytes` count whole pages, as the paper's allocator has them.
 * The paper's loop goes over the layers once. Here it goes over forward and backward, where a layer is used twice and its pages
@@ -30,10 +32,12 @@ Where this departs from the paper, and why
 * Pages of parameters that the device updates never leave it. The cache for optimizer states takes what no parameter needs
   (option cache=auto), because the paper has it "after previous assignments", or as many bytes as are given.
 * A layer's gradients have memory of their own on the device until its backward ends, and then lie in the host's pages of their
-  parameters: 14 bytes a parameter on the host, where the paper has 16 with both buffers.
+  parameters: 14 bytes a parameter on the host (4 more with several micro-batches, for their sum), where the paper has 16 with
+  both buffers.
 * What a layer has frozen, and parameters that several layers use, are layers of their own.
-* SSD storage and lock-free updating (Algorithm 2) are not built yet: optimizer states are on the host or on the device, and a
-  step's updates are done before their parameters are used again.
+* The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first, not all of them. It
+  serves every strategy, so it is the substrate's.
+* Lock-free updating (Algorithm 2) is not built yet: a step's updates are done before their parameters are used again.
 """
 
 from systems.strategies.angel_ptm.strategy import AngelPTM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from systems.sizes import Size
 
@@ -13,7 +13,12 @@ _SIZE: TypeAdapter[int] = TypeAdapter(Size)
 
 
 def _cache(given: Any) -> int | Literal["auto"]:
-    return "auto" if given == "auto" else _SIZE.validate_python(given)
+    if given == "auto":
+        return "auto"
+    try:
+        return _SIZE.validate_python(given)
+    except ValidationError:
+        raise ValueError(f"{given!r} is neither a size (40GiB, 64MiB or plain bytes) nor auto") from None
 
 
 class AngelPTMOptions(BaseModel):
