@@ -56,7 +56,7 @@ class Work(Enum):
     ACCUMULATE = "accumulate"  # gradient into the fp32 accumulator; restores the host slot from the master
     NORM = "norm"  # the one host wait of a step
     UPDATE = "update"  # Adam on a bundle, or on one segment of it whose state is on the disk
-    READ_STATE, WRITE_STATE = "read-state", "write-state"  # a segment's master and moments, from the disk to its buffer, and back
+    READ_STATE, WRITE_STATE = "read-state", "write-state"  # a segment's master and moments between the disk and its buffer
 
     OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it (plans that say whose)
     FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins

@@ -10,9 +10,9 @@ Note [The host]
 
 Note [Bounds]
     No order of work can beat these. compute: what the compute lane does. host-dram: what CPU Adam and copies take of it;
-    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together. link: collectives. issue: unit
-    events on the host. norm: updates that wait for the norm lie between one backward and the next forward's end, so a step is
-    at least the backward and all host updates.
+    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together. disk: reads, or writes. link:
+    collectives. issue: unit events on the host. norm: updates that wait for the norm lie between one backward and the next
+    forward's end, so a step is at least the backward and all host updates.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ Where this departs from the paper, and why
   parameters: 14 bytes a parameter on the host (4 more with several micro-batches, for their sum), where the paper has 16 with
   both buffers.
 * What a layer has frozen, and parameters that several layers use, are layers of their own.
-* The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first, not all of them. It
-  serves every strategy, so it is the substrate's.
+* The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first, not all of
+  them. It serves every strategy, so it is the substrate's.
 * Lock-free updating (Algorithm 2) is not built yet: a step's updates are done before their parameters are used again.
 """
 
