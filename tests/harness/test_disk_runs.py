@@ -48,7 +48,7 @@ def test_a_plan_foresees_what_the_disk_holds_and_its_bound(capsys: pytest.Captur
     ("arguments", "said"),
     [
         (("run", "--system", "elixir", "--disk-memory", "1GiB"), "needs a folder: name it with --disk"),
-        (("plan", "--system", "elixir", "--disk", "x", "--hardware", "h3t-a100-40g-x8"), "the profile h3t-a100-40g-x8 has no disk"),
+        (("plan", "--system", "elixir", "--disk", "x", "--hardware", "h3t-a100-40g-x8"), "profile h3t-a100-40g-x8 has no disk"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
