@@ -271,7 +271,11 @@ class _Step:
         ticket = len(self.operations)
         bundle = -1 if kind is Work.COMPUTE else i
         self.names[ticket] = (name, 0 if name == "edge" else i + 1)
-        self.operations.append(ScheduledOperation(ticket, self.segment, kind, lane, bundle, size, 0, seconds, reads, writes))
+        self.operations.append(
+            ScheduledOperation(
+                ticket, self.segment, kind, lane, bundle, bytes=size, seconds=seconds, reads=reads, writes=writes
+            )
+        )
         return ticket
 
     def _account(self, name: str, i: int, ticket: int) -> None:
