@@ -20,7 +20,6 @@ from systems.messages import unknown_name
 from systems.registry import split_assignments
 
 FITS = ("ok", "diverged")  # a loss that is not finite took as much memory
-DOES_NOT_FIT = ("oom", "refused", "timeout")
 LAYERS = "num_layers"
 Launch = Callable[[RunSpec], Record | None]
 
@@ -91,9 +90,11 @@ class Trial(BaseModel):
 
 
 class Found(BaseModel):
-    """searched: what was counted. largest: that fits; smallest_too_large: the next one; None where there is none.
+    """searched: what was counted. largest: that fits; smallest_too_large: the next one, or, of a search that was ended, the
+    smallest that was tried and does not; None where there is none.
 
-    bounded_by: the memory that the next one lacks, timeout, or most and family where none larger was to be tried.
+    bounded_by: the memory that the next one lacks, timeout, or most and family where none larger was to be tried; None if the
+    search was ended.
     failed: a try that ended in another way, and with it the search.
     """
 
@@ -150,7 +151,7 @@ def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console) -> Fou
         if record is None:
             raise _EndedError
         trial = trials[number] = _trial(number, record)
-        if record.status not in FITS + DOES_NOT_FIT:
+        if not _decides(trial):
             failed.append(trial)
             raise _EndedError
         return record.status in FITS
@@ -167,13 +168,14 @@ def _found(
     spec: ScaleSpec | BatchSpec, candidates: Candidates, trials: dict[int, Trial], failed: Trial | None, *, ended: bool
 ) -> Found:
     fitting = [t for t in trials.values() if t.status in FITS]
-    others = [t for t in trials.values() if t.status in DOES_NOT_FIT]
+    others = [t for t in trials.values() if _decides(t) and t.status not in FITS]
     best = max(fitting, key=lambda t: t.number, default=None)
     lowest = min(others, key=lambda t: t.number, default=None)
-    bounded_by = None
-    if lowest is not None:
+    if ended:  # what did not fit need not be the next one
+        bounded_by = None
+    elif lowest is not None:
         bounded_by = "timeout" if lowest.status == "timeout" else lowest.tier
-    elif best is not None and not ended:
+    else:
         bounded_by = "family" if candidates.searched == "sizes" else "most"
     return Found(
         spec=spec.model_dump(mode="json"),
@@ -184,6 +186,11 @@ def _found(
         failed=failed,
         trials=list(trials.values()),
     )
+
+
+def _decides(trial: Trial) -> bool:
+    """It fits, or lacks memory or time. A refusal for another reason would be one at every size."""
+    return trial.status in (*FITS, "timeout") or (trial.status in ("oom", "refused") and trial.tier is not None)
 
 
 def _candidates(spec: ScaleSpec | BatchSpec) -> Candidates:
@@ -255,7 +262,9 @@ def _sentence(found: Found) -> str:
         return f"the search ended: {found.failed.status}: {found.failed.message}"
     if found.largest is None:
         too_large = found.smallest_too_large
-        return f"nothing fits: {too_large.message}" if too_large else "nothing was tried"
+        if found.bounded_by is None or too_large is None:
+            return "nothing was seen to train; the search was ended"
+        return f"nothing fits: {too_large.message}"
     best = found.largest.model
     if found.searched != "sizes":
         best += f" with {found.largest.number} {found.searched}"

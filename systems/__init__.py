@@ -53,6 +53,8 @@ def initialize(
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"options is {type(options).__name__}: give a dict, such as {{'prefetch': 4}}")
     chosen = get(system)
+    if disk is not None and not getattr(chosen, "uses_disk", False):
+        raise ValueError(f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies")
     settings = Settings(
         device=device,
         device_memory=size(device_memory),

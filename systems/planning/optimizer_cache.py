@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from systems.planning.demand import Demand, Profile, Residence, Span, in_order_of_use, non_model_bounds, pool_with
+from systems.planning.demand import (
+    Demand,
+    Profile,
+    Residence,
+    Span,
+    gradient_profile,
+    held_profile,
+    in_order_of_use,
+    non_model_bounds,
+    pool_profile,
+    pool_with,
+)
 from systems.planning.trace import Trace
 
 Changes = list[tuple[Span, int]]
@@ -37,6 +48,17 @@ class OptimizerCache:
     pool: Sequence[int]
     stay: Callable[[int], Stay]
     spare: int | None = None
+
+    @classmethod
+    def beside_parameters(
+        cls, trace: Trace, demand: Demand, base: Residence, residence: Callable[[frozenset[int]], Residence]
+    ) -> OptimizerCache:
+        """In what is left if all parameters stay, each until its gradient leaves for the host: none is evicted for a state."""
+        parameters, gradients = _parameters_profile(demand, base), gradient_profile(demand, base)
+        states = sum(map(base.state_bytes, base.on_device))
+        need = [states + sum(pair) for pair in zip(parameters, gradients, strict=True)]
+        pool = [sum(pair) for pair in zip(held_profile(demand, base), pool_profile(demand, base), strict=True)]
+        return cls(trace, demand, base, residence, need, pool, stay=lambda b: _beside_all_parameters(b, demand, base))
 
     def choose(self) -> frozenset[int]:
         """Bundles beside the base's: first units first, as far as budgets allow.
@@ -85,14 +107,14 @@ def within_working_set(bundle: int, demand: Demand, residence: Residence, *, cos
     return Stay(size, [(span, -size) for span in demand.hold_spans.get(bundle, ())], cost)
 
 
-def beside_all_parameters(bundle: int, demand: Demand, residence: Residence) -> Stay:
-    """Where the need counts all parameters (`parameters_profile`): this one no longer leaves with its gradient."""
+def _beside_all_parameters(bundle: int, demand: Demand, residence: Residence) -> Stay:
+    """Where the need counts all parameters (`_parameters_profile`): this one no longer leaves with its gradient."""
     size, last = residence.layout.bundle_bytes(bundle), len(demand) - 1
     leaves = next((m for m, bundles in enumerate(demand.stale) if bundle in bundles), last)
     return Stay(0, [(span, size) for span in _away(leaves, last)])
 
 
-def parameters_profile(demand: Demand, residence: Residence) -> list[int]:
+def _parameters_profile(demand: Demand, residence: Residence) -> list[int]:
     """Bytes per moment of all parameters, had each a place until its gradient leaves for the host, if it does."""
     last, layout = len(demand) - 1, residence.layout
     leaves = {b: moment for moment, bundles in enumerate(demand.stale) for b in bundles}

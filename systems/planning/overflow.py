@@ -118,14 +118,13 @@ def _refusal(layout: Layout, context: PlanningContext, *, missing: bool) -> Budg
     """layout: with nothing kept on the device for it."""
     need = HostNeed.of(layout, context)
     total, have = need.total, context.host_budget
-    advice = "raise --host-memory"
-    if context.disk_budget:
-        advice += f" or --disk-memory (there is {format_size(context.disk_budget)}, {format_size(disk_bytes(layout))} is taken)"
     if missing:
-        why = f"parameters have a place there whatever the device holds: {advice}"
+        why = "parameters have a place there whatever device and disk hold: raise --host-memory"
     else:
-        why = f"the device has no room for the difference: {advice} or --device-memory"
-        if not context.disk_budget:
+        why = "the device has no room for the difference: raise --host-memory or --device-memory"
+        if context.disk_budget:
+            why += f" or --disk-memory ({format_size(disk_bytes(layout))} of {format_size(context.disk_budget)} are taken)"
+        else:
             why += ", give a disk with --disk"
     return BudgetError(
         f"the model needs {format_need(total, have)} of host memory ({format_size(need.slots)} for parameters, the "

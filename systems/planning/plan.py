@@ -63,8 +63,8 @@ class PlannedOperation:
 
 @dataclass(frozen=True)
 class Plan:
-    """optimizer_tier: per segment, where master, moments and update live. A segment updated on the device stays
-    resident.
+    """optimizer_tier: per segment, where it is updated: on the device, where its master and moments are then too and it stays
+    resident, or on the host, where they are unless they are on the disk (Layout.on_disk).
 
     resident_at_start: bundles on the device at moment 0 of a steady step (and again at its end).
     rematerialise, offload_inputs: units that are recomputed, and units whose inputs wait on the host for their backward, in

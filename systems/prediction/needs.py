@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from systems.planning.disk import buffer_bytes, disk_bytes
+from systems.planning.disk import PARTS, buffer_bytes, disk_bytes
 from systems.planning.layout import Layout
 from systems.planning.schedule import Schedule, Work
 from systems.planning.timeline import MemTimeline
@@ -112,7 +112,7 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies
 def disk_need(layout: Layout, *, ranks_on_node: int, have_bytes: int) -> TierNeed:
     """Of what has its home there."""
     size = disk_bytes(layout) * ranks_on_node
-    return TierNeed(size, have_bytes, _present({"master": size // 3, "moments": size - size // 3}))
+    return TierNeed(size, have_bytes, _present({"master": size // PARTS, "moments": size - size // PARTS}))
 
 
 def _states(size: int, accumulator_itemsize: int) -> dict[str, int]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from systems.substrate.events import EventLog, Extent
 from systems.substrate.host import HostMapping
 from systems.substrate.lanes import Lane
 from systems.substrate.tiers import Account
-from systems.substrate.transfers import Memory
+from systems.substrate.transfers import Memory, Transfers
 
 ROLES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -40,6 +41,11 @@ class DiskPlace:
     numel: int
     buffer: int
     memory: Memory
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all parts, without padding."""
+        return PARTS * 4 * self.numel
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,15 @@ class Buffer:
 class Disk:
     """direct: False where the file system's page cache takes part. Raises BudgetError where folder or host lack the room."""
 
-    def __init__(self, folder: str | os.PathLike[str], layout: Layout, account: Account, host: Account) -> None:
-        self.account, self._layout = account, layout
-        size = disk_bytes(layout) // PARTS
+    def __init__(self, folder: str | os.PathLike[str], layout: Layout, *, budget: int, host: Account, log: EventLog) -> None:
+        self.account, self._layout, self._log = Account(Tier.DISK, budget, log), layout, log
         self.direct = True
         self._files: list[int] = []
         self._buffers: HostMapping | None = None
         self._threads = ThreadPoolExecutor(2 * PARTS, thread_name_prefix="disk")
         try:
-            self._files = [self._open(Path(folder), role, size) for role in ROLES]
-            account.add_pool(PARTS * size, "disk")
+            self._open_files(Path(folder), disk_bytes(layout))
+            self.account.add_pool(disk_bytes(layout), "disk")
             longest = max(map(part_bytes, segments_on_disk(layout)))
             self._buffers = HostMapping("disk-buffers", BUFFERS * PARTS * longest, host, pinned=False)
             self.buffers = [self._buffer(self._buffers, longest, number) for number in range(BUFFERS)]
@@ -74,48 +79,43 @@ class Disk:
             raise
         self.places = self._places()
 
-    def _open(self, folder: Path, role: str, size: int) -> int:
-        if not folder.is_dir():
-            raise BudgetError(
-                f"--disk {folder} is no folder: name one on a disk with {format_size(PARTS * size)} of room",
-                tier="disk",
-                need=PARTS * size,
-                have=0,
-            )
+    def _open_files(self, folder: Path, need: int) -> None:
+        """need: bytes of all. Raises BudgetError (disk)."""
+        have = 0
         try:
-            descriptor, name = tempfile.mkstemp(prefix=f"{role}-", dir=folder)
+            have = shutil.disk_usage(folder).free
+            for role in ROLES:
+                self._open(folder, role, need // PARTS)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                advice = "make room there, name another folder with --disk, or raise --host-memory"
+            elif not self._files:
+                advice = f"no file can be made there ({error.strerror}): name one that can be written to with --disk"
+            else:
+                raise
             raise BudgetError(
-                f"--disk {folder}: no file can be made there ({error.strerror}): name a folder that can be written to",
+                f"the model needs {format_need(need, have)} of disk in {folder} for master weights and moments, "
+                f"{format_size(have)} are free: {advice}",
                 tier="disk",
-                need=PARTS * size,
-                have=0,
+                need=need,
+                have=have,
             ) from None
+
+    def _open(self, folder: Path, role: str, size: int) -> None:
+        """A file of zeros, whose room is taken and whose name is gone."""
+        descriptor, name = tempfile.mkstemp(prefix=f"{role}-", dir=folder)
         os.close(descriptor)
         try:
             try:
-                found = os.open(name, os.O_RDWR | os.O_DIRECT)
+                file = os.open(name, os.O_RDWR | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.direct, found = False, os.open(name, os.O_RDWR)
-            try:
-                os.posix_fallocate(found, 0, max(size, 1))
-            except OSError as error:
-                os.close(found)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                have = max(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize, 0)
-                raise BudgetError(
-                    f"the model needs {format_need(PARTS * size, have)} of disk in {folder} for master weights and moments, "
-                    f"{format_size(have)} are free: make room there, name another folder with --disk, or raise --host-memory",
-                    tier="disk",
-                    need=PARTS * size,
-                    have=have,
-                ) from None
+                self.direct, file = False, os.open(name, os.O_RDWR)
         finally:
             os.unlink(name)
-        return found
+        self._files.append(file)
+        os.posix_fallocate(file, 0, size)
 
     def _buffer(self, mapping: HostMapping, longest: int, number: int) -> Buffer:
         taken = [mapping.take(torch.float32, longest // 4) for _ in ROLES]
@@ -131,20 +131,29 @@ class Disk:
             offset += size
         return found
 
-    def read(self, place: DiskPlace) -> None:
-        """All three parts into the segment's buffer, at once. For a lane."""
-        self._move(os.preadv, place)
+    def read(self, place: DiskPlace, transfers: Transfers, label: str) -> Buffer:
+        """Issue: all three parts into the segment's buffer. Who then uses that names its memory."""
+        buffer = self.buffers[place.buffer]
+        self._log.count("disk_read_bytes", place.payload_bytes)
+        work = lambda: self._move(os.preadv, place)  # noqa: E731
+        transfers.issue(LaneKind.DISK_READ, work, reads=[place.memory], writes=[buffer.memory], label=f"read {label}")
+        return buffer
 
-    def write(self, place: DiskPlace) -> None:
-        """All three parts from the segment's buffer. For a lane."""
-        self._move(os.pwritev, place)
+    def write(self, place: DiskPlace, transfers: Transfers, label: str) -> None:
+        """Issue: all three parts from the segment's buffer to their files."""
+        memory = self.buffers[place.buffer].memory
+        self._log.count("disk_write_bytes", place.payload_bytes)
+        work = lambda: self._move(os.pwritev, place)  # noqa: E731
+        transfers.issue(LaneKind.DISK_WRITE, work, reads=[memory], writes=[place.memory], label=f"write {label}")
 
     def _move(self, move: Callable[..., int], place: DiskPlace) -> None:
+        """The three files at once; an error is raised when none of them is being read or written any more."""
         parts = self.buffers[place.buffer].parts
         jobs = [
             self._threads.submit(_all_of, move, file, _bytes(part)[: place.nbytes], place.offset)
             for file, part in zip(self._files, parts, strict=True)
         ]
+        wait(jobs)
         for job in jobs:
             job.result()
 
@@ -174,10 +183,6 @@ class Disk:
         if self._files:
             self.account.add_pool(-self.account.pool, "disk")
         self._files = []
-
-
-def disk_account(budget: int, log: EventLog) -> Account:
-    return Account(Tier.DISK, budget, log)
 
 
 def disk_lanes(jitter: Callable[[], None] | None) -> dict[LaneKind, Lane]:

@@ -22,7 +22,7 @@ from systems.substrate.activations import recomputation_in_words, recomputed_uni
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
-from systems.substrate.disk import Disk, disk_account, disk_lanes
+from systems.substrate.disk import Disk, disk_lanes
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
@@ -112,7 +112,7 @@ class ManagedEngine(Engine):
         host = host_account(host_budget, self.log)
         if layout.on_disk:
             assert settings.disk is not None
-            self._disk = Disk(settings.disk, layout, disk_account(disk_budget, self.log), host)
+            self._disk = Disk(settings.disk, layout, budget=disk_budget, host=host, log=self.log)
             files.callback(self._disk.close)
             device.lanes.update(disk_lanes(device.jitter))
         control = StepControl(settings, found.index, found.parameters)

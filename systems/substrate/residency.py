@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.planning.layout import Bundle, Layout
 from systems.planning.plan import LaneKind
@@ -140,7 +141,10 @@ class Residency:
 
     def _master(self, run: Run) -> torch.Tensor:
         """From the disk as a copy, which waits for what is on its way there."""
-        return run.master if run.state else torch.cat([self.store.part(each, "master") for each in run.stored])
+        if run.state:
+            return run.master
+        with _disable_current_modes():  # the emulated device would count it as an activation
+            return torch.cat([self.store.part(each, "master") for each in run.stored])
 
     def hold(self, indices: Sequence[int], key: object) -> None:
         """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""

@@ -1,4 +1,4 @@
-"""Where every segment lives at rest: its slot on the host, and master weights and moments on the optimizer's tier.
+"""Where every segment lives at rest: its slot on the host, and master weights and moments on host, disk or device.
 
 Note [The slot]
     Each segment has one host slot in the compute dtype. It holds the parameters; from the flush of a step's gradient to the
@@ -278,18 +278,20 @@ class Store:
         new = self._on_device(stored.segment, 3 if old.accumulator is None else 4)
         if new is None:
             return False
-        sources = old.tensors()
-        if isinstance(old, DiskState):
-            sources = [*(self.part(stored, part) for part in STATE_PARTS[:3]), *sources]
+        sources, memories = old.tensors(), [old.memory]
+        label = f"state of segment {index}"
 
         def copy(targets: Sequence[torch.Tensor] = new.tensors()) -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("h2d_bytes", sum(tensor.nbytes for tensor in new.tensors()))
-        label = f"state of segment {index}"
         try:
-            self.device.transfers.issue(LaneKind.H2D, copy, reads=[old.memory], writes=[new.memory], label=label).wait()
+            if isinstance(old, DiskState):
+                assert self.disk is not None
+                buffer = self.disk.read(old.place, self.device.transfers, label)
+                sources, memories = [*buffer.views(old.place), *sources], [old.memory, buffer.memory]
+            self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[new.memory], label=label).wait()
         except BaseException:
             assert new.allocation is not None
             self.device.pool.free(new.allocation, label)
@@ -320,24 +322,23 @@ class Store:
         assert isinstance(old, OptimizerState) and new is not None and old.allocation is not None
         for name, tensor in _on_host(new):
             self._mappings[name].reclaim(tensor)
-        targets = new.tensors()
+        targets, memories, label = new.tensors(), [new.memory], f"state of segment {index}"
         if isinstance(new, DiskState):
-            targets = [*(torch.empty(new.place.numel) for _ in STATE_PARTS[:3]), *targets]
+            assert self.disk is not None
+            buffer = self.disk.buffers[new.place.buffer]
+            targets, memories = [*buffer.views(new.place), *targets], [new.memory, buffer.memory]
 
         def copy() -> None:
             for target, source in zip(targets, old.tensors(), strict=True):
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("d2h_bytes", old.allocation.nbytes)
-        self.device.transfers.issue(
-            LaneKind.D2H, copy, reads=[old.memory], writes=[new.memory], label=f"state of segment {index} to host"
-        ).wait()
-        self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
-        stored.state = new
+        self.device.transfers.issue(LaneKind.D2H, copy, reads=[old.memory], writes=memories, label=f"{label} to host").wait()
         if isinstance(new, DiskState):
-            for part, values in zip(STATE_PARTS, targets, strict=False):
-                if part != "accumulator":
-                    self.overwrite_part(stored, part, values)
+            assert self.disk is not None
+            self.disk.write(new.place, self.device.transfers, label)
+        self.device.pool.free(old.allocation, f"optimizer {label}")
+        stored.state = new
         self._count_on_device(index, -1)
         self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from systems.planning.disk import PARTS
 from systems.planning.layout import Bundle, Layout, Placement
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamRange, AdamTask
@@ -158,25 +157,24 @@ class Updates:
     def _through_buffer(
         self, bundle: int, stored: StoredSegment, state: DiskState, wanted: frozenset[int], factor: float
     ) -> None:
-        disk, place, segment = self.store.disk, state.place, stored.segment
+        disk, place, segment, transfers = self.store.disk, state.place, stored.segment, self.device.transfers
         assert disk is not None
-        buffer, issue, nbytes = disk.buffers[place.buffer], self.device.transfers.issue, 4 * PARTS * place.numel
         ranges = [self._range(p) for p in segment.placements if p.parameter in wanted]
+        label = f"state of segment {segment.index}"
+        buffer = disk.read(place, transfers, label)
 
         def work() -> None:
             self._adam(buffer.views(place), state.accumulator, stored.slot, ranges, segment.placements, wanted, factor)
 
-        self.device.log.count("disk_read_bytes", nbytes)
-        label = f"state of segment {segment.index}"
-        reads, writes = [state.memory], [buffer.memory]
-        issue(LaneKind.DISK_READ, lambda: disk.read(place), reads=reads, writes=writes, label=f"read {label}")
         changed = [buffer.memory, stored.slot_memory, *([state.memory] if state.accumulator is not None else [])]
         update, priority = f"update bundle {bundle}, segment {segment.index}", self._priority[bundle]
         try:
-            issue(LaneKind.CPU, work, writes=changed, label=update, priority=priority)
-        finally:  # even if Ctrl-C comes between the two: then what was updated is written, or what was read
-            self.device.log.count("disk_write_bytes", nbytes)
-            issue(LaneKind.DISK_WRITE, lambda: disk.write(place), reads=writes, writes=reads, label=f"write {label}")
+            transfers.issue(LaneKind.CPU, work, writes=changed, label=update, priority=priority)
+        except BaseException:  # Ctrl-C, which may have come before the update left its ticket: the write must not overtake it
+            self.device.lanes[LaneKind.CPU].rest()
+            raise
+        finally:  # what was updated is written in any case, or what was read
+            disk.write(place, transfers, label)
         stored.slot_holds_gradient = False
 
     def _adam(

@@ -50,7 +50,9 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
             if ends_after == len(tried):
                 stop.number = 2
             found = status(spec)
-            reason = {} if found == "ok" else {"reason": {"message": f"it is {found}", "tier": "host"}}
+            tier = "host" if found in ("oom", "refused") else None
+            reason = {} if found == "ok" else {"reason": {"message": f"it is {found}", "tier": tier}}
+            found = found.removeprefix("unsupported, ")
             return like_run(run_id=f"run-{len(tried):02}", spec=spec, status=found, **reason)
 
         monkeypatch.setattr(cli, "launch", launch)
@@ -110,16 +112,30 @@ def test_where_nothing_fits_the_exit_code_says_so(searched: Callable[..., Any]) 
     assert len(tried) < 6
 
 
-@pytest.mark.parametrize("status", ["failed", "unavailable"])
+@pytest.mark.parametrize("status", ["failed", "unavailable", "unsupported, refused"])
 def test_what_is_not_a_matter_of_memory_ends_the_search(searched: Callable[..., Any], status: str) -> None:
     code, found, tried = searched(lambda spec: "ok" if (spec.batch_size or 0) < 4 else status, *BATCH)
     assert (code, [spec.batch_size for spec in tried]) == (1, [1, 2, 4])
-    assert (found["largest"]["number"], found["bounded_by"], found["failed"]["status"]) == (2, None, status)
+    assert (found["largest"]["number"], found["bounded_by"]) == (2, None)
+    assert found["failed"]["status"] == status.removeprefix("unsupported, ")
 
 
 def test_a_signal_ends_the_search_and_what_was_found_is_told(searched: Callable[..., Any]) -> None:
     code, found, tried = searched(lambda spec: "ok", *BATCH, ends_after=3)
     assert (code, len(tried), found["largest"]["number"], found["bounded_by"]) == (1, 3, 2, None)
+
+
+@pytest.mark.parametrize(("limit", "ends_after", "said"), [(4, 5, "largest seen to train"), (0, 2, "nothing was seen")])
+def test_an_ended_search_does_not_say_what_bounds_it(
+    searched: Callable[..., Any], limit: int, ends_after: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what did not fit it cannot say that it is the next size, nor that nothing smaller fits."""
+    given = BATCH if limit else LAYERS
+    size = (lambda spec: spec.batch_size) if limit else layers
+    code, found, _ = searched(lambda spec: "ok" if size(spec) <= limit else "oom", *given, ends_after=ends_after)
+    assert (code, found["bounded_by"]) == (1, None)
+    assert found["smallest_too_large"] is not None
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -149,10 +165,7 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str, capsys: py
 def test_the_flags_are_run_s_and_two_more() -> None:
     assert set(ScaleSpec.model_fields) - set(RunSpec.model_fields) == {"family", "most"}
     assert set(BatchSpec.model_fields) - set(RunSpec.model_fields) == {"most"}
-    assert (ScaleSpec(system="x", model="y").one_run(), RunSpec(system="x", model="y", steps=3)) == (
-        RunSpec(system="x", model="y", steps=3),
-        RunSpec(system="x", model="y", steps=3),
-    )
+    assert ScaleSpec(system="x", model="y").one_run() == RunSpec(system="x", model="y", steps=3)
 
 
 def test_the_largest_batch_of_a_strategy_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,23 @@ from systems.planning.timeline import timeline
 from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate import disk as disk_module
 from systems.substrate.events import issued_operations
+from systems.substrate.store import STATE_PARTS
 from systems.system import Settings
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import CASES
 from tests.systems.models_plain import build as plain
+from tests.systems.models_small import build as small
 from tests.systems.models_small import next_token_loss, tokens
 from tests.systems.running import (
     RANDOM,
     RESIDENT,
+    adam_states,
     angel_ptm,
     assert_equal,
     elixir,
     finished,
     one_step,
+    parameters_of,
     parts_of,
     settings,
     start,
@@ -104,12 +109,55 @@ def test_no_bit_changes_and_budgets_hold(setup: Setup, system: str, level: str, 
 
 
 def test_what_is_updated_on_the_device_leaves_the_disk_alone(tmp_path: Path) -> None:
-    """With all the device's memory the plan has every state there, whatever its home; a tight step then sends them home."""
+    """With all the device's memory the plan has every state there, whatever its home."""
     engine = with_disk(SETUPS[0], "angel-ptm", "above", tmp_path, device_memory=1 << 30)
     run = train(engine, tokens(3, 1))
     assert_equal(reference(SETUPS[0]), run)
     assert run.per_step[-1]["disk_read_bytes"] == run.per_step[-1]["disk_write_bytes"] == 0
     assert run.per_step[0]["disk_read_bytes"] > 0
+
+
+def test_a_larger_step_sends_states_home_in_its_middle(tmp_path: Path) -> None:
+    """None of it is counted as an activation, which there is no room for."""
+    lengths, given = (8, 8, 128, 8), {"clip": 0.5, "device_memory": 4_500_000}
+    runs = []
+    for chosen, more in ((RESIDENT, {"device_memory": 1 << 30}), (angel_ptm(), {"host_memory": 3_000_000, "disk": tmp_path})):
+        engine = start(chosen, small("opt", positions=158), settings(**(given | more)))
+        runs.append(finished(engine, [one_step(engine, tokens(1, 1, 1, length, seed=length)[0]) for length in lengths]))
+    assert runs[1].counters.get("demotions"), "void: nothing was sent home"
+    assert runs[1].counters["disk_write_bytes"] > 0, "void: nothing is on the disk"
+    assert_equal(*runs)
+
+
+def test_a_bundle_is_fetched_from_masters_on_the_disk(tmp_path: Path) -> None:
+    """Where its slots hold a gradient; what is read for that is on the host, not an activation."""
+    engine = with_disk(SETUPS[2], "angel-ptm", "tight", tmp_path)
+    parts = parts_of(engine)
+    store, residency, account = parts.store, parts.residency, parts.device.account
+    index = max(parts.layout.on_disk)
+    residency.drop(index)
+    mine = [store.segments[s] for s in parts.layout.bundles[index].segments]
+    for each in mine:
+        each.slot_holds_gradient = True
+        each.slot.fill_(torch.nan)
+    with parts.device.metered():
+        account.start_interval()
+        before = account.other
+        residency.fetch(index)
+        assert account.start_interval() == before
+    engine.drain()
+    for each, piece in zip(mine, store.pieces(index, residency.bundles[index].block), strict=True):
+        assert torch.equal(piece, store.part(each, "master").to(store.dtype))
+    engine.close()
+
+
+def test_a_phased_step_tells_the_disk_s_time(tmp_path: Path) -> None:
+    engine, ids = with_disk(SETUPS[0], "angel-ptm", "tight", tmp_path), tokens(3, 1)
+    for batch in ids[:2]:
+        one_step(engine, batch)
+    seconds = engine.phases_s(lambda: one_step(engine, ids[2]))
+    assert seconds["disk_read"] > 0 and seconds["disk_write"] > 0
+    engine.close()
 
 
 @pytest.mark.parametrize("model", ["called-twice", "late-leaf", "rounds", "silent", "unused-output"])
@@ -206,6 +254,67 @@ def test_a_disk_that_fails_is_told_and_the_engine_closes(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("issued", [False, True], ids=["before it is issued", "before it left its ticket"])
+@pytest.mark.parametrize("label", ["read state", "update bundle", "write state"])
+def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tmp_path: Path) -> None:
+    """Every segment is as before the step or as after it, on the disk as in its slot, and no further step is run."""
+    engine, ids = with_disk(SETUPS[0], "elixir", "half", tmp_path), tokens(3, 1)
+    whole = start(RESIDENT, SETUPS[0].build(), settings())
+    expected: list[list[dict[str, torch.Tensor]]] = []  # after each step master and both moments, by name
+    for batch in ids[:2]:
+        one_step(whole, batch)
+        moments = adam_states(whole)
+        masters = {name: value.reshape(-1) for name, value in parameters_of(whole).items()}
+        first, second = ({name: getattr(mine, role) for name, mine in moments.items()} for role in STATE_PARTS[1:3])
+        expected.append([masters, first, second])
+    whole.close()
+    one_step(engine, ids[0])
+    parts = parts_of(engine)
+    transfers, kernel = parts.device.transfers, parts.device.host_kernel
+    issue, leave, update, seen = transfers.issue, transfers._leave, kernel.update, list[str]()
+
+    def slow(**given: Any) -> None:
+        """So that a write that does not wait for it would write a mixture."""
+        given["master"].neg_()
+        time.sleep(0.01)
+        given["master"].neg_()
+        update(**given)
+
+    def interrupt(found: str) -> None:
+        seen.append(found)
+        if sum(each.startswith(label) for each in seen) == 3 and found.startswith(label):
+            raise KeyboardInterrupt
+
+    def issued_only(lane: Any, work: Any, **more: Any) -> Any:
+        if not issued:
+            interrupt(more["label"])
+        return issue(lane, work, **more)
+
+    def left_only(ticket: Any, lane: Any, found: str, *more: Any) -> None:
+        if issued:
+            interrupt(found)
+        leave(ticket, lane, found, *more)
+
+    kernel.update, transfers.issue, transfers._leave = slow, issued_only, left_only
+    with pytest.raises(KeyboardInterrupt):
+        one_step(engine, ids[1])
+    kernel.update, transfers.issue, transfers._leave = update, issue, leave
+    engine.drain()
+    check_segments(parts)
+    names = [described.name for described in engine.index.parameters]
+    for stored in parts.store.segments:
+        mine = [parts.store.part(stored, part) for part in STATE_PARTS[:3]]
+        places = stored.segment.placements
+        alike = [
+            all(torch.equal(mine[i][p.here], want[i][names[p.parameter]][p.piece]) for i in range(PARTS) for p in places)
+            for want in expected
+        ]
+        assert any(alike), f"segment {stored.segment.index} is a mixture"
+    with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+        one_step(engine, ids[2])
+    engine.close()
+
+
 def test_reads_and_writes_may_be_taken_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_parts(move: Callable[..., int]) -> Callable[..., int]:
         return lambda file, data, offset: move(file, [data[0][:4096]], offset)
@@ -237,9 +346,13 @@ def test_a_folder_that_will_not_do_is_refused(case: str, tmp_path: Path, monkeyp
     elif case != "nothing there":
         folder.mkdir()
     if case == "full":
+        plain_call, calls = os.posix_fallocate, list[int]()
 
-        def fallocate(*_: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        def fallocate(file: int, *given: int) -> None:
+            calls.append(file)
+            if len(calls) == PARTS:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            plain_call(file, *given)
 
         monkeypatch.setattr(disk_module.os, "posix_fallocate", fallocate)
         said = "are free: make room there"
@@ -250,8 +363,10 @@ def test_a_folder_that_will_not_do_is_refused(case: str, tmp_path: Path, monkeyp
 
         monkeypatch.setattr(disk_module.tempfile, "mkstemp", mkstemp)
         said = "can be written to"
+    host_memory, opened = short_of_host(SETUPS[0], "angel-ptm", "tight"), os.listdir("/proc/self/fd")
     with pytest.raises(BudgetError, match=said) as refused:
-        with_disk(SETUPS[0], "angel-ptm", "tight", folder)
+        with_disk(SETUPS[0], "angel-ptm", "tight", folder, host_memory=host_memory)
+    assert os.listdir("/proc/self/fd") == opened
     assert refused.value.tier == "disk"
     assert case in ("nothing there", "a file") or os.listdir(folder) == []
 

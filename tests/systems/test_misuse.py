@@ -356,6 +356,7 @@ def test_the_public_function_says_what_is_wrong_in_one_line() -> None:
         ({"system": "elxir"}, ValueError, "did you mean elixir"),
         ({"options": {"prefech": 3}}, ValueError, "prefech"),
         ({"options": {"prefetch": -1}}, ValueError, "prefetch"),
+        ({"system": "resident", "disk": "."}, ValueError, "disk: resident keeps no states on a disk"),
         ({"device_memory": "8 apples"}, ValueError, "8 apples"),
         ({"device_memory": "4KiB"}, BudgetError, "--device-memory"),
         ({"recompute": (7,)}, ValueError, "there is no block 7: the model has blocks 0 to 3"),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from systems.planning.demand import (
     Demand,
     Residence,
-    gradient_profile,
     held_profile,
     minimum_need,
     non_model_profile,
@@ -16,12 +15,7 @@ from systems.planning.demand import (
     unmovable,
 )
 from systems.planning.layout import Layout
-from systems.planning.optimizer_cache import (
-    OptimizerCache,
-    beside_all_parameters,
-    parameters_profile,
-    within_working_set,
-)
+from systems.planning.optimizer_cache import OptimizerCache, within_working_set
 from systems.planning.plan import UpdateRule
 from systems.planning.refusal import UnitName, check_need
 from systems.planning.strategy import PlanningContext
@@ -77,16 +71,17 @@ class Placer:
         """Layers whose optimizer states the device caches: in what no parameter needs in its life-time; as many bytes as were
         asked for, beside no more than what is computed with, if a number was given.
         """
+        if self.cache is None:
+            return OptimizerCache.beside_parameters(self.trace, self.demand, base, self._residence).choose()
         held, pool = held_profile(self.demand, base), pool_profile(self.demand, base)
         working = [sum(pair) for pair in zip(held, pool, strict=True)]
-        if self.cache is None:
-            parameters, gradients = parameters_profile(self.demand, base), gradient_profile(self.demand, base)
-            states = sum(map(base.state_bytes, base.on_device))
-            need = [states + sum(pair) for pair in zip(parameters, gradients, strict=True)]
-            stay = lambda b: beside_all_parameters(b, self.demand, base)  # noqa: E731
-        else:
-            need = working
-            stay = lambda b: within_working_set(b, self.demand, base, cost=base.optimizer_bytes(b))  # noqa: E731
         return OptimizerCache(
-            self.trace, self.demand, base, self._residence, need, pool=working, stay=stay, spare=self.cache
+            self.trace,
+            self.demand,
+            base,
+            self._residence,
+            need=working,
+            pool=working,
+            stay=lambda b: within_working_set(b, self.demand, base, cost=base.optimizer_bytes(b)),
+            spare=self.cache,
         ).choose()

@@ -8,7 +8,6 @@ from functools import cached_property
 from systems.planning.demand import (
     Demand,
     Residence,
-    gradient_profile,
     held_profile,
     minimum_need,
     non_model_profile,
@@ -18,7 +17,7 @@ from systems.planning.demand import (
     unmovable,
 )
 from systems.planning.layout import Layout
-from systems.planning.optimizer_cache import OptimizerCache, beside_all_parameters, parameters_profile
+from systems.planning.optimizer_cache import OptimizerCache
 from systems.planning.plan import UpdateRule
 from systems.planning.refusal import UnitName, check_need
 from systems.planning.strategy import PlanningContext
@@ -78,14 +77,4 @@ class Placer:
 
     def _optimizers(self, base: Residence) -> frozenset[int]:
         """Optimizer chunks for the margin: as many as fit beside all parameters, so that none is evicted for them."""
-        parameters, gradients = parameters_profile(self.demand, base), gradient_profile(self.demand, base)
-        states = sum(map(base.state_bytes, base.on_device))
-        return OptimizerCache(
-            self.trace,
-            self.demand,
-            base,
-            self._residence,
-            need=[states + sum(pair) for pair in zip(parameters, gradients, strict=True)],
-            pool=[sum(pair) for pair in zip(held_profile(self.demand, base), pool_profile(self.demand, base), strict=True)],
-            stay=lambda b: beside_all_parameters(b, self.demand, base),
-        ).choose()
+        return OptimizerCache.beside_parameters(self.trace, self.demand, base, self._residence).choose()
