@@ -81,6 +81,8 @@ def _disk_memory(spec: PlanSpec, profile: hardware.HardwareProfile) -> int:
 def _plan_one(spec: PlanSpec, question: Question, observations: Observations) -> int:
     system = load(spec.system)
     options = registry.parse_options(system, spec.option)
+    if question.disk_memory and not getattr(system, "uses_disk", False):
+        raise BadInputError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
     console = progress_console()
     try:
         found = forecast(system, options, question, observations)

@@ -21,6 +21,7 @@ from systems.registry import split_assignments
 
 FITS = ("ok", "diverged")  # a loss that is not finite took as much memory
 LAYERS = "num_layers"
+_NO_PLAN = "its last steps had no plan yet, and so say nothing of those to come: raise --steps (h3t: above profile_steps)"
 Launch = Callable[[RunSpec], Record | None]
 
 
@@ -151,8 +152,9 @@ def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console) -> Fou
         if record is None:
             raise _EndedError
         trial = trials[number] = _trial(number, record)
-        if not _decides(trial):
-            failed.append(trial)
+        unplanned = record.status in FITS and record.timed_counters.get("steps_without_plan")
+        if unplanned or not _decides(trial):
+            failed.append(trial.model_copy(update={"message": _NO_PLAN}) if unplanned else trial)
             raise _EndedError
         return record.status in FITS
 

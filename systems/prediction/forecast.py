@@ -169,7 +169,7 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     assert steady is not None, "every policy predicts it"
     peaks = max(steady, planned.warm_up_peak_bytes), planned.warm_up_peak_bytes
     tiers = {"device": device, "host": host}
-    if question.disk_memory:
+    if question.disk_memory and isinstance(system, ManagedSystem):
         on_node = question.ranks_on_node
         tiers["disk"] = disk_need(planned.layout, ranks_on_node=on_node, have_bytes=question.disk_memory)
     return Forecast(system.name, question, tiers, simulation, *peaks, least, why_not)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from systems.errors import BudgetError
-from systems.planning.disk import BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
+from systems.planning.disk import BLOCK, BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
@@ -104,18 +104,17 @@ class Disk:
     def _open(self, folder: Path, role: str, size: int) -> None:
         """A file of zeros, whose room is taken and whose name is gone."""
         descriptor, name = tempfile.mkstemp(prefix=f"{role}-", dir=folder)
-        os.close(descriptor)
+        self._files.append(descriptor)
         try:
-            try:
-                file = os.open(name, os.O_RDWR | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.direct, file = False, os.open(name, os.O_RDWR)
+            os.posix_fallocate(descriptor, 0, size)
+            direct = _open_direct(name)
         finally:
             os.unlink(name)
-        self._files.append(file)
-        os.posix_fallocate(file, 0, size)
+        if direct is None:
+            self.direct = False
+        else:
+            self._files[-1] = direct
+            os.close(descriptor)
 
     def _buffer(self, mapping: HostMapping, longest: int, number: int) -> Buffer:
         taken = [mapping.take(torch.float32, longest // 4) for _ in ROLES]
@@ -187,6 +186,21 @@ class Disk:
 
 def disk_lanes(jitter: Callable[[], None] | None) -> dict[LaneKind, Lane]:
     return {kind: Lane(kind, jitter=jitter) for kind in (LaneKind.DISK_READ, LaneKind.DISK_WRITE)}
+
+
+def _open_direct(name: str) -> int | None:
+    """A file for reading and writing past the page cache, tried with one block; None where the file system cannot do that."""
+    file = None
+    try:
+        file = os.open(name, os.O_RDWR | os.O_DIRECT)
+        os.preadv(file, [_bytes(_aligned(BLOCK))], 0)
+    except OSError as error:
+        if file is not None:
+            os.close(file)
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+    return file
 
 
 def _settle(place: DiskPlace) -> None:

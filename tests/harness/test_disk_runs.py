@@ -48,6 +48,7 @@ def test_a_plan_foresees_what_the_disk_holds_and_its_bound(capsys: pytest.Captur
     ("arguments", "said"),
     [
         (("run", "--system", "elixir", "--disk-memory", "1GiB"), "needs a folder: name it with --disk"),
+        (("plan", "--system", "resident", "--disk", "x", "--hardware", "h100-80g-x1"), "resident keeps no states on a disk"),
         (("plan", "--system", "elixir", "--disk", "x", "--hardware", "h3t-a100-40g-x8"), "profile h3t-a100-40g-x8 has no disk"),
     ],
 )

@@ -44,7 +44,9 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     tried: list[RunSpec] = []
     said: list[str] = []
 
-    def go(status: Status, *arguments: str, ends_after: int | None = None) -> tuple[int, Any, list[RunSpec]]:
+    def go(
+        status: Status, *arguments: str, ends_after: int | None = None, record: dict[str, Any] | None = None
+    ) -> tuple[int, Any, list[RunSpec]]:
         def launch(spec: RunSpec, *, stop: Stop, **_: Any) -> Record:
             tried.append(spec)
             if ends_after == len(tried):
@@ -53,7 +55,7 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
             tier = "host" if found in ("oom", "refused") else None
             reason = {} if found == "ok" else {"reason": {"message": f"it is {found}", "tier": tier}}
             found = found.removeprefix("unsupported, ")
-            return like_run(run_id=f"run-{len(tried):02}", spec=spec, status=found, **reason)
+            return like_run(run_id=f"run-{len(tried):02}", spec=spec, status=found, **reason, **(record or {}))
 
         monkeypatch.setattr(cli, "launch", launch)
         monkeypatch.setattr(cli, "say", said.append)
@@ -118,6 +120,13 @@ def test_what_is_not_a_matter_of_memory_ends_the_search(searched: Callable[..., 
     assert (code, [spec.batch_size for spec in tried]) == (1, [1, 2, 4])
     assert (found["largest"]["number"], found["bounded_by"]) == (2, None)
     assert found["failed"]["status"] == status.removeprefix("unsupported, ")
+
+
+def test_steps_that_had_no_plan_yet_say_nothing(searched: Callable[..., Any]) -> None:
+    counters = {"timed_counters": {"steps_without_plan": 1}}
+    code, found, tried = searched(lambda spec: "ok", *BATCH, record=counters)
+    assert (code, len(tried), found["bounded_by"]) == (1, 1, None)
+    assert "raise --steps" in found["failed"]["message"]
 
 
 def test_a_signal_ends_the_search_and_what_was_found_is_told(searched: Callable[..., Any]) -> None:

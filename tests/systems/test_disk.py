@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -324,15 +325,18 @@ def test_reads_and_writes_may_be_taken_in_parts(tmp_path: Path, monkeypatch: pyt
     assert_equal(reference(SETUPS[0]), train(with_disk(SETUPS[0], "angel-ptm", "tight", tmp_path), tokens(3, 1)))
 
 
-def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_open = os.open
+@pytest.mark.parametrize("refused", ["open", "preadv"])
+def test_a_file_system_without_direct_io(refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some take the flag and then read nothing."""
+    plain_call = getattr(os, refused)
 
-    def refuses(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        if flags & os.O_DIRECT:
+    def refuses(what: Any, flags: Any, *more: Any, **named: Any) -> Any:
+        asked = flags if refused == "open" else fcntl.fcntl(what, fcntl.F_GETFL)
+        if asked & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return plain_open(path, flags, *more, **named)
+        return plain_call(what, flags, *more, **named)
 
-    monkeypatch.setattr(disk_module.os, "open", refuses)
+    monkeypatch.setattr(disk_module.os, refused, refuses)
     engine = with_disk(SETUPS[0], "angel-ptm", "tight", tmp_path)
     assert engine.memory().disk_direct is False
     assert_equal(reference(SETUPS[0]), train(engine, tokens(3, 1)))
