@@ -152,9 +152,11 @@ def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console) -> Fou
         if record is None:
             raise _EndedError
         trial = trials[number] = _trial(number, record)
-        unplanned = record.status in FITS and record.timed_counters.get("steps_without_plan")
-        if unplanned or not _decides(trial):
-            failed.append(trial.model_copy(update={"message": _NO_PLAN}) if unplanned else trial)
+        if record.status in FITS and _still_measures(record):
+            failed.append(trial.model_copy(update={"message": _NO_PLAN}))
+            raise _EndedError
+        if not _decides(trial):
+            failed.append(trial)
             raise _EndedError
         return record.status in FITS
 
@@ -188,6 +190,11 @@ def _found(
         failed=failed,
         trials=list(trials.values()),
     )
+
+
+def _still_measures(record: Record) -> bool:
+    """Its last steps had no plan, and not because none fits the budget."""
+    return bool(record.timed_counters.get("steps_without_plan")) and not record.counters.get("unplanned_steps")
 
 
 def _decides(trial: Trial) -> bool:
