@@ -125,7 +125,7 @@ def _refusal(layout: Layout, context: PlanningContext, *, missing: bool) -> Budg
         if context.disk_budget:
             why += f" or --disk-memory ({format_size(disk_bytes(layout))} of {format_size(context.disk_budget)} are taken)"
         else:
-            why += ", give a disk with --disk"
+            why += ", give room on a disk with --disk"
     return BudgetError(
         f"the model needs {format_need(total, have)} of host memory ({format_size(need.slots)} for parameters, the "
         f"rest for master weights and moments), {format_size(have)} are there, and {why}, or take a smaller model",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.errors import BudgetError
 from systems.planning.disk import BLOCK, BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
@@ -25,7 +26,7 @@ from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.events import EventLog, Extent
 from systems.substrate.host import HostMapping
-from systems.substrate.lanes import Lane
+from systems.substrate.lanes import Lane, Ticket
 from systems.substrate.tiers import Account
 from systems.substrate.transfers import Memory, Transfers
 
@@ -138,12 +139,12 @@ class Disk:
         transfers.issue(LaneKind.DISK_READ, work, reads=[place.memory], writes=[buffer.memory], label=f"read {label}")
         return buffer
 
-    def write(self, place: DiskPlace, transfers: Transfers, label: str) -> None:
+    def write(self, place: DiskPlace, transfers: Transfers, label: str) -> Ticket:
         """Issue: all three parts from the segment's buffer to their files."""
         memory = self.buffers[place.buffer].memory
         self._log.count("disk_write_bytes", place.payload_bytes)
         work = lambda: self._move(os.pwritev, place)  # noqa: E731
-        transfers.issue(LaneKind.DISK_WRITE, work, reads=[memory], writes=[place.memory], label=f"write {label}")
+        return transfers.issue(LaneKind.DISK_WRITE, work, reads=[memory], writes=[place.memory], label=f"write {label}")
 
     def _move(self, move: Callable[..., int], place: DiskPlace) -> None:
         """The three files at once; an error is raised when none of them is being read or written any more."""
@@ -160,15 +161,17 @@ class Disk:
         """A copy of one part, once what is on its way there has come: `settled`, it has. For start-up and what is rare."""
         if not settled:
             _settle(place)
-        part = _aligned(place.nbytes)
+        with _disable_current_modes():  # the emulated device would count it as an activation
+            part = _aligned(place.nbytes)
         _all_of(os.preadv, self._files[ROLES.index(role)], _bytes(part), place.offset)
         return part[: place.numel]
 
     def save(self, place: DiskPlace, role: str, values: torch.Tensor) -> None:
         """values: fp32, the whole part. As `load`."""
         _settle(place)
-        part = _aligned(place.nbytes)
-        part[: place.numel].copy_(values)
+        with _disable_current_modes():
+            part = _aligned(place.nbytes)
+            part[: place.numel].copy_(values)
         _all_of(os.pwritev, self._files[ROLES.index(role)], _bytes(part), place.offset)
 
     def close(self) -> None:

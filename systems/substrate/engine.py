@@ -114,6 +114,7 @@ class ManagedEngine(Engine):
             assert settings.disk is not None
             self._disk = Disk(settings.disk, layout, budget=disk_budget, host=host, log=self.log)
             files.callback(self._disk.close)
+            device.exempt(self._disk.buffers[0].parts[0].untyped_storage())
             device.lanes.update(disk_lanes(device.jitter))
         control = StepControl(settings, found.index, found.parameters)
         shapes = [p.shape for p in found.index.parameters]

@@ -55,6 +55,11 @@ class HostMapping:
                 )
         account.add_pool(self.nbytes, name)
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        assert self._bytes is not None
+        return self._bytes.untyped_storage()
+
     def take(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, Memory]:
         """The next `numel` elements, 256-byte aligned, with their tickets."""
         assert self._bytes is not None

@@ -26,9 +26,9 @@ class StepEnding:
     def update_bundle(self, bundle: int) -> None:
         """The bundle's gradient is complete: update it now."""
         fired = frozenset(self.parts.gradients.bundles[bundle].fired)
+        self.updated.add(bundle)  # first: an update that breaks off between two segments has begun
         self.parts.control.begin_updates(sorted(fired))
         self.parts.updates.prepare_bundles([bundle], fired)(1.0)
-        self.updated.add(bundle)
         self.parts.gradients.consumed(bundle)
 
     def update(self) -> StepOutcome | None:
@@ -43,6 +43,7 @@ class StepEnding:
             self._unread = self._norm()
             bundle_of = self.parts.layout.bundle_of_parameter
             left = [p for p in fired if bundle_of[p] not in self.updated]
+            self.updated.update(bundle_of[p] for p in left)
             control.begin_updates(left)
             updates.prepare(left)(1.0)
             return None

@@ -119,6 +119,8 @@ class Store:
             for part, size in sizes.items():
                 if size:
                     self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
+            for mapping in self._mappings.values():
+                device.exempt(mapping.storage)
             for segment in layout.segments:
                 self.segments.append(self._place(segment, parts, settled=segment.index in settled))
             for bundle in layout.bundles:
@@ -333,10 +335,16 @@ class Store:
                 target.copy_(source, non_blocking=True)
 
         self.device.log.count("d2h_bytes", old.allocation.nbytes)
-        self.device.transfers.issue(LaneKind.D2H, copy, reads=[old.memory], writes=memories, label=f"{label} to host").wait()
-        if isinstance(new, DiskState):
-            assert self.disk is not None
-            self.disk.write(new.place, self.device.transfers, label)
+        try:
+            issue, reads = self.device.transfers.issue, [old.memory]
+            issue(LaneKind.D2H, copy, reads=reads, writes=memories, label=f"{label} to host").wait()
+            if isinstance(new, DiskState):
+                assert self.disk is not None
+                self.disk.write(new.place, self.device.transfers, label).wait()
+        except BaseException:  # it is on the device still
+            for name, tensor in _on_host(new):
+                self._mappings[name].discard(tensor)
+            raise
         self.device.pool.free(old.allocation, f"optimizer {label}")
         stored.state = new
         self._count_on_device(index, -1)

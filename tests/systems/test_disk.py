@@ -7,6 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import systems
 from systems.errors import BudgetError
 from systems.planning.disk import BUFFERS, PARTS, disk_bytes, part_bytes, segments_on_disk
+from systems.planning.plan import Tier
 from systems.planning.races import find_races
 from systems.planning.timeline import timeline
 from systems.strategies.elixir.options import ElixirOptions
@@ -59,6 +61,7 @@ SETUPS = [
 SHARE = 0.6  # of the host's memory that a run takes without a disk, give or take pages
 
 
+@cache
 def short_of_host(setup: Setup, system: str, level: str) -> int:
     chosen, options = SMALL[system]
     run = setup.run(chosen, budget_of(setup, level), options)
@@ -404,3 +407,78 @@ def test_buffers_are_of_the_largest_segment(tmp_path: Path) -> None:
     assert all(part.nbytes == longest and part.data_ptr() % 4096 == 0 for buffer in disk.buffers for part in buffer.parts)
     engine.close()
     assert disk.account.live == 0
+
+
+def on_device_though_home_is_the_disk(engine: Any) -> list[int]:
+    """After steps under a plan that has room for them."""
+    for batch in tokens(2, 1):
+        one_step(engine, batch)
+    engine.drain()
+    stored = parts_of(engine).store.segments
+    return [s.segment.index for s in stored if s.tier is Tier.DEVICE and s.at_home is not None and s.at_home.tier is Tier.DISK]
+
+
+@pytest.mark.parametrize("way", ["host", "device"])
+def test_a_state_that_cannot_move_stays_where_it_is(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_disk(SETUPS[1], "angel-ptm", "above", tmp_path, device_memory=1 << 30, accumulate=1)
+    store = parts_of(engine).store
+    stored = store.segments[on_device_though_home_is_the_disk(engine)[0]]
+    if way == "device":
+        store.state_to_host(stored.segment.index)
+        engine.drain()
+    before = stored.tier, store.host.live, store.device.account.pool
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk_module.os, "pwritev" if way == "host" else "preadv", fails)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        (store.state_to_host if way == "host" else store.state_to_device)(stored.segment.index)
+    monkeypatch.undo()
+    assert (stored.tier, store.host.live, store.device.account.pool) == before
+    engine.close()
+
+
+def test_copies_from_and_for_the_disk_are_no_activations(tmp_path: Path) -> None:
+    """Where the device is full, room would be made for them by what is under way already."""
+    engine = with_disk(SETUPS[0], "angel-ptm", "above", tmp_path, device_memory=1 << 30)
+    parts = parts_of(engine)
+    index, device = on_device_though_home_is_the_disk(engine)[0], parts.device
+    (run, *_) = parts.store.runs(parts.layout.bundle_of_segment[index])
+    before = device.account.other
+    device.account.start_interval()
+    with device.metered():
+        parts.store.state_to_host(index)
+        parts.residency._master(run)
+        parts.store.state_to_device(index)
+    device.drain()
+    assert device.account.start_interval() <= before
+    engine.close()
+
+
+@pytest.mark.parametrize(("label", "nth"), [("read state", 2), ("update bundle", 1), ("write state", 1)])
+def test_an_interrupt_among_a_bundles_updates_during_backward(label: str, nth: int, tmp_path: Path) -> None:
+    """One bundle is several updates, so that even the first may break off in the middle of it."""
+    setup, system = SETUPS[0], angel_ptm()
+    host = short_of_host(setup, "angel-ptm", "tight") // 2  # all states are on the disk
+    asked = settings(device_memory=budget_of(setup, "tight"), host_memory=host, disk=tmp_path)
+    engine = start(system, setup.build(), asked, system.Options(nonfinite="stop"))
+    transfers, seen, ids = parts_of(engine).device.transfers, [], tokens(2, 1)
+    issue = transfers.issue
+    layout = parts_of(engine).layout
+    assert layout.on_disk == {b.index for b in layout.bundles} and max(len(b.segments) for b in layout.bundles) > 2
+
+    def interrupted(lane: Any, work: Callable[[], None], **more: Any) -> Any:
+        if more["label"].startswith(label):
+            seen.append(more["label"])
+            if len(seen) == nth:
+                raise KeyboardInterrupt
+        return issue(lane, work, **more)
+
+    transfers.issue = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        one_step(engine, ids[0])
+    transfers.issue = issue
+    with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+        one_step(engine, ids[1])
+    engine.close()
