@@ -6,8 +6,8 @@ from what was measured; a kind seen before gets its plan back.
 Note [Larger steps]
     A plan leaves activations the room that they had when the step was measured. Where a larger batch comes, the emulated
     device evicts for its activations one by one; CUDA's allocator asks nobody, and what it has not it refuses. So
-    there a plan stands for steps of the shape that it was measured at; a larger step begins with everything sent home
-    that can go, is measured, and is planned together with what is known of the others. This ends: maxima only grow.
+    there a plan stands for steps of the shapes that it was measured at, pass by pass; a larger one begins with everything sent
+    home that can go, is measured, and is planned together with what is known of the others. This ends: maxima only grow.
     A larger pass without gradients (an evaluation) begins in the same way and teaches nothing: the plan rests until the
     next step.
 """
@@ -15,6 +15,7 @@ Note [Larger steps]
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from systems.errors import BudgetError
 from systems.planning.layout import Layout
@@ -53,14 +54,14 @@ class Parts:
 class Planner:
     """plans: the moments of a step to what was measured of it and its plan, None where no plan fits the budget.
 
-    shapes: by moments, of the steps that were measured.
+    shapes: by moments, of the steps that were measured, one for each of a step's passes.
     """
 
     def __init__(self, parts: Parts, strategy: Strategy, cursor: Cursor) -> None:
         self.parts, self.strategy, self.cursor = parts, strategy, cursor
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
-        self.shapes: dict[tuple[Moment, ...], BatchShape] = {}
-        self._met = BatchShape()  # in this step
+        self.shapes: dict[tuple[Moment, ...], tuple[BatchShape, ...]] = {}
+        self._met: tuple[BatchShape, ...] = ()  # in this step
         self._replan = False
         self._resting: Plan | None = None  # since a pass without gradients
         self._eviction = strategy.eviction(parts.layout, None)
@@ -84,10 +85,11 @@ class Planner:
 
     def meet(self, shape: BatchShape, *, first: bool) -> None:
         """A forward pass begins, the first of a step or a later one. See Note [Larger steps]."""
-        self._met = shape if first else self._met.join(shape)
+        number = 0 if first else len(self._met)
+        self._met = (*self._met[:number], shape)
         if first and self._resting is not None:
             self._apply(self._resting)
-        if self._is_too_large(shape):
+        if self._is_too_large(shape, number):
             self._replan = True
             self._clear()
 
@@ -97,11 +99,15 @@ class Planner:
             self._resting = None if in_step else self.cursor.plan
             self._clear()
 
-    def _is_too_large(self, shape: BatchShape) -> bool:
+    def _is_too_large(self, shape: BatchShape, number: int | None = None) -> bool:
+        """number: of the step's pass, for which alone the plan leaves the room that it had; None for a pass of no step."""
         plan = self.cursor.plan
         if plan is None or self.parts.device.evicts_for_activations:
             return False
-        return not shape.within(self.shapes[plan.signature])
+        known = self.shapes[plan.signature]
+        if number is None:
+            return not any(shape.within(each) for each in known)
+        return number >= len(known) or not shape.within(known[number])
 
     def _clear(self) -> None:
         """Leave the device to activations, as far as can be."""
@@ -134,7 +140,8 @@ class Planner:
             return
         if known is not None and not again:
             trace = merged(known[0], trace)
-        self.shapes[moments] = self.shapes.get(moments, BatchShape()).join(self._met)
+        passes = zip_longest(self._met, self.shapes.get(moments, ()), fillvalue=BatchShape())
+        self.shapes[moments] = tuple(shape.join(known) for shape, known in passes)
         if self.plans and not again:
             self.parts.device.log.count("retraces")
         try:

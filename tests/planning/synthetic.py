@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from systems.planning.demand import Demand
 from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Parameter, Unit, pack
+from systems.planning.plan import OpKind, PlannedOperation
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Phase, Trace
 
@@ -176,3 +178,55 @@ def transformer(blocks: int, width: int, *, vocabulary: int = 257, positions: in
     units += [(number, block) for number in range(blocks)]
     units += [(None, [width, width]), (None, [])]
     return model_of(units, tied=[(vocabulary * width, [0, len(units) - 1])])
+
+
+@st.composite
+def models(draw: st.DrawFn, *, largest: int = 1500, groups: bool = False) -> ModelIndex:
+    """Blocks of a few sizes between modules of their own, tied and frozen parameters. largest: elements of a block's parameter.
+
+    groups: a few parameters are in a data-parallel group of their own.
+    """
+    kinds = [draw(st.lists(st.integers(1, largest), min_size=1, max_size=4)) for _ in range(draw(st.integers(1, 2)))]
+    units: list[tuple[int | None, list[int]]] = [(None, draw(st.lists(st.integers(1, largest), max_size=2)))]
+    for number in range(draw(st.integers(1, 6))):
+        units.append((number, draw(st.sampled_from(kinds))))
+    units.append((None, draw(st.lists(st.integers(1, 900), min_size=1, max_size=2))))
+    ties = st.lists(st.integers(0, len(units) - 1), min_size=2, max_size=3, unique=True)
+    tied = draw(st.lists(st.tuples(st.integers(1, 3000), ties), max_size=2))
+    count = len(tied) + sum(len(sizes) for _, sizes in units)
+    frozen = draw(st.frozensets(st.integers(0, count - 1), max_size=count // 2))
+    apart = draw(st.frozensets(st.integers(0, count - 1), max_size=2)) if groups else frozenset[int]()
+    return model_of(units, tied=tied, frozen=frozen, groups=dict.fromkeys(apart, "expert"))
+
+
+def uneven_room(demand: Demand, sizes: Mapping[int, int], spare: int) -> list[int]:
+    """Bytes per moment, never less than what is held. spare: lines of 256 bytes."""
+    held = [sum(sizes[b] for b in bundles) for bundles in demand.held]
+    return [max(h, max(held) * (m % 3) // 3) + spare * 256 * (m % 2) for m, h in enumerate(held)]
+
+
+def check_moves(
+    demand: Demand,
+    sizes: Mapping[int, int],
+    room: Sequence[int],
+    planned: Sequence[PlannedOperation],
+    start: frozenset[int],
+) -> None:
+    """A step's operations never pass the room, have there what is held, and end the step as it began."""
+    resident = set(start)
+    operations: dict[int, list[PlannedOperation]] = {}
+    for p in planned:
+        operations.setdefault(p.trigger, []).append(p)
+    for moment in range(len(demand)):
+        resident -= set(demand.stale[moment])
+        for p in sorted(operations.get(moment, []), key=lambda p: p.priority):
+            bundle = p.operation.bundle
+            if p.operation.kind is OpKind.FETCH:
+                assert bundle not in resident
+                resident.add(bundle)
+                assert sum(sizes[b] for b in resident) <= room[moment]
+            else:
+                resident.remove(bundle)
+        assert set(demand.held[moment]) <= resident
+        assert sum(sizes[b] for b in resident) <= room[moment]
+    assert resident == start

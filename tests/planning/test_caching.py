@@ -9,9 +9,9 @@ from systems.planning.belady import belady
 from systems.planning.caching import CachePlan, CacheRequest, plan_cache
 from systems.planning.demand import demand_of
 from systems.planning.layout import Layout
-from systems.planning.plan import OpKind, PlannedOperation
+from systems.planning.plan import OpKind
 from systems.planning.trace import Phase, Trace
-from tests.planning.synthetic import Case, cases, context, layout_of, trace_of
+from tests.planning.synthetic import Case, cases, check_moves, context, layout_of, trace_of, uneven_room
 
 
 def cached(layout: Layout, trace: Trace, capacity: int, prefetch: int) -> CachePlan:
@@ -77,26 +77,9 @@ def test_plans_keep_to_the_room_and_repeat(case: Case, spare: int, prefetch: int
     layout, trace = case.layout, case.trace
     demand = demand_of(layout, trace, case.context)
     sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles}
-    held = [sum(sizes[b] for b in bundles) for bundles in demand.held]
-    room = [max(h, max(held) * (m % 3) // 3) + spare * 256 * (m % 2) for m, h in enumerate(held)]
+    room = uneven_room(demand, sizes, spare)
     plan = plan_cache(CacheRequest(demand, sizes, room, prefetch))
-    resident = set(plan.resident)
-    operations: dict[int, list[PlannedOperation]] = {}
-    for p in plan.operations:
-        operations.setdefault(p.trigger, []).append(p)
-    for moment in range(len(trace)):
-        resident -= set(demand.stale[moment])
-        for p in sorted(operations.get(moment, []), key=lambda p: p.priority):
-            bundle = p.operation.bundle
-            if p.operation.kind is OpKind.FETCH:
-                assert bundle not in resident
-                resident.add(bundle)
-                assert sum(sizes[b] for b in resident) <= room[moment]
-            else:
-                resident.remove(bundle)
-        assert set(demand.held[moment]) <= resident
-        assert sum(sizes[b] for b in resident) <= room[moment]
-    assert resident == plan.resident
+    check_moves(demand, sizes, room, plan.operations, plan.resident)
 
 
 @settings(deadline=None)

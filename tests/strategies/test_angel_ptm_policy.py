@@ -12,7 +12,7 @@ from systems.errors import BudgetError
 from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import demand_of
 from systems.planning.layout import Layout, ModelIndex, round_up
-from systems.planning.plan import OpKind, Plan, PlannedOperation, Tier, UpdateRule
+from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.races import find_races
 from systems.planning.schedule import expand
 from systems.planning.strategy import PlanningContext
@@ -25,7 +25,19 @@ from systems.strategies.angel_ptm.pages import page_layout
 from systems.strategies.angel_ptm.scheduling import schedule
 from systems.strategies.angel_ptm.strategy import AngelPTM
 from tests.planning.reference import ReferenceRuntime
-from tests.planning.synthetic import PLENTY, Case, cases, context, layout_of, model_of, trace_of, transformer
+from tests.planning.synthetic import (
+    PLENTY,
+    Case,
+    cases,
+    check_moves,
+    context,
+    layout_of,
+    model_of,
+    models,
+    trace_of,
+    transformer,
+    uneven_room,
+)
 
 TINY = transformer(6, 64)
 PAGE = 2048
@@ -52,25 +64,11 @@ def told(strategy: AngelPTM) -> AngelPTMStatistics:
     return statistics
 
 
-@st.composite
-def models(draw: st.DrawFn) -> ModelIndex:
-    """Blocks of a few sizes between modules of their own, tied and frozen parameters."""
-    kinds = [draw(st.lists(st.integers(1, 6000), min_size=1, max_size=4)) for _ in range(draw(st.integers(1, 2)))]
-    units: list[tuple[int | None, list[int]]] = [(None, draw(st.lists(st.integers(1, 3000), max_size=2)))]
-    for number in range(draw(st.integers(1, 6))):
-        units.append((number, draw(st.sampled_from(kinds))))
-    units.append((None, draw(st.lists(st.integers(1, 900), min_size=1, max_size=2))))
-    ties = st.lists(st.integers(0, len(units) - 1), min_size=2, max_size=3, unique=True)
-    tied = draw(st.lists(st.tuples(st.integers(1, 3000), ties), max_size=2))
-    count = len(tied) + sum(len(sizes) for _, sizes in units)
-    return model_of(units, tied=tied, frozen=draw(st.frozensets(st.integers(0, count - 1), max_size=count // 2)))
-
-
 # ---- pages
 
 
 @settings(max_examples=100, deadline=None)
-@given(models(), st.sampled_from([1, 2]), st.integers(256, 20_000))
+@given(models(largest=6000), st.sampled_from([1, 2]), st.integers(256, 20_000))
 def test_pages_keep_their_promises(index: ModelIndex, ranks: int, page_bytes: int) -> None:
     layout, found = page_layout(index, page_bytes, context(ranks=ranks))
     page = round_up(page_bytes // 2, 128) * ranks
@@ -178,26 +176,9 @@ def test_schedules_keep_to_the_room_and_repeat(case: Case, spare: int) -> None:
     layout, trace = case.layout, case.trace
     demand = demand_of(layout, trace, case.context)
     sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles}
-    held = [sum(sizes[b] for b in bundles) for bundles in demand.held]
-    room = [max(h, max(held) * (m % 3) // 3) + spare * 256 * (m % 2) for m, h in enumerate(held)]
+    room = uneven_room(demand, sizes, spare)
     moves = schedule(demand, sizes, room)
-    resident = set(moves.resident)
-    operations: dict[int, list[PlannedOperation]] = {}
-    for p in moves.operations:
-        operations.setdefault(p.trigger, []).append(p)
-    for moment in range(len(trace)):
-        resident -= set(demand.stale[moment])
-        for p in sorted(operations.get(moment, []), key=lambda p: p.priority):
-            bundle = p.operation.bundle
-            if p.operation.kind is OpKind.FETCH:
-                assert bundle not in resident
-                resident.add(bundle)
-                assert sum(sizes[b] for b in resident) <= room[moment]
-            else:
-                resident.remove(bundle)
-        assert set(demand.held[moment]) <= resident
-        assert sum(sizes[b] for b in resident) <= room[moment]
-    assert resident == moves.resident
+    check_moves(demand, sizes, room, moves.operations, moves.resident)
     fetches = [p for p in moves.operations if p.operation.kind is OpKind.FETCH]
     assert moves.at_start + moves.later == len(fetches)
 
@@ -244,7 +225,7 @@ def test_no_move_could_be_earlier(case: Case, spare: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    models(),
+    models(largest=6000),
     st.sampled_from([1, 2]),
     st.sampled_from(["auto", "0", "20KiB"]),
     st.floats(0.05, 1.1),

@@ -23,7 +23,7 @@ from systems.strategies.elixir.chunks import Chunker
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics
 from systems.strategies.elixir.strategy import Elixir
 from tests.planning.reference import ReferenceRuntime
-from tests.planning.synthetic import PLENTY, context, model_of, trace_of, transformer
+from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
 
 TINY = transformer(6, 64)
 
@@ -52,24 +52,8 @@ def resident_peak(index: ModelIndex, trace: Trace, *, accumulate: int = 1) -> in
 # ---- chunks
 
 
-@st.composite
-def models(draw: st.DrawFn) -> ModelIndex:
-    """Blocks of a few sizes between modules of their own, tied and frozen parameters, a small second group."""
-    kinds = [draw(st.lists(st.integers(1, 1500), min_size=1, max_size=4)) for _ in range(draw(st.integers(1, 2)))]
-    units: list[tuple[int | None, list[int]]] = [(None, draw(st.lists(st.integers(1, 900), max_size=2)))]
-    for number in range(draw(st.integers(1, 6))):
-        units.append((number, draw(st.sampled_from(kinds))))
-    units.append((None, draw(st.lists(st.integers(1, 900), min_size=1, max_size=2))))
-    ties = st.lists(st.integers(0, len(units) - 1), min_size=2, max_size=3, unique=True)
-    tied = draw(st.lists(st.tuples(st.integers(1, 3000), ties), max_size=2))
-    count = len(tied) + sum(len(sizes) for _, sizes in units)
-    frozen = draw(st.frozensets(st.integers(0, count - 1), max_size=count // 2))
-    groups = dict.fromkeys(draw(st.frozensets(st.integers(0, count - 1), max_size=2)), "expert")
-    return model_of(units, tied=tied, frozen=frozen, groups=groups)
-
-
 @settings(max_examples=100, deadline=None)
-@given(models(), st.sampled_from([1, 2]), st.sampled_from([PLENTY, 200_000]))
+@given(models(groups=True), st.sampled_from([1, 2]), st.sampled_from([PLENTY, 200_000]))
 def test_layouts_keep_their_promises(index: ModelIndex, ranks: int, device: int) -> None:
     layout = Chunker(index, ElixirOptions(), context(ranks=ranks, device=device)).layout
     placed = [p.parameter for s in layout.segments for p in s.placements]
@@ -99,7 +83,7 @@ def test_layouts_keep_their_promises(index: ModelIndex, ranks: int, device: int)
 
 
 @settings(max_examples=100, deadline=None)
-@given(models(), st.integers(1, 12), st.integers(0, 12), st.integers(1, 4))
+@given(models(groups=True), st.integers(1, 12), st.integers(0, 12), st.integers(1, 4))
 def test_the_search_finds_the_least_waste_of_the_users_range(index: ModelIndex, low: int, width: int, step: int) -> None:
     unit = 128 * 2
     options = ElixirOptions(chunk_min=low * unit, chunk_max=(low + width) * unit, chunk_step=step * unit)
@@ -112,7 +96,7 @@ def test_the_search_finds_the_least_waste_of_the_users_range(index: ModelIndex, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(models())
+@given(models(groups=True))
 def test_the_automatic_search_is_as_good_as_trying_every_size(index: ModelIndex) -> None:
     chunker = Chunker(index, ElixirOptions(), context())
     sizes = chunker.candidates()
@@ -245,7 +229,7 @@ def test_a_given_cache_bounds_all_parameters_on_the_device() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    models(),
+    models(groups=True),
     st.sampled_from([1, 2]),
     st.integers(0, 3),
     st.floats(0.05, 1.1),
@@ -413,7 +397,7 @@ def test_several_whole_copies_are_not_built() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(models(), st.floats(0.2, 0.9))
+@given(models(groups=True), st.floats(0.2, 0.9))
 def test_two_ranks_plan_the_same(index: ModelIndex, share: float) -> None:
     """A plan is a function of its inputs, so that equal traces give every rank the same collectives."""
     strategy = elixir(context(ranks=2))

@@ -26,7 +26,7 @@ from systems.strategies.patrickstar.states import TRANSITIONS, Event, TensorStat
 from systems.strategies.patrickstar.strategy import PatrickStar
 from systems.strategies.patrickstar.tracer import margin
 from tests.planning.reference import ReferenceRuntime
-from tests.planning.synthetic import PLENTY, context, model_of, trace_of, transformer
+from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
 
 TINY = transformer(6, 64)
 VARIANTS = ("base", "spongebob", "static-partition", "osc")
@@ -55,20 +55,6 @@ def resident_peak(index: ModelIndex, trace: Trace, **options: object) -> int:
     peak = plan_for(index, trace, PLENTY, **options).predicted_device_peak_bytes  # type: ignore[arg-type]
     assert peak is not None
     return peak
-
-
-@st.composite
-def models(draw: st.DrawFn) -> ModelIndex:
-    """Blocks of a few sizes between modules of their own, tied and frozen parameters."""
-    kinds = [draw(st.lists(st.integers(1, 1500), min_size=1, max_size=4)) for _ in range(draw(st.integers(1, 2)))]
-    units: list[tuple[int | None, list[int]]] = [(None, draw(st.lists(st.integers(1, 900), max_size=2)))]
-    for number in range(draw(st.integers(1, 6))):
-        units.append((number, draw(st.sampled_from(kinds))))
-    units.append((None, draw(st.lists(st.integers(1, 900), min_size=1, max_size=2))))
-    ties = st.lists(st.integers(0, len(units) - 1), min_size=2, max_size=3, unique=True)
-    tied = draw(st.lists(st.tuples(st.integers(1, 3000), ties), max_size=2))
-    count = len(tied) + sum(len(sizes) for _, sizes in units)
-    return model_of(units, tied=tied, frozen=draw(st.frozensets(st.integers(0, count - 1), max_size=count // 2)))
 
 
 # ---- chunks
