@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from systems.checkpoint import TrainingState
-from systems.errors import UnsupportedError
+from systems.messages import one_line
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
@@ -23,10 +22,12 @@ from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
 from systems.substrate.events import EventLog
+from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
+from systems.substrate.optimizer_states import OptimizerStates
 from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
@@ -35,7 +36,7 @@ from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
 from systems.substrate.training_state import ManagedState
-from systems.substrate.units import find_units, take
+from systems.substrate.units import find_units, release, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Settings, StepOutcome
@@ -58,17 +59,21 @@ class ManagedEngine(ManagedReports):
     ) -> None:
         started = time.perf_counter()
         self.module, self.settings = model, settings
-        self._closed = False
+        self._adopting = False
         self.disk: Disk | None = None
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
         try:
             self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
-        except BaseException:
+            self._exchange_states()
+        except BaseException as error:
             self._cleanup.close()
+            if self._adopting:
+                take(model)
+                self._leave_without(f"its engine could not start ({one_line(str(error)) or type(error).__name__})")
             raise
         take(model)
-        refuse_state_dict(model)
+        self._show_state_dict = refuse_state_dict(model)
         self.outcomes: list[StepOutcome] = self.parts.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 
@@ -106,6 +111,7 @@ class ManagedEngine(ManagedReports):
         self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
         offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
+        self._cleanup.callback(remember_buffers(model))
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")
         host = host_account(host_budget, self.log)
@@ -115,7 +121,9 @@ class ManagedEngine(ManagedReports):
             files.callback(self.disk.close)
             device.exempt(self.disk.buffers[0].parts[0].untyped_storage())
             device.lanes.update(disk_lanes(device.jitter))
-        control = StepControl(settings, found.index, found.parameters)
+        control = self._control = StepControl(settings, found.index, found.parameters)
+        if settings.optimizer is not None:
+            self._states = OptimizerStates(settings.optimizer, found.index, found.parameters)
         shapes = [p.shape for p in found.index.parameters]
         store = Store(
             layout,
@@ -132,6 +140,7 @@ class ManagedEngine(ManagedReports):
         self.poison = Poison(largest, device.torch_device)
         residency = Residency(layout, store, device, self.poison, write_back=self.strategy.write_back)
         self._cleanup.callback(residency.close)
+        self._adopting = True
         self.parameters = adopt_parameters(found, layout, residency, dtype)
         user = {p: unit.index for unit in found.index.units for p in unit.parameters}
         gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate, user=user)
@@ -180,71 +189,54 @@ class ManagedEngine(ManagedReports):
             with runtime.aside(), ambient(), self.parts.device.metered(), record_function("forward (no grad)"):
                 return self.module(*args, **kwargs)
 
+    @property
+    def _passes(self) -> int:
+        return self.runtime.micro_step if self.runtime.in_step else 0
+
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
-        runtime = self.runtime
-        if not runtime.in_step:
+        if not self.runtime.in_step:
             raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
-        if runtime.micro_step >= self.settings.accumulate:
-            raise ValueError(
-                f"backward was called {runtime.micro_step + 1} times in a step with accumulate={self.settings.accumulate}: "
-                "call step(), or set accumulate to the number of micro-batches"
-            )
-        with self._recovering():
-            runtime.in_backward = True
-            scale = self.parts.control.scaler.scale
-            device = self.parts.device
-            with (
-                ambient(),
-                device.phases.of("backward"),
-                device.metered(),
-                record_function("backward"),
-                recomputation_in_words(),
-            ):
-                (loss if scale == 1.0 else loss * scale).backward()
-                runtime.end_backward()
+        super().backward(loss)
 
-    def step(self) -> None:
-        self._check_open()
-        if self.runtime.micro_step != self.settings.accumulate or not self.runtime.in_step:
-            raise ValueError(
-                f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
-                "micro-batches had their backward: call backward first, or set accumulate"
-            )
-        with self._recovering(), self.parts.device.phases.of("norm"), record_function("step"):
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.runtime.in_backward = True
+        scale, device = self._control.scale, self.parts.device
+        with (
+            ambient(),
+            device.phases.of("backward"),
+            device.metered(),
+            record_function("backward"),
+            recomputation_in_words(),
+        ):
+            (loss if scale == 1.0 else loss * scale).backward()
+            self.runtime.end_backward()
+
+    def _finish_step(self) -> None:
+        with self.parts.device.phases.of("norm"), record_function("step"):
             self.runtime.finish_step()
 
-    @contextmanager
-    def _recovering(self) -> Iterator[None]:
-        """An exception leaves an engine that can run the next step or close."""
-        try:
-            yield
-        except BaseException:
-            self.runtime.abort()
-            raise
+    def _abort(self) -> None:
+        self.runtime.abort()
+
+    def _discard(self) -> None:
+        self.runtime.discard()
 
     def drain(self) -> None:
         self.parts.device.drain()
         self.runtime.ending.settle()
 
-    def set_lr(self, lr: float) -> None:
-        self.parts.control.set_lr(lr)
-
-    def training_state(self) -> TrainingState:
-        self._settle("checkpoint")
+    def _state(self, what: str) -> ManagedState:
+        self._settle(what, in_step=self.runtime.in_step)
         return ManagedState(self.index, self.parts)
 
-    def _settle(self, what: str) -> None:
-        """Wait until nothing moves; UnsupportedError within a step."""
-        self._check_open()
-        if self.runtime.in_step:
-            raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
-        self.drain()
+    def _host_room(self) -> int:
+        return self.parts.store.host.room
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.summon. Tied parameters appear once, under their first name."""
-        self._settle("summon")
+        self._settle("summon", in_step=self.runtime.in_step)
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values
         if write:
@@ -252,10 +244,23 @@ class ManagedEngine(ManagedReports):
                 self.parts.residency.overwrite(p.index, values[p.name])
             self.drain()
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _give_back(self) -> None:
+        """Values stay where they are, in the slots, which are the parameters' own from now on."""
+        store, room = self.parts.store, self.parts.store.room_beside_slots
+        try:
+            if self.runtime.in_step:
+                self.runtime.abort()
+            self.drain()
+            self._control.check_whole()
+            pieces = values_in_slots(store, self.parts.residency)
+        finally:
+            self._let_go()
+        check_room(pieces, room)
+        give(self.parameters, pieces)
+        self._show_state_dict()
+        release(self.module)
+
+    def _let_go(self) -> None:
         with contextlib.suppress(Exception):
             self.parts.device.drain()
         self.runtime.in_step = self.runtime.in_backward = False

@@ -23,7 +23,7 @@ from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
 from systems.substrate.disk import Disk, DiskPlace
 from systems.substrate.host import HostMapping
-from systems.substrate.runs import Run, runs_of
+from systems.substrate.runs import Run, follows, joined, runs_of
 from systems.substrate.tiers import Account, Allocation
 from systems.substrate.transfers import Memory
 
@@ -79,6 +79,10 @@ class StoredSegment:
     @property
     def tier(self) -> Tier:
         return Tier.HOST if self.state is None else self.state.tier
+
+    @property
+    def on_device(self) -> bool:
+        return self.tier is Tier.DEVICE
 
 
 class Store:
@@ -304,6 +308,12 @@ class Store:
             self._mappings[name].discard(tensor)
         return True
 
+    def count_on_device(self, bundle: int) -> int:
+        """Anew: what counted along may have been broken off."""
+        there = sum(self.segments[s].tier is Tier.DEVICE for s in self.layout.bundles[bundle].segments)
+        self.states_on_device[bundle] = there
+        return there
+
     def _count_on_device(self, index: int, more: int) -> None:
         self.states_on_device[self.layout.bundle_of_segment[index]] += more
 
@@ -392,6 +402,22 @@ class Store:
     def _pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
         segments = [self.segments[s] for s in self.layout.bundles[self.layout.places[parameter].bundle].segments]
         return [(stored, p) for stored in segments for p in stored.segment.placements if p.parameter == parameter]
+
+    def slot_pieces(self, parameter: int) -> list[torch.Tensor]:
+        """The slots of a parameter, as few pieces as can be; see HostMapping.own."""
+        groups: list[list[torch.Tensor]] = []
+        for stored, p in self._pieces_of(parameter):
+            piece = stored.slot[p.here]
+            if groups and follows(groups[-1][-1], piece):
+                groups[-1].append(piece)
+            else:
+                groups.append([piece])
+        return [self._mappings["slots"].own(joined(group)) for group in groups]
+
+    @property
+    def room_beside_slots(self) -> int:
+        """Bytes of the host's budget that are left once there are slots only."""
+        return self.host.budget - self._mappings["slots"].nbytes
 
     @property
     def pinned_bytes(self) -> int:

@@ -34,8 +34,13 @@ class FoundModel:
 
 
 def take(model: nn.Module) -> None:
-    """An engine has the model from now on, and for good: its values lie where the engine keeps them, and go with it."""
+    """An engine has the model from now on: its values lie where the engine keeps them."""
     _TAKEN.update(model.modules())
+
+
+def release(model: nn.Module) -> None:
+    """The model has its values again."""
+    _TAKEN.difference_update(model.modules())
 
 
 def _owned(module: nn.Module) -> Iterator[nn.Parameter]:
