@@ -128,8 +128,8 @@ class ResidentEngine(SteppingEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
+        self._control.check_whole()
         with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
-            self._control.check_whole()
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
             return self.module(*args, **kwargs)

@@ -174,6 +174,7 @@ class ManagedEngine(ManagedReports):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         runtime = self.runtime
+        self._control.check_whole()
         with self._recovering():
             if torch.is_grad_enabled():
                 first = not runtime.in_step

@@ -11,22 +11,25 @@ from torch import nn
 
 from systems.errors import BudgetError
 from systems.sizes import format_size
-from systems.substrate.parameters import take_gradient
+from systems.substrate.parameters import refuse_state_dict, take_gradient
 from systems.substrate.residency import Residency
 from systems.substrate.store import Store
 
 ADVICE = "build the model anew, give it to systems.initialize, and call systems.load_checkpoint"
 
 
-def refuse_forward(model: nn.Module, why: str) -> None:
-    """For good, of the model and of every module in it that has parameters."""
+def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
+    """A model whose weights are gone says so in its forward, in that of each module in it that has parameters, and to who asks
+    for its state_dict(). So do its copies.
+    """
 
     def refuse(module: nn.Module, args: Any) -> None:
-        raise RuntimeError(f"{why}: {ADVICE}")
+        raise RuntimeError(f"{why}: {advice}")
 
     for module in model.modules():
         if module is model or any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(refuse, prepend=True)
+    refuse_state_dict(model)
 
 
 def remember_buffers(model: nn.Module) -> Callable[[], None]:

@@ -213,13 +213,14 @@ class Runtime:
 
     def discard(self) -> None:
         """Forget the step in progress, if there is one. UnsupportedError once its updates have begun."""
+        if not self.in_step:
+            return
         if self.ending.updated:
             raise UnsupportedError(
                 "discard: backward has updated weights already (nonfinite=stop): call step(), or use --option nonfinite=skip"
             )
-        if self.in_step:
-            self.abort()
-            self.planner.resume()
+        self.abort()
+        self.planner.resume()
 
     def abort(self) -> None:
         """An exception broke off a step, or something between two. A step that is not done is forgotten: parameters are as

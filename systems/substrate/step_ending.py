@@ -64,6 +64,7 @@ class StepEnding:
             self.updated.update(self.parts.layout.bundle_of_parameter[p] for p in fired)
             ready(control.multiplier(outcome))
         control.record(outcome)
+        self.updated = set()
 
     def _update_rest(self, fired: list[int]) -> None:
         """See Note [Early updates]."""

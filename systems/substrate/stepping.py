@@ -12,7 +12,7 @@ import torch
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 from systems.messages import one_line
-from systems.substrate.giving_back import refuse_forward
+from systems.substrate.giving_back import leave_without
 from systems.substrate.optimizer_states import Moments, OptimizerStates
 from systems.substrate.recipe import StepControl
 from systems.system import Engine, Settings
@@ -80,9 +80,16 @@ class SteppingEngine(Engine):
         self._check_open()
         if not self._passes:
             raise ValueError(f"step: 0 of {self.settings.accumulate} micro-batches had their backward: call backward first")
-        self._control.check()
+        refused: UnsupportedError | None = None
         with self._recovering():
-            self._finish_step()
+            try:
+                self._control.check()
+            except UnsupportedError as error:  # nothing was done: the step can still be taken, or dropped
+                refused = error
+            else:
+                self._finish_step()
+        if refused is not None:
+            raise refused
 
     def discard(self) -> None:
         self._check_open()
@@ -144,4 +151,4 @@ class SteppingEngine(Engine):
                 raise
 
     def _leave_without(self, why: str) -> None:
-        refuse_forward(self.module, f"this model's weights are gone: {why}")
+        leave_without(self.module, f"this model's weights are gone: {why}")
