@@ -56,8 +56,8 @@ def find_units(model: nn.Module) -> FoundModel:
     for name, module in model.named_modules():
         if module in _TAKEN:
             raise UnsupportedError(
-                f"{f'module {name}' if name else 'the model'} was given to an engine before, which took its values: build the "
-                "model anew, and copy values out of the engine with summon()"
+                f"{f'module {name}' if name else 'the model'} was given to an engine before, which has its values: close "
+                "that one, or build the model anew if it ended in an error"
             )
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"

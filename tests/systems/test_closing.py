@@ -21,6 +21,7 @@ from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, elixir, one_step, parts_of, settings, start
 from tests.systems.setups import SYSTEMS as MANAGED
+from tests.systems.setups import in_turn
 
 LOSS = CASES["stack"].loss
 BATCH = tokens(1, 1)[0]
@@ -40,8 +41,7 @@ def evaluated(model: Any) -> torch.Tensor:
     return value
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize(("dtype", "unfinished"), [("fp32", "nothing"), ("bf16", "backward")])
+@pytest.mark.parametrize(("system", "dtype", "unfinished"), in_turn(SYSTEMS, [("fp32", "nothing"), ("bf16", "backward")]))
 def test_the_model_has_its_values_again(system: str, dtype: str, unfinished: str) -> None:
     """What an unfinished step left in the slots is dropped; the host's account is empty; the model can be trained on."""
     model = build("stack")

@@ -18,6 +18,7 @@ from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, adam_states, elixir, one_step, parameters_of, settings, start
 from tests.systems.setups import SYSTEMS as MANAGED
+from tests.systems.setups import in_turn
 
 LOSS = CASES["stack"].loss
 BATCH = tokens(1, 1)[0]
@@ -65,8 +66,7 @@ def close_to(one: State, other: State, tolerance: float = 1e-6) -> bool:
     return True
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "initialize"])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(("system", "how"), in_turn(SYSTEMS, [("load_state_dict",), ("initialize",)]))
 def test_from_torch_to_an_engine_and_back(system: str, how: str) -> None:
     """Two steps in plain PyTorch, two in an engine: as near to four in PyTorch as an engine's own four would be."""
     model, optimizer = trained(2)
@@ -123,6 +123,7 @@ def test_states_on_a_disk(tmp_path: Any) -> None:
         assert engine.memory().disk_peak_bytes
         theirs: torch.optim.Optimizer = engine.settings.optimizer  # type: ignore[attr-defined]
         theirs.load_state_dict(saved)
+        engine._states._room = lambda: 1 << 30  # type: ignore[attr-defined]
         assert close_to(theirs.state_dict(), saved, tolerance=0.0)
 
 
@@ -224,9 +225,7 @@ def test_hyperparameters_that_change_between_backward_and_step() -> None:
                 engine.backward(LOSS(engine, BATCH[0], 30))
                 optimizer.param_groups[0][name] = value
                 if refuses:
-                    with pytest.raises(
-                        UnsupportedError, match=rf"^step: {name} of parameter group 0 .* changed after backward"
-                    ):
+                    with pytest.raises(UnsupportedError, match=rf"^step: {name} of parameter group 0 .* changed after"):
                         engine.step()
                     with pytest.raises(UnsupportedError, match="discard: backward has updated weights already"):
                         engine.discard()
@@ -261,9 +260,7 @@ def test_groups_are_looked_at_again(system: str) -> None:
         assert not torch.equal(parameters_of(engine)["head.weight"], before["head.weight"])
         engine.backward(LOSS(engine, BATCH[0], 30))
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 5))]})
-        with pytest.raises(
-            UnsupportedError, match=r"group 1 of the optimizer has a parameter of shape \(3, 5\) that is not the"
-        ):
+        with pytest.raises(UnsupportedError, match=r"group 1 of the optimizer has a parameter of shape \(3, 5\)"):
             engine.step()
         del optimizer.param_groups[1]
         engine.step()

@@ -181,7 +181,8 @@ ROWS = [row for row in product(SYSTEMS, [1, 2]) if row != ("elixir stop", 2)]  #
 @pytest.mark.parametrize("row", range(len(ROWS)), ids=["-".join(map(str, row)) for row in ROWS])
 def test_ctrl_c_at_a_line(row: int) -> None:
     """A few lines of each, other ones for each system."""
-    happened = [disturbed(*ROWS[row], 1, Lines(number)) for number in range(40 + 61 * row, 2200, 1150)]
+    system, accumulate = ROWS[row]
+    happened = [disturbed(system, accumulate, 1, Lines(number)) for number in range(40 + 61 * row, 2200, 1150)]
     assert happened[0], "void: there is no such line"
 
 
