@@ -1,4 +1,4 @@
-"""The README's example of an own loop runs as shown, with the library from its wheel, whatever the user's own folders are called."""
+"""The README's example of an own loop runs as shown, with the installed library, whatever the user's own folders are called."""
 
 from __future__ import annotations
 

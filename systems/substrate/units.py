@@ -52,7 +52,7 @@ def find_units(model: nn.Module) -> FoundModel:
         if module in _TAKEN:
             raise UnsupportedError(
                 f"{f'module {name}' if name else 'the model'} was given to an engine before, which took its values: build the "
-                "model anew, and copy values out of the engine with summon()"
+                "model anew, and take values out of the engine with engine.state_dict()"
             )
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"
