@@ -158,7 +158,7 @@ def check_host(need: int, what: str, advice: str) -> None:
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:
-    found = DTYPES.get(given, None) if isinstance(given, str) else given
+    found = DTYPES.get(given) if isinstance(given, str) else given
     if found not in DTYPES.values():
         raise ValueError(f"dtype is {given!r}: give {' or '.join(map(repr, DTYPES))}, or torch's name of it")
     return found
@@ -193,7 +193,7 @@ def _in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _place(folder: Path, sizes: list[tuple[str, int]]) -> Place:
-    """Where values lie until they are written: in memory where it has ample room, otherwise in a scratch file of that folder."""
+    """Where values lie until they are written: in memory if there is ample room, otherwise in a scratch file of the folder."""
     need = sum(nbytes for _, nbytes in sizes)
     have = free_host_memory()
     in_memory = have is None or SPARE * need <= have

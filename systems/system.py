@@ -161,19 +161,19 @@ class Engine(Reports):
             yield found
 
     def state_dict(self, *, dtype: DType | torch.dtype = "fp32") -> dict[str, Any]:
-        """What the model's own state_dict() would give: every name of tied weights, persistent buffers, extra state; on the CPU.
+        """What the model's own state_dict() would give, on the CPU: every name of tied weights, buffers, extra state.
 
-        dtype: of the parameters, fp32 for the masters as they are. Takes its own size of host memory, BudgetError where there is
-        less. UnsupportedError within a step.
+        dtype: of the parameters; fp32 gives the masters as they are. It takes as much host memory as it holds: BudgetError
+        where that is not free. UnsupportedError within a step.
         """
         return export.state_dict(self, dtype)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: DType | torch.dtype = "fp32", **more: Any) -> None:
-        """Have a transformers model write itself into a folder; dtype as in state_dict, and what its config says.
+        """Have a transformers model write itself into a folder; dtype: as in state_dict, and what the folder's config says.
 
-        more: arguments of the model's own save_pretrained. Values are in host memory meanwhile if half of what is free holds them,
-        otherwise in a scratch file in the folder, which then takes as much as the result once more. BudgetError (disk) where the
-        folder lacks the room, UnsupportedError for a model without such a method and within a step.
+        more: arguments of the model's own save_pretrained. Until they are written the values are in host memory if half of what
+        is free there holds them, otherwise in a scratch file in the folder, as large as the result. BudgetError (disk) where
+        the folder lacks the room, UnsupportedError for a model that has no such method, and within a step.
         """
         export.save_pretrained(self, folder, dtype, more)
 

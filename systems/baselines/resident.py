@@ -227,7 +227,7 @@ class ResidentEngine(Engine):
     def training_state(self) -> ResidentState:
         self._check_open()
         if self._micro_step:
-            raise UnsupportedError("checkpoint or export: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError("checkpoint or export: a step is in progress: do it before the forward pass or after step()")
         self.drain()
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)

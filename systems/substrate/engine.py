@@ -238,7 +238,7 @@ class ManagedEngine(ManagedReports):
         """Wait until nothing moves; UnsupportedError within a step."""
         self._check_open()
         if self.runtime.in_step:
-            raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         self.drain()
 
     @contextmanager
