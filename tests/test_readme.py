@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from systems.substrate.build import PROJECT, cache_directory
 
@@ -78,6 +80,10 @@ def test_own_loop_runs_as_shown(wheel: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (own / "weights.pt").exists()
+    trained = transformers.GPT2LMHeadModel.from_pretrained(own / "trained")
+    masters = torch.load(own / "weights.pt")
+    assert trained.dtype == torch.bfloat16
+    assert all(torch.equal(value, masters[name].bfloat16()) for name, value in trained.state_dict().items())
+    assert str(trained.float().load_state_dict(masters)) == "<All keys matched successfully>"
     peak = int(done.stdout.split()[-1])
     assert 0 < peak <= 8 << 20

@@ -20,7 +20,7 @@ from tests.systems.models_small import build, tokens
 from tests.systems.running import RESIDENT, assert_equal, finished, one_step, settings, start
 from tests.systems.setups import SYSTEMS as MANAGED
 
-SYSTEMS: dict[str, Any] = {"resident": (RESIDENT, None), **MANAGED}
+SYSTEMS: dict[str, Any] = {"resident": (RESIDENT, None)} | {k: v for k, v in MANAGED.items() if "write-back" not in k}
 MATCHED = "<All keys matched successfully>"
 TIGHT = 60_000
 
@@ -142,7 +142,9 @@ def test_a_state_dict_in_another_dtype(system: str) -> None:
             found = engine.state_dict(dtype=asked)  # type: ignore[arg-type]
             assert list(found) == list(masters)
             assert all(torch.equal(found[name], value.to(dtype)) for name, value in masters.items())
-        assert str(build("gpt2").load_state_dict(masters)) == MATCHED
+        with engine.summon() as summoned:
+            for whole in (masters, summoned):
+                assert str(build("gpt2").load_state_dict(whole)) == MATCHED
         with pytest.raises(ValueError, match="dtype is 'int8': give 'fp32' or 'bf16' or 'fp16'"):
             engine.state_dict(dtype="int8")  # type: ignore[arg-type]
 
@@ -155,8 +157,6 @@ def test_what_is_summoned_loads_strictly(system: str) -> None:
             assert list(found) == [name for name in own if not name.endswith("_extra_state") and name != "sum"]
             assert all(torch.equal(own[name], value) for name, value in found.items())
             assert found["head.weight"] is found["embedding.weight"] and found["seen"] is found["again.seen"]
-    with start(SYSTEMS[system][0], build("gpt2"), settings(), SYSTEMS[system][1]) as engine, engine.summon() as found:
-        assert str(build("gpt2").load_state_dict(found)) == MATCHED
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -264,7 +264,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize(
-    ("family", "system"), [(family, "elixir") for family in FAMILIES] + [("gpt2", system) for system in SYSTEMS]
+    ("family", "system"), [("gpt2", system) for system in SYSTEMS] + [(each, "elixir") for each in FAMILIES if each != "gpt2"]
 )
 def test_a_saved_folder_is_read_by_from_pretrained(family: str, system: str, tmp_path: Path) -> None:
     kind, config, inputs = FAMILIES[family]
