@@ -175,7 +175,7 @@ class DummyEngine(Engine):
             self._thread.join()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         yield {}
 
 

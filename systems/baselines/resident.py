@@ -236,7 +236,7 @@ class ResidentEngine(SteppingEngine):
         return host_budget(self.settings)
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._check_open()
         self._control.check_whole()
         values = {}

@@ -235,8 +235,8 @@ class ManagedEngine(ManagedReports):
         return self.parts.store.host.room
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """See Engine.summon. Tied parameters appear once, under their first name."""
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """See Engine.masters."""
         self._settle("summon", in_step=self.runtime.in_step)
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values

@@ -112,13 +112,13 @@ class SteppingEngine(Engine):
         self._control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
-        return self._state("checkpoint")
+        return self._state("checkpoint or export")
 
     def _settle(self, what: str, *, in_step: bool) -> None:
         """Wait until nothing moves. UnsupportedError within a step, RuntimeError where parameters belong to no step."""
         self._check_open()
         if in_step:
-            raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         self.drain()
         self._control.check_whole()
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from models.blocks import find_blocks, has_forward
+from systems.blocks import find_blocks, has_forward
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 

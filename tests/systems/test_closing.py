@@ -98,7 +98,7 @@ def test_after_an_error_nothing_is_given_back_and_the_first_error_stands(system:
     for use in (model, model.blocks[1], copy.deepcopy(model)):
         with pytest.raises(RuntimeError, match=r"weights are gone: an error ended its engine: .*call systems\.load_checkpoint"):
             use(torch.zeros(1, 48))
-    with pytest.raises(UnsupportedError, match=r"take them out of engine\.summon\(\)"):
+    with pytest.raises(UnsupportedError, match=r"engine\.state_dict\(\) and"):
         model.state_dict()
     with pytest.raises(UnsupportedError, match="the model was given to an engine before"):
         begin(system, model)
