@@ -29,7 +29,7 @@ from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.giving_back import remember_buffers
 from systems.substrate.labels import labelled
-from systems.substrate.optimizer_states import OptimizerStates
+from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine
@@ -58,7 +58,8 @@ class ResidentEngine(SteppingEngine):
         self._fired: set[int] = set()
         try:
             self._build(find_units(model))
-            self._exchange_states()
+            if self._states is not None:
+                self._states.attach(self._state, self._host_room)
         except BaseException:
             self._cleanup.close()
             raise
@@ -86,8 +87,7 @@ class ResidentEngine(SteppingEngine):
                 have=have,
             )
         self._control = StepControl(settings, found.index, found.parameters)
-        if settings.optimizer is not None:
-            self._states = OptimizerStates(settings.optimizer, found.index, found.parameters)
+        self._states = states_of(settings.optimizer, found.index, found.parameters)
         self.outcomes = self._control.outcomes
         self._place(found, settings, dtype)
         self._cleanup.callback(self._forget_states)
@@ -173,11 +173,8 @@ class ResidentEngine(SteppingEngine):
         self._micro_step = 0
         self._updating = False
 
+    @record_function("step")
     def _finish_step(self) -> None:
-        with record_function("step"):
-            self._step()
-
-    def _step(self) -> None:
         gradients = {}
         for number, parameter in enumerate(self.parameters):
             fresh, accumulator = take_gradient(parameter), self._accumulators[number]

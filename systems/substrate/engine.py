@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from systems.errors import UnsupportedError
 from systems.messages import one_line
+from systems.planning.layout import Layout
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
@@ -27,7 +29,7 @@ from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
-from systems.substrate.optimizer_states import OptimizerStates
+from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
@@ -36,7 +38,7 @@ from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
 from systems.substrate.training_state import ManagedState
-from systems.substrate.units import find_units, release, take
+from systems.substrate.units import FoundModel, find_units, release, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Settings, StepOutcome
@@ -65,7 +67,8 @@ class ManagedEngine(ManagedReports):
         self.log = EventLog(keep=settings.log_events)
         try:
             self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
-            self._exchange_states()
+            if self._states is not None:
+                self._states.attach(self._state, self._host_room)
         except BaseException as error:
             self._cleanup.close()
             if self._adopting:
@@ -122,22 +125,19 @@ class ManagedEngine(ManagedReports):
             device.exempt(self.disk.buffers[0].parts[0].untyped_storage())
             device.lanes.update(disk_lanes(device.jitter))
         control = self._control = StepControl(settings, found.index, found.parameters)
-        if settings.optimizer is not None:
-            self._states = OptimizerStates(settings.optimizer, found.index, found.parameters)
-        shapes = [p.shape for p in found.index.parameters]
+        self._states = states_of(settings.optimizer, found.index, found.parameters)
         store = Store(
             layout,
             device,
             host,
             dtype,
             accumulate=settings.accumulate,
-            shapes=shapes,
+            shapes=[p.shape for p in found.index.parameters],
             initial=initial_values(found, settings),
             disk=self.disk,
         )
         self._cleanup.callback(store.close)
-        largest = max(layout.bundle_bytes(b.index) for b in layout.bundles)
-        self.poison = Poison(largest, device.torch_device)
+        self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
         residency = Residency(layout, store, device, self.poison, write_back=self.strategy.write_back)
         self._cleanup.callback(residency.close)
         self._adopting = True
@@ -155,6 +155,9 @@ class ManagedEngine(ManagedReports):
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
         device.guard(residency, self.poison, self._name_of)
+        self._watch_model(found, layout)
+
+    def _watch_model(self, found: FoundModel, layout: Layout) -> None:
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
@@ -221,7 +224,14 @@ class ManagedEngine(ManagedReports):
         self.runtime.abort()
 
     def _discard(self) -> None:
-        self.runtime.discard()
+        if not self.runtime.in_step:
+            return
+        if self.runtime.ending.updated:
+            raise UnsupportedError(
+                "discard: backward has updated weights already (nonfinite=stop): call step(), or use --option nonfinite=skip"
+            )
+        self.runtime.abort()
+        self.runtime.planner.resume()
 
     def drain(self) -> None:
         self.parts.device.drain()
@@ -247,7 +257,7 @@ class ManagedEngine(ManagedReports):
 
     def _give_back(self) -> None:
         """Values stay where they are, in the slots, which are the parameters' own from now on."""
-        store, room = self.parts.store, self.parts.store.room_beside_slots
+        store = self.parts.store
         try:
             if self.runtime.in_step:
                 self.runtime.abort()
@@ -256,7 +266,7 @@ class ManagedEngine(ManagedReports):
             pieces = values_in_slots(store, self.parts.residency)
         finally:
             self._let_go()
-        check_room(pieces, room)
+        check_room(pieces, store.host.budget - store.slots.nbytes)
         give(self.parameters, pieces)
         self._show_state_dict()
         release(self.module)

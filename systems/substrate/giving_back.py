@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from systems.errors import BudgetError
+from systems.planning.plan import Tier
 from systems.sizes import format_size
 from systems.substrate.parameters import refuse_state_dict, take_gradient
 from systems.substrate.residency import Residency
+from systems.substrate.runs import follows, joined
 from systems.substrate.store import Store
 
 ADVICE = "build the model anew, give it to systems.initialize, and call systems.load_checkpoint"
@@ -62,9 +64,21 @@ def values_in_slots(store: Store, residency: Residency) -> list[list[torch.Tenso
             assert managed.block is not None, "a segment updated on the device is always resident"
             segments = [store.segments[s] for s in managed.bundle.segments]
             for stored, piece in zip(segments, store.pieces(managed.index, managed.block), strict=True):
-                if stored.on_device:
+                if stored.tier is Tier.DEVICE:
                     stored.slot.copy_(piece)
-    return [store.slot_pieces(number) for number in sorted(store.layout.places)]
+    return [slot_pieces(store, number) for number in sorted(store.layout.places)]
+
+
+def slot_pieces(store: Store, parameter: int) -> list[torch.Tensor]:
+    """The slots of a parameter, neighbours as one; see HostMapping.own."""
+    groups: list[list[torch.Tensor]] = []
+    for stored, p in store.pieces_of(parameter):
+        piece = stored.slot[p.here]
+        if groups and follows(groups[-1][-1], piece):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return [store.slots.own(joined(group)) for group in groups]
 
 
 def check_room(pieces: Sequence[Sequence[torch.Tensor]], room: int) -> None:

@@ -217,6 +217,12 @@ class OptimizerStates:
         return described
 
 
+def states_of(
+    optimizer: torch.optim.Optimizer | None, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]
+) -> OptimizerStates | None:
+    return None if optimizer is None else OptimizerStates(optimizer, index, parameters)
+
+
 def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _Entry:
     def refuse(problem: str) -> UnsupportedError:
         return UnsupportedError(f"{what}: the state of parameter {name} {problem}")

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
-from systems.errors import DivergedError, UnsupportedError
+from systems.errors import DivergedError
 from systems.planning.plan import OpKind, UpdateRule
 from systems.planning.strategy import Strategy
 from systems.planning.trace import NO_UNIT, Moment, Phase
@@ -210,17 +210,6 @@ class Runtime:
         expected = {b: g.expected for b, g in self.parts.gradients.bundles.items()}
         trace = self.recorder.finish(expected, self.parts.recomputation, self.parts.inputs.units)
         self.planner.learn(moments, trace)
-
-    def discard(self) -> None:
-        """Forget the step in progress, if there is one. UnsupportedError once its updates have begun."""
-        if not self.in_step:
-            return
-        if self.ending.updated:
-            raise UnsupportedError(
-                "discard: backward has updated weights already (nonfinite=stop): call step(), or use --option nonfinite=skip"
-            )
-        self.abort()
-        self.planner.resume()
 
     def abort(self) -> None:
         """An exception broke off a step, or something between two. A step that is not done is forgotten: parameters are as

@@ -122,11 +122,6 @@ class SteppingEngine(Engine):
         self.drain()
         self._control.check_whole()
 
-    def _exchange_states(self) -> None:
-        """From here on the torch optimizer's state_dict() and load_state_dict() are about the engine's moments."""
-        if self._states is not None:
-            self._states.attach(self._state, self._host_room)
-
     def __exit__(self, kind: object = None, *_: object) -> None:
         """After an error that is the one that is told, whatever closing meets."""
         self._failed = kind is not None

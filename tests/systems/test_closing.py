@@ -15,6 +15,7 @@ import systems
 from systems.errors import UnsupportedError
 from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate import engine as managed
+from systems.substrate import giving_back
 from systems.system import Engine
 from tests.paged import paged
 from tests.systems.models_plain import CASES, build
@@ -131,12 +132,10 @@ def test_weights_that_lie_in_pieces(room: bool, monkeypatch: pytest.MonkeyPatch)
     model = build("stack")
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
-    expected, store = evaluated(engine), parts_of(engine).store
-    whole = store.slot_pieces
-    monkeypatch.setattr(store, "slot_pieces", lambda number: list(whole(number)[0].split(7)))
+    expected, store, whole = evaluated(engine), parts_of(engine).store, giving_back.slot_pieces
+    monkeypatch.setattr(giving_back, "slot_pieces", lambda store, number: list(whole(store, number)[0].split(7)))
     if not room:
-        store.host.budget = store.host.live
-        monkeypatch.setattr(type(store), "room_beside_slots", 100)
+        store.host.budget = store.slots.nbytes + 100
     engine.close()
     if room:
         assert torch.equal(evaluated(model), expected)
