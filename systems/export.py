@@ -30,7 +30,6 @@ from systems.substrate.parameters import with_values
 if TYPE_CHECKING:
     from systems.system import Engine
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGNMENT = 64  # bytes, of a tensor in a scratch file
 SPARE = 2  # values are spilled to a file unless the host has room for them so many times
 
@@ -158,9 +157,11 @@ def check_host(need: int, what: str, advice: str) -> None:
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:
-    found = DTYPES.get(given) if isinstance(given, str) else given
-    if found not in DTYPES.values():
-        raise ValueError(f"dtype is {given!r}: give {' or '.join(map(repr, DTYPES))}, or torch's name of it")
+    from systems.system import TORCH_DTYPE
+
+    found = TORCH_DTYPE.get(given) if isinstance(given, str) else given
+    if found is None or found not in TORCH_DTYPE.values():
+        raise ValueError(f"dtype is {given!r}: give {' or '.join(map(repr, TORCH_DTYPE))}, or torch's name of it")
     return found
 
 
@@ -231,7 +232,7 @@ def _scratch(folder: Path, nbytes: int) -> Place:
 def _whole(engine: Engine, dtype: torch.dtype, place: Place) -> Iterator[list[torch.Tensor]]:
     """Within, the model's parameters are others, with values in that dtype; gives the values."""
     module = engine.module
-    live = {}
+    live: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor, is_buffer in _named(module):
         if not is_buffer:
             live.setdefault(id(tensor), (name, tensor))
