@@ -213,6 +213,34 @@ def test_edits_that_cannot_be_taken_over_change_nothing(edit: Callable[[dict[str
         assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items() if "_extra" not in name)
 
 
+def test_parameters_that_are_no_engine_s_are_there_too() -> None:
+    """Integers of a quantized base, say: no master, but the model's own state dict has them."""
+    model = nn.Linear(3, 2)
+    model.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+    values = {name: value.detach().clone() for name, value in model.named_parameters() if name != "codes"}
+    with export.by_all_names(model, values, write=True) as found:
+        assert str(model.load_state_dict(found)) == MATCHED
+        found["codes"] += 1
+        found["bias"] = torch.ones(2)
+    assert model.codes.tolist() == [1, 2, 3, 4] and values["bias"].tolist() == [1, 1]
+
+
+def test_a_state_dict_that_fails_leaves_the_engine_its_parameters() -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("of the user's own")
+
+    with begin("elixir", odd(), device_memory=TIGHT) as engine:
+        before = list(engine.module.parameters())
+        hook = engine.module.register_state_dict_post_hook(fail)
+        with pytest.raises(KeyError):
+            engine.state_dict()
+        hook.remove()
+        assert all(one is other for one, other in zip(before, engine.module.parameters(), strict=True))
+        with pytest.raises(UnsupportedError, match=r"engine\.state_dict\(\) and engine\.save_pretrained\(folder\) have them"):
+            engine.module.state_dict()
+        assert one_step(engine, batches()[0], loss_of) >= 0
+
+
 Family = namedtuple("Family", "kind config inputs")
 IDS = {"input_ids": torch.arange(24).view(2, 12)}
 SMALL = dict(vocab_size=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
