@@ -40,7 +40,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _EXIT_GRACE_S = 30.0
-WORKER = ("-m", "harness.worker")
+WORKER = ("-P", "-m", "harness.worker")  # -P: the folder it starts in comes last, it may have a models or harness of its own
 _GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(0, signal.SIGKILL)"
 
 
@@ -204,7 +204,7 @@ def _start(write_end: int) -> tuple[subprocess.Popen[bytes], subprocess.Popen[by
     """The worker, with one end of the pipe for its messages, and the guard in its group."""
     root = str(Path(__file__).resolve().parents[1])
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")]), os.curdir])
     environment["PYTHONUNBUFFERED"] = "1"
     worker = subprocess.Popen(
         [sys.executable, *WORKER],
