@@ -36,7 +36,7 @@ def initialize(
     work on it. device_memory, host_memory: budgets, bytes or "40GiB"; None takes the smallest limit of the machine.
     disk: a folder for optimizer states that the host has no room for. disk_memory: budget of the files there.
     accumulate: backward passes a step. clip: norm to clip gradients to, 0 for off. recompute: as in Settings.
-    options: the system's own, as --option takes them, e.g. {"prefetch": 4}.
+    options: the system's own, by name, e.g. {"prefetch": 4}.
     Raises ValueError for a bad argument, BudgetError and UnsupportedError (ValueErrors too) if it cannot be done.
     """
     from torch import nn

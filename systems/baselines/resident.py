@@ -46,7 +46,7 @@ class ResidentEngine(Engine):
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         started = time.perf_counter()
         if settings.ranks != 1:
-            raise UnsupportedError("resident runs on one rank: leave --ranks at 1")
+            raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
         self._closed = False
@@ -65,25 +65,12 @@ class ResidentEngine(Engine):
         settings = self.settings
         refuse_mixed_norms(found, settings.dtype)
         self._cleanup.callback(apply_recompute(found, settings.recompute))
+        states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
-        dtype = TORCH_DTYPE[settings.dtype]
-        numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
-        accumulator = 4 if settings.accumulate > 1 else 0
-        states = numel * dtype.itemsize + trainable * (12 + accumulator)
-        need = states + trainable * dtype.itemsize
-        if need > self.device.account.budget:
-            have = self.device.account.budget
-            raise BudgetError(
-                f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
-                "raise --device-memory, take a smaller model, or a system that offloads",
-                tier="device",
-                need=need,
-                have=have,
-            )
         self._control = StepControl(settings, found.index, found.parameters)
         self.outcomes = self._control.outcomes
-        self._place(found, settings, dtype)
+        self._place(found, settings, TORCH_DTYPE[settings.dtype])
         self._cleanup.callback(self._forget)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
@@ -259,6 +246,23 @@ class ResidentEngine(Engine):
             parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
+def _state_bytes(found: FoundModel, settings: Settings) -> int:
+    """Of parameters, master weights, moments and accumulators. BudgetError if those and gradients exceed the budget."""
+    itemsize, have = TORCH_DTYPE[settings.dtype].itemsize, device_budget(settings)
+    numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
+    states = numel * itemsize + trainable * (16 if settings.accumulate > 1 else 12)
+    need = states + trainable * itemsize
+    if need > have:
+        raise BudgetError(
+            f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
+            "raise `device_memory`, take a smaller model, or a system that offloads",
+            tier="device",
+            need=need,
+            have=have,
+        )
+    return states
+
+
 class ResidentState:
     """See systems.checkpoint.TrainingState."""
 
@@ -298,6 +302,11 @@ class Resident:
     summary = "reference recipe, everything on the device"
     Options = ResidentOptions
     can_trace = True
+
+    def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
+        """The settings. Raises BudgetError where model states alone exceed the device."""
+        _state_bytes(find_units(model), settings)
+        return settings
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         return ResidentEngine(model, settings)

@@ -44,7 +44,8 @@ class Question:
     """What is asked about, but for the system. Budgets in bytes: of one device, and of one node's host and disk (0: none).
 
     ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch. allowance: for the allocator of the
-    device that is meant.
+    device that is meant. shared_memory: bytes that both are part of, as the emulated device's and the host's are; None: each
+    has its own.
     """
 
     profile: HardwareProfile
@@ -60,10 +61,11 @@ class Question:
     seed: int = 0
     allowance: Allowance = EXACT
     disk_memory: int = 0
+    shared_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks > self.profile.devices:
-            raise ValueError(f"--ranks {self.ranks} is more than the {self.profile.devices} devices of the profile: lower it")
+            raise ValueError(f"`ranks={self.ranks}` is more than the {self.profile.devices} devices of the profile: lower it")
         self.profile.matmul_rate(self.dtype)
 
     @property
@@ -163,7 +165,7 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     if why_not is None and not host.fits:
         why_not = (
             f"{system.name} needs {format_size(host.need_bytes)} of host memory on a node of {question.ranks_on_node} ranks, "
-            f"{format_size(host.have_bytes)} is there: raise --host-memory, use more nodes, or take a smaller model"
+            f"{format_size(host.have_bytes)} is there: raise `host_memory`, use more nodes, or take a smaller model"
         )
     steady = planned.plan.predicted_device_peak_bytes
     assert steady is not None, "every policy predicts it"
@@ -181,7 +183,13 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     planned = planner.at(question.device_memory, any_plan=True)
     if not isinstance(planned, _Planned):
         return False
-    return planner.host_need(expand(planned.layout, planned.trace, planned.plan, planned.context)).fits
+    host = planner.host_need(expand(planned.layout, planned.trace, planned.plan, planned.context))
+    if not host.fits or question.shared_memory is None:
+        return host.fits
+    left = question.shared_memory - host.need_bytes
+    return left > 0 and fits(
+        system, options, replace(question, device_memory=min(question.device_memory, left), shared_memory=None), observations
+    )
 
 
 class _Planner:
@@ -284,7 +292,7 @@ class _Planner:
             return layout
         if strategy.offloaded_inputs and strategy.rematerialised is None:
             raise ValueError(
-                "--option activations=host is not part of forecasts: leave it out of harness plan, which then tells of more "
+                "`options=dict(activations='host')` is not part of forecasts: leave it out; the forecast then tells of more "
                 "device memory and less host memory than such a run takes"
             )
         kept = within_host(layout, context, strategy.update_rule)
