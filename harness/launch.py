@@ -27,6 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
+from harness import trace
 from harness.channel import Job, Lines
 from harness.doubts import Seen as DoubtsSeen
 from harness.doubts import judge
@@ -140,7 +141,7 @@ class Worker:
         match message["kind"]:
             case "phase":
                 seen.phase = message["phase"]
-                if seen.phase == "room":
+                if seen.phase not in ("start", "resolve"):
                     self._let_go()
                 self._tell(seen.phase)
             case "step":
@@ -274,6 +275,8 @@ def launch(
         exited = worker.process.poll() is not None
     finally:
         code = worker.put_away()
+        if spec.trace is not None:
+            trace.clear(Path(spec.trace), worker.process.pid)
     seen = worker.seen
     if seen.bad_input is not None:
         raise BadInputError(seen.bad_input)

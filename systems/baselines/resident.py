@@ -25,8 +25,10 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
+from systems.substrate.hooks import tensors_in
 from systems.substrate.labels import labelled
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
@@ -49,7 +51,7 @@ class ResidentEngine(Engine):
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
-        self._closed = False
+        self._closed = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
         self._micro_step = 0
         self._fired: set[int] = set()
@@ -65,6 +67,8 @@ class ResidentEngine(Engine):
         settings = self.settings
         refuse_mixed_norms(found, settings.dtype)
         self._cleanup.callback(apply_recompute(found, settings.recompute))
+        for module in {self.module, *found.modules}:
+            self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
         states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
@@ -111,7 +115,16 @@ class ResidentEngine(Engine):
         with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
-            return self.module(*args, **kwargs)
+            made = self.module(*args, **kwargs)
+            for tensor in tensors_in(made):
+                if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                    tensor.register_hook(self._arrived)
+            return made
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        """At what a forward pass made: the backward pass has come to this engine's model."""
+        if not self._in_backward:
+            raise RuntimeError(FOREIGN_BACKWARD)
 
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
@@ -121,7 +134,9 @@ class ResidentEngine(Engine):
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
         with self._recovering(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
+            self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
+        self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
             for number, parameter in enumerate(self.parameters):
@@ -154,7 +169,7 @@ class ResidentEngine(Engine):
             if accumulator is not None:
                 accumulator.zero_()
         self._fired.clear()
-        self._micro_step = 0
+        self._in_backward, self._micro_step = False, 0
 
     def _check_open(self) -> None:
         if self._closed:

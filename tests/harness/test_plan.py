@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from harness import cli
-from harness.spec import RunSpec
+from harness.plan_spec import PlanSpec
+from harness.spec import RunSpec, flag
 from systems import registry
 from systems.planning.perfetto import read_chrome_trace
 

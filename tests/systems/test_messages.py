@@ -16,7 +16,13 @@ from harness.spec import flag, in_flags
 from systems.messages import ARGUMENT
 
 ROOT = Path(systems.__file__).parent
-ARGUMENTS = {*inspect.signature(systems.initialize).parameters, "ranks", "option", "VALUE", "signal"}  # of runs alone; any; a module
+ARGUMENTS = {
+    *inspect.signature(systems.initialize).parameters,
+    "ranks",
+    "option",
+    "VALUE",
+    "signal",
+}  # of runs alone; any; a module
 
 
 def _texts(path: Path) -> Iterator[tuple[int, str]]:
