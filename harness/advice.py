@@ -22,6 +22,7 @@ from systems.prediction.remedies import Remedy, Room, remedies
 
 PROFILE = "h100-80g-x1"  # for the times of a plan, on a machine that has no profile of its own
 ENOUGH_S = 30.0  # of looking for what would train
+MAPPINGS = 5  # of host memory, each of whole pages
 
 
 def advise(spec: RunSpec, request: Request) -> list[str]:
@@ -82,8 +83,8 @@ def _is_there(remedy: Remedy, found: Forecast, most: tuple[int, int]) -> bool:
 def _rounded(size: int | str) -> int:
     """A budget as people give it, at most a 64th above what was planned: a mapping takes whole pages."""
     assert isinstance(size, int)
-    unit = max(1 << (size.bit_length() - 7), PAGE) if size else PAGE
-    return round_up(size + PAGE, unit)
+    unit = max(1 << (size.bit_length() - 7), PAGE)
+    return round_up(size + MAPPINGS * PAGE, unit)
 
 
 def _disk(spec: RunSpec, request: Request) -> Room | None:

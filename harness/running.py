@@ -159,7 +159,7 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
         try:
             known.request = request = resolve(job, device)
         except ValueError as error:
-            raise BadInputError(one_line(str(error))) from error
+            raise BadInputError(in_flags(one_line(str(error)))) from error
     if job.spec.device is None and device == "cpu":
         complain(EMULATED)
     device_nvml = environment.open_nvml() if device == "cuda" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,27 +142,27 @@ def test_loss_scales_that_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("system", "option", "told"),
     [
-        ("deepspeed-twinflow", "ratio=1.5", "--option ratio=1.5"),
-        ("deepspeed-twinflow", "reserve=lots", "--option reserve=lots"),
+        ("deepspeed-twinflow", "ratio=1.5", "`options=dict(ratio='1.5')`"),
+        ("deepspeed-twinflow", "reserve=lots", "`options=dict(reserve='lots')`"),
         ("deepspeed-zero3", "ratio=0.5", "unknown option of deepspeed-zero3 'ratio'"),
-        ("torch-ddp", "weights=fp8", "--option weights=fp8"),
-        ("roundpipe", "asynchronous=perhaps", "--option asynchronous=perhaps"),
+        ("torch-ddp", "weights=fp8", "`options=dict(weights='fp8')`"),
+        ("roundpipe", "asynchronous=perhaps", "`options=dict(asynchronous='perhaps')`"),
         ("deepspeed-zero3", "config=/nowhere.json", "cannot be read"),
     ],
 )
 def test_options_are_checked(system: str, option: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=re.escape(told)):
         refuse(system, option)
 
 
 @pytest.mark.parametrize(
     ("system", "config", "told"),
     [
-        ("deepspeed-zero3", {"gradient_clipping": 1.0}, "sets gradient_clipping to 1.0, here it is 0.0: --clip decides"),
+        ("deepspeed-zero3", {"gradient_clipping": 1.0}, "sets gradient_clipping to 1.0, here it is 0.0: `clip` decides"),
         ("deepspeed-zero3", {"zero_optimization": {"stage": 2}}, "deepspeed-zero3 is named after it"),
-        ("deepspeed-zero3", {"optimizer": {"params": {"lr": 1.0}}}, "--lr decides"),
-        ("deepspeed-zero3", {"bf16": {"enabled": True}}, "--dtype decides"),
-        ("deepspeed-zero3", {"scheduler": {"type": "WarmupLR"}}, "--schedule decides"),
+        ("deepspeed-zero3", {"optimizer": {"params": {"lr": 1.0}}}, "the optimizer's own decides"),
+        ("deepspeed-zero3", {"bf16": {"enabled": True}}, "`dtype` decides"),
+        ("deepspeed-zero3", {"scheduler": {"type": "WarmupLR"}}, "the run's own decides"),
         ("torch-ddp", {"ddp": {"bucket_cap": 1}}, "unknown argument of ddp 'bucket_cap': did you mean bucket_cap_mb"),
         ("fsdp2-offload", {"optimizer": {"lr": 1}}, "unknown argument of optimizer 'lr'"),
         ("fsdp2-offload", {"cpu": {}}, "unknown section 'cpu'"),

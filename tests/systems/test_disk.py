@@ -347,7 +347,7 @@ def test_a_file_system_without_direct_io(refused: str, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("case", ["nothing there", "a file", "full", "read-only"])
 def test_a_folder_that_will_not_do_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, said = tmp_path / "disk", "--disk"
+    folder, said = tmp_path / "disk", "`disk`"
     if case == "a file":
         folder.write_text("x")
     elif case != "nothing there":
