@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
+from models.loss import token_loss
+from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
 from systems.planning import hardware
@@ -66,9 +68,13 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
         allowance=EXACT if spec.device == "cpu" else CUDA,
         disk_memory=_disk_memory(spec, profile),
     )
+    return question, _observations(shape)
+
+
+def _observations(shape: ModelShape) -> Observations:
     with Unfilled():
         model = models_registry.build(shape)
-    return question, Observations(model, shape.objective)
+    return Observations(model, partial(token_loss, objective=shape.objective))
 
 
 def depths_of(spec: PlanSpec) -> Depths:
@@ -77,10 +83,7 @@ def depths_of(spec: PlanSpec) -> Depths:
 
     @cache
     def at(layers: int) -> Observations:
-        shape = models_registry.resolve(spec.model, given | {LAYERS: str(layers)})
-        with Unfilled():
-            model = models_registry.build(shape)
-        return Observations(model, shape.objective)
+        return _observations(models_registry.resolve(spec.model, given | {LAYERS: str(layers)}))
 
     return Depths(models_registry.resolve(spec.model, given).num_layers, at)
 

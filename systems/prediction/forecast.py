@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel
 from torch import nn
 
-from models.shape import ObjectiveName
 from systems.errors import BudgetError, UnsupportedError
 from systems.managed import ManagedSystem
 from systems.planning.activations import under
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.demand import Residence, unmovable
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import Layout, ModelIndex
-from systems.planning.overflow import within_host
+from systems.planning.layout import Layout, ModelIndex, round_up
+from systems.planning.overflow import PAGE, within_host
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
@@ -80,10 +80,10 @@ class Question:
 
 @dataclass
 class Observations:
-    """Micro-steps of one model, each observed once. model: parameters may be on the meta device."""
+    """Micro-steps of one model, each observed once. model: parameters may be on the meta device. loss: as in `observe`."""
 
     model: nn.Module
-    objective: ObjectiveName
+    loss: Callable[..., torch.Tensor]
     _known: dict[Any, tuple[ModelIndex, StepWork]] = field(default_factory=dict)
 
     def of(self, question: Question) -> tuple[ModelIndex, StepWork]:
@@ -91,10 +91,10 @@ class Observations:
         if key not in self._known:
             self._known[key] = observe(
                 self.model,
+                self.loss,
                 batch_size=question.batch_size,
                 seq_len=question.seq_len,
                 dtype=TORCH_DTYPE[question.dtype],
-                objective=self.objective,
                 recompute=question.recompute,
             )
         return self._known[key]
@@ -129,13 +129,16 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _Planned:
-    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them."""
+    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them. inputs_away: bytes of the blocks'
+    inputs that may wait on the host, in whole pages.
+    """
 
     layout: Layout
     trace: Trace
     plan: Plan
     context: PlanningContext
     warm_up_peak_bytes: int = 0
+    inputs_away: int = 0
 
 
 def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
@@ -160,7 +163,7 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     device = device_need(
         schedule, simulation.memory, buffer_bytes=buffers, allocator_bytes=kept, have_bytes=question.device_memory
     )
-    host = planner.host_need(schedule)
+    host = planner.host_need(planned, schedule)
     why_not = refusal
     if why_not is None and not host.fits:
         why_not = (
@@ -183,7 +186,7 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     planned = planner.at(question.device_memory, any_plan=True)
     if not isinstance(planned, _Planned):
         return False
-    host = planner.host_need(expand(planned.layout, planned.trace, planned.plan, planned.context))
+    host = planner.host_need(planned, expand(planned.layout, planned.trace, planned.plan, planned.context))
     if not host.fits or question.shared_memory is None:
         return host.fits
     left = question.shared_memory - host.need_bytes
@@ -255,7 +258,7 @@ class _Planner:
         """A strategy that chooses what is recomputed sees a step under each plan that it calls provisional, as at run time."""
         plan: Plan | None = None
         warm_up: int | None = None
-        units, away = strategy.rematerialised, frozenset[int]()
+        units, away, leaving = strategy.rematerialised, frozenset[int](), strategy.offloaded_inputs
         for _ in range(MAX_ROUNDS):
             assert units is not None, "its plans say what is recomputed"
             blocks = tuple(unit.block for unit in index.units if unit.index in units and unit.block is not None)
@@ -264,7 +267,8 @@ class _Planner:
             trace = self._trace(question, layout, self._observations.of(question)[1])
             trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
             if plan is not None and not plan.provisional:
-                return _Planned(layout, trace, plan, context, max(warm_up or 0, plan.provisional_peak_bytes))
+                inputs = sum(round_up(size, PAGE) for unit, size in trace.input_bytes if unit in leaving)
+                return _Planned(layout, trace, plan, context, max(warm_up or 0, plan.provisional_peak_bytes), inputs)
             seen = self._warm_up(strategy, layout, trace, context)
             warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
             plan = strategy.plan(layout, trace)
@@ -299,13 +303,14 @@ class _Planner:
         self._overflows = any(b.movable is not c.movable for b, c in zip(layout.bundles, kept.bundles, strict=True))
         return kept
 
-    def host_need(self, schedule: Schedule) -> TierNeed:
+    def host_need(self, planned: _Planned, schedule: Schedule) -> TierNeed:
         question = self.question
         return host_need(
             schedule,
             ranks_on_node=question.ranks_on_node,
             have_bytes=question.host_memory,
             copies=self._keeps_host_copies,
+            inputs=planned.inputs_away,
         )
 
 
