@@ -129,8 +129,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _Planned:
-    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them. inputs_away: bytes of the blocks'
-    inputs that may wait on the host, in whole pages.
+    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them. inputs_away: bytes of
+    blocks' inputs that may wait on the host, in whole pages.
     """
 
     layout: Layout

@@ -95,7 +95,7 @@ def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int
 
 
 def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies: bool, inputs: int = 0) -> TierNeed:
-    """copies: False for a system that keeps no parameters on the host at all. inputs: bytes of blocks' inputs that wait there."""
+    """copies: False for a system that keeps no parameters on the host at all. inputs: bytes of a rank's that wait there."""
     residence = schedule.residence
     layout = residence.layout
     slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize if copies else 0

@@ -15,12 +15,14 @@ from harness.command import command
 from harness.plan_spec import PlanSpec
 from harness.record import Record
 from harness.spec import RunSpec
-from systems import room
 from systems.limits import CGROUP_ROOT
 from systems.registry import find
 
 STRATEGIES = [name for name, entry in find().items() if entry.exposes == "STRATEGY"]
 SMALL = ("--set", "hidden_size=32", "num_heads=2", "ffn_size=64", "vocab_size=128", "num_layers=3", "--seq-len", "16")
+
+
+HOST_NEED = 520 * 1024  # of the small model
 
 
 @pytest.fixture
@@ -56,9 +58,10 @@ def commands(record: Record) -> list[list[str]]:
     return [shlex.split(line.rpartition(": ")[2]) for line in record.reason.advice]
 
 
+BOTH = ("--device-memory", "64KiB", "--host-memory", "300KiB", "--batch-size", "2")  # are too small
 CASES = [
-    *((name, ("--device-memory", "64KiB", "--host-memory", "300KiB", "--batch-size", "2")) for name in STRATEGIES),
-    ("resident", ("--device-memory", "800KiB", "--batch-size", "8")),
+    *(pytest.param(name, BOTH, marks=() if name == "elixir" else pytest.mark.slow) for name in STRATEGIES),
+    pytest.param("resident", ("--device-memory", "800KiB", "--batch-size", "8"), marks=pytest.mark.slow),
     ("resident", ("--device-memory", "300KiB", "--batch-size", "1")),
 ]
 
@@ -87,18 +90,24 @@ def test_a_package_without_plans_is_told_to_ask_for_those_that_have(tmp_path: Pa
     assert plan[:4] == ["harness", "plan", "--system", "all"] and cli.main(plan[1:]) in (0, 1)
 
 
+@pytest.mark.parametrize("system", STRATEGIES)
 def test_device_and_host_that_are_one_memory_have_to_fit_it_together(
-    tmp_path: Path, channel: Channel, monkeypatch: pytest.MonkeyPatch
+    system: str, tmp_path: Path, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose states would fit either alone."""
-    for module in (room, running):  # the machine is made as small as the model
-        monkeypatch.setattr(f"{module.__name__}.read_limits", running.read_limits, raising=False)
-    limits = running.read_limits().model_copy(update={"host_budget_bytes": 500 << 10})
-    monkeypatch.setattr("systems.machine.read_limits", lambda: limits)
-    record = carry_out(asked(tmp_path, "--system", "elixir", "--batch-size", "1"), channel, host=500 << 10)
-    assert record.reason is None or record.reason.tier in ("host", "device")
-    budget = record.memory.device_budget_bytes
-    assert budget is None or budget < 500 << 10
+
+    def of_a_machine_with(nbytes: int) -> Record:
+        limits = running.read_limits().model_copy(update={"host_budget_bytes": nbytes})
+        monkeypatch.setattr("systems.machine.read_limits", lambda: limits)
+        return carry_out(asked(tmp_path, "--system", system, "--batch-size", "1"), channel, host=nbytes)
+
+    record = of_a_machine_with(HOST_NEED + 32 * 1024)
+    assert record.status == "refused" and record.reason is not None and record.reason.phase == "room"
+    assert "the emulated device, which is host memory too" in record.reason.message
+    record = of_a_machine_with(HOST_NEED + 400 * 1024)
+    assert record.status == "ok" and record.memory.device_budget_bytes == 400 * 1024
+    record = of_a_machine_with(5 * HOST_NEED)
+    assert record.status == "ok" and record.memory.device_budget_bytes == 5 * HOST_NEED
 
 
 def test_a_command_is_what_was_asked_for() -> None:

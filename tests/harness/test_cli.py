@@ -118,6 +118,19 @@ def test_bad_input_is_one_line(
     assert said in err
 
 
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run its record says so, see test_launch; what makes none ends as quietly."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("harness.plan.plan", stopped)
+    assert cli.main(("plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", "h100-80g-x1")) == 130
+    monkeypatch.setattr("harness.listing.list_what", stopped)
+    assert cli.main(("ls", "systems")) == 130
+    assert capsys.readouterr() == ("", "harness: interrupted\n" * 2)
+
+
 def test_a_wrong_results_folder_is_found_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
