@@ -22,7 +22,7 @@ FOREIGN_BACKWARD = (
 )
 
 
-@torch._disable_dynamo  # type: ignore[untyped-decorator]
+@torch._disable_dynamo
 def _refuse() -> None:
     raise UnsupportedError(
         "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile "
