@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import signal
 import sys
 import types
 import typing
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -29,12 +30,13 @@ from harness.output import complain, progress_console, say
 from harness.plan_spec import PlanSpec
 from harness.record import Record, to_json
 from harness.scale import BatchSpec, ScaleSpec
-from harness.spec import BadInputError, RunSpec, flag
+from harness.spec import BadInputError, RunSpec, flag, in_flags
 from harness.table import show
 from systems import registry
 from systems.messages import invalid_value, one_line, unknown_name
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
+INTERRUPTED = 128 + signal.SIGINT
 COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
@@ -105,14 +107,23 @@ def _text_rule(spec: type[BaseModel]) -> ConstructorRegistry:
     return rules
 
 
+def _without(spec: type[BaseModel], fields: frozenset[str]) -> type[BaseModel]:
+    """The same for --help, but for flags that are refused."""
+    kept: dict[str, Any] = {name: (field.annotation, field) for name, field in spec.model_fields.items() if name not in fields}
+    return create_model(spec.__name__, __doc__=spec.__doc__, **kept)
+
+
 def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | None) -> list[str]:
     """The same arguments, each flag once, its values behind it. Raises BadInputError for what fits no field."""
     fields = {flag(field): field for field in spec.model_fields if field != positional}
+    left_out = getattr(spec, "left_out", frozenset())
     given: dict[str, list[str]] = {}
     current = ""
     for token in arguments:
         name, equals, value = token.partition("=")
         if name.startswith("--"):
+            if fields.get(name) in left_out:
+                raise BadInputError(f"{name} is of a run and changes nothing here: leave it out")
             if name not in fields:
                 raise BadInputError(unknown_name("flag", name, fields))
             if _is_switch(spec, fields[name]):
@@ -143,11 +154,12 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
 
 def parse(spec: type[_Spec], arguments: Sequence[str], *, prog: str, positional: str | None = None) -> _Spec:
     """Arguments as a spec. Raises BadInputError with one line; --help prints and exits as usual."""
-    tyro_spec: Any = typing.Annotated[spec, tyro.conf.FlagCreatePairsOff]
+    shown = _without(spec, getattr(spec, "left_out", frozenset())) if {"-h", "--help"} & set(arguments) else spec
+    tyro_spec: Any = typing.Annotated[shown, tyro.conf.FlagCreatePairsOff]
     if positional:
         tyro_spec = typing.Annotated[tyro_spec, tyro.conf.PositionalRequiredArgs]
-    if {"-h", "--help"} & set(arguments):
-        with _text_rule(spec):
+    if shown is not spec or {"-h", "--help"} & set(arguments):
+        with _text_rule(shown):
             tyro.cli(tyro_spec, prog=prog, args=["--help"])
     collected = _collect(spec, arguments, positional)
     complaint = io.StringIO()
@@ -175,12 +187,15 @@ def _complaint(error: BaseException, printed: str, positional: str | None) -> st
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[list[int]]:
-    """Tell bad input in one line; the exit code is in the list then."""
+    """Tell bad input, and Ctrl-C, in one line; the exit code is in the list then."""
     code: list[int] = []
     try:
         yield code
+    except KeyboardInterrupt:
+        complain("interrupted")
+        code.append(INTERRUPTED)
     except BadInputError as error:
-        complain(str(error))
+        complain(in_flags(str(error)))
         code.append(BAD_INPUT)
 
 
@@ -206,14 +221,14 @@ def run(spec: RunSpec) -> int:
     code = OK
     with stop_signals() as stop:
         for replicate in range(spec.repeat):
-            record = launch(spec, replicate=replicate, console=console, stop=stop)
+            record = launch(spec, replicate=replicate, console=console, stop=stop, advise=replicate == 0)
             kept = _keep(record, spec, console)
             say(to_json(record))
             if record.status != "ok" or not kept:
                 code = FAILED
             if not kept or stop.number is not None:
                 break
-    return code
+    return stop.code or code
 
 
 def compare(spec: CompareSpec) -> int:
@@ -231,7 +246,7 @@ def compare(spec: CompareSpec) -> int:
 
         records = collect(found, spec.repeat, execute)
     code = _tell(comparison.compare(records, spec=spec.model_dump(mode="json")), console)
-    return FAILED if lost or stop.number is not None else code
+    return stop.code or (FAILED if lost else code)
 
 
 def _execute(entry: Entry, replicate: int, console: Console, stop: Stop, lost: list[Record]) -> Record | None:
@@ -260,7 +275,7 @@ def search(spec: ScaleSpec | BatchSpec) -> int:
         found = scale.search(spec, one, console)
     scale.show(found, console)
     say(scale.to_json(found))
-    return OK if found.largest is not None and found.failed is None and stop.number is None else FAILED
+    return stop.code or (OK if found.largest is not None and found.failed is None else FAILED)
 
 
 def compare_kept(spec: StoredSpec) -> int:
@@ -295,6 +310,8 @@ def _keep(record: Record, spec: RunSpec, console: Console) -> bool:
 def _tell_end(record: Record, path: Path, console: Console) -> None:
     said = f"{record.status}: {record.reason.message}" if record.reason else record.status
     console.print(f"{said} ({path})", markup=False)
+    for line in record.reason.advice if record.reason else ():
+        console.print(f"try: {line}", markup=False)
     for doubt in record.doubts:
         console.print(f"doubt: {doubt.code}: {doubt.seen}; may be {doubt.cause}; {doubt.advice}", markup=False)
 
@@ -317,7 +334,9 @@ def _uncollected() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point. The exit code: 0 ok, 1 a run failed or a plan does not fit, 2 bad input, 3 a comparison refuses."""
+    """The entry point. The exit code: 0 ok, 1 a run failed or a plan does not fit, 2 bad input, 3 a comparison refuses, 130
+    Ctrl-C (128 and the signal's number for any other that ends a run).
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         say(_usage())

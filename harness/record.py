@@ -19,7 +19,7 @@ from systems.limits import Limits
 
 SCHEMA_VERSION = 1
 
-Status = Literal["ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable"]
+Status = Literal["ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable", "interrupted"]
 STATUSES: tuple[str, ...] = get_args(Status)
 _P = TypeVar("_P", bound="Part")
 
@@ -34,7 +34,7 @@ class Reason(Part):
     """Why a run did not end well. tier, need and have are of a memory budget, in bytes."""
 
     message: str
-    phase: str | None = Field(None, description="start, resolve, build, initialize, warm-up, step, eval, trace or close")
+    phase: str | None = Field(None, description="start, resolve, room, build, initialize, warm-up, step, eval, trace or close")
     tier: Literal["device", "host", "disk"] | None = None
     need: int | None = None
     have: int | None = None
@@ -43,7 +43,8 @@ class Reason(Part):
     exit_code: int | None = None
     last_known_bytes: int | None = Field(None, description="resident memory of the process when last looked at")
     install: str | None = Field(None, description="the command that brings what an unavailable system lacks")
-    log: list[str] = Field([], description="the last lines the process wrote")
+    advice: list[str] = Field([], description="where memory was short: what was planned and would work here, as commands")
+    log: list[str] = Field([], description="the last lines the process wrote, and the traceback of an error")
 
 
 class DataSource(Part):

@@ -1,12 +1,21 @@
-"""How bad input is told: one line that says what was given, what is allowed and which name was probably meant."""
+"""How bad input is told: one line that says what was given, what is allowed and which name was probably meant.
+
+Note [Words of arguments]
+    What a message asks its reader to change it names as an argument of `systems.initialize`, in backquotes, with a value as
+    Python writes it: `device_memory`, `dtype='bf16'`, `options=dict(prefetch=4)`. A command line that has flags for
+    arguments finds them by ARGUMENT and says its own words.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
+
+ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
 
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:

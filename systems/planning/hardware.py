@@ -157,8 +157,8 @@ class HardwareProfile(BaseModel):
         for name, rate in self.matmul_flops_per_s.items():
             if name == dtype:
                 return rate.value * self.matmul_efficiency.value
-        allowed = " or ".join(sorted(self.matmul_flops_per_s))
-        raise ValueError(f"{self.device_name} has no matmul rate for {dtype}: use --dtype {allowed}")
+        allowed = " or ".join(f"`dtype={name!r}`" for name in sorted(self.matmul_flops_per_s))
+        raise ValueError(f"{self.device_name} has no matmul rate for {dtype}: use {allowed}")
 
     def copy_overhead_s(self, size: float) -> float:
         """Seconds of a host copy of this size beside its bytes at full bandwidth."""

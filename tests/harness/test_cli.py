@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,9 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         cli.main([command, "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in FLAGS)
+    left_out = {flag(field) for field in getattr(spec, "left_out", ())}
+    words = set(re.findall(r"--[a-z-]+", shown))
+    assert words >= set(FLAGS) - left_out and not words & left_out - {"--steps"}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,19 @@ def test_bad_input_is_one_line(
     assert out == ""
     assert err.count("\n") == 1
     assert said in err
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run its record says so, see test_launch; what makes none ends as quietly."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("harness.plan.plan", stopped)
+    assert cli.main(("plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", "h100-80g-x1")) == 130
+    monkeypatch.setattr("harness.listing.list_what", stopped)
+    assert cli.main(("ls", "systems")) == 130
+    assert capsys.readouterr() == ("", "harness: interrupted\n" * 2)
 
 
 def test_a_wrong_results_folder_is_found_before_the_work(

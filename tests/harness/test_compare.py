@@ -179,7 +179,7 @@ def test_a_stop_ends_the_runs_and_still_compares(scripted: Callable[..., Any], m
         return {}
 
     code, made, calls = scripted(script, A, C)
-    assert code == 1
+    assert code == 128 + 15
     assert len(calls) == 1
     assert (made["rows"][1]["n"], made["rows"][1]["status"]) == (0, "failed")
     assert "was stopped before" in made["rows"][1]["reason"]["message"]
