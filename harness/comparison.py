@@ -13,12 +13,11 @@ from pydantic import Field
 
 from harness.likeness import Difference, differences
 from harness.record import Part, Reason, Record
-from harness.stats import Figure, Ratio, compare_rates, summarize
+from harness.stats import ENOUGH_PROCESSES, Figure, Ratio, compare_rates, summarize
 
 # How far the losses of one training may drift apart between systems, relative: larger and it is another training.
 LOSS_TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
-ENOUGH_PROCESSES = 3
 REGION_SHARE = 0.1  # by which a region's step time may differ from the median step before it is said
 
 
