@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict
 BOOTSTRAP_FROM = 5
 ENOUGH_PROCESSES = 3  # of each side, for a verdict
 RESAMPLES = 4000
+LARGEST = 1e30  # of a figure, and its inverse the smallest of a rate: what is beyond was not measured
 _SEED = 20240229
 _TAIL = 0.025
 # Student's t at 97.5 %, from one degree of freedom on. Beyond the last the last is kept: a little wider than it need be.
@@ -101,7 +102,7 @@ def compare_rates(rates: Sequence[float], reference: Sequence[float]) -> Ratio |
 
     See Note [Verdicts].
     """
-    if not rates or not reference or min(*rates, *reference) <= 0:
+    if not rates or not reference or not all(1 / LARGEST < rate < LARGEST for rate in (*rates, *reference)):
         return None
     value, fewest = statistics.median(rates) / statistics.median(reference), min(len(rates), len(reference))
     if fewest == 1:

@@ -24,11 +24,13 @@ from harness.record import SCHEMA_VERSION, Record, to_json
 from harness.spec import BadInputError
 from systems.files import flush
 from systems.messages import invalid_value, one_line
+from systems.reading import read_json
 
 if TYPE_CHECKING:
     import pandas
 
-_ROOM_BYTES = 1 << 20  # far more than one record
+_ROOM_BYTES = 1 << 20  # far more than most records
+_MOST_BYTES = 256 << 20  # of a record: over a million steps
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType({})  # version n -> n + 1
 
 
@@ -137,7 +139,7 @@ def upgrade(tree: dict[str, Any]) -> dict[str, Any]:
 def read(path: Path) -> Record | Unreadable:
     """One file. A broken or foreign one is told, not raised: one bad file must not hide the others."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path, _MOST_BYTES)
         if not isinstance(tree, dict):
             raise ValueError("it is not a JSON object")
         return Record.model_validate(upgrade(tree))
@@ -149,15 +151,27 @@ def read(path: Path) -> Record | Unreadable:
         return Unreadable(path, one_line(str(error)))
 
 
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".json"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StoreError(f"--results {folder} cannot be read: {error.strerror}") from None
+
+
 def read_all(folder: Path) -> tuple[list[Record], list[Unreadable]]:
-    """Every record of a folder by run_id, and every file that is none. A missing folder is an empty one."""
-    found = [read(path) for path in sorted(folder.glob("*.json"))]
+    """Every record of a folder by run_id, and every file that is none. A missing folder is an empty one.
+
+    Raises StoreError for a folder that cannot be looked into.
+    """
+    found = [read(path) for path in _files(folder)]
     return [one for one in found if isinstance(one, Record)], [one for one in found if isinstance(one, Unreadable)]
 
 
 def find(folder: Path, wanted: Sequence[str]) -> list[Record]:
     """The records of these runs, in this order. wanted: run ids, or parts of ids. Raises BadInputError, one line."""
-    names = sorted(path.stem for path in folder.glob("*.json"))
+    names = [path.stem for path in _files(folder)]
     found: list[Record] = []
     for part in wanted:
         hits = [part] if part in names else [name for name in names if part in name]

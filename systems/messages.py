@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,18 @@ def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
 def one_line(text: str) -> str:
     """Text with every run of white space, line ends included, made one blank."""
     return " ".join(text.split())
+
+
+def printable(text: str) -> str:
+    """Text in which escapes stand for all that a terminal obeys or cannot show: control characters, line ends, directions
+    of writing, and bytes that are no UTF-8."""
+    if text.isprintable():
+        return text
+    return "".join(one if _shows(one) else one.encode("unicode_escape").decode() for one in text)
+
+
+def _shows(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def invalid_value(error: ValidationError, label: Callable[[str, Any], str]) -> str:
