@@ -31,6 +31,7 @@ from harness.channel import Job, Lines
 from harness.doubts import Seen as DoubtsSeen
 from harness.doubts import judge
 from harness.failures import LOG_LINES, Death, from_death, from_exception
+from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
 from harness.spec import BadInputError, RunSpec
 from harness.store import new_run_id
@@ -235,6 +236,7 @@ def launch(
 ) -> Record:
     """Run a spec in a fresh process and return its record, whatever becomes of the process. Raises BadInputError."""
     now, started_s = datetime.now(UTC), time.monotonic()
+    fill_standard_streams()
     messages = os.pipe()
     job = Job(
         spec=spec,

@@ -17,6 +17,15 @@ from systems.messages import one_line, printable
 PLAIN_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
+def fill_standard_streams() -> None:
+    """Whichever of stdin, stdout and stderr is closed leads nowhere, so that no pipe or file gets its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+
+
 class Tolerant:
     """A text stream that swallows everything once it cannot be written any more. None: it was closed from the start."""
 

@@ -56,10 +56,10 @@ def prepare(folder: Path) -> None:
     """Create the folder if need be and prove that a record can be written there. Raises StoreError."""
     if folder.name.endswith(".json"):
         raise StoreError(f"--results {folder} names a file, records go one a file into a folder: use {folder.parent}")
-    if folder.exists() and not folder.is_dir():
-        raise StoreError(f"--results {folder} is a file, not a folder: name another folder")
     probe = folder / f".probe-{secrets.token_hex(4)}"
     try:
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"--results {folder} is a file, not a folder: name another folder")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             _write_flushed(probe, b"\0" * _ROOM_BYTES)
@@ -67,6 +67,12 @@ def prepare(folder: Path) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(_explain(folder, error)) from None
+
+
+def _make(folder: Path) -> None:
+    """It may be gone since `prepare`: what was measured meanwhile is worth a new one."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
 
 
 def _explain(folder: Path, error: OSError) -> str:
@@ -96,6 +102,10 @@ def _write_flushed(path: Path, data: bytes) -> None:
 def write(record: Record, folder: Path) -> Path:
     """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
     path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{secrets.token_hex(4)}.tmp"
+    try:
+        _make(folder)
+    except OSError as error:
+        raise StoreError(_explain(folder, error)) from None
     try:
         try:
             _write_flushed(beside, to_json(record).encode() + b"\n")

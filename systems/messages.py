@@ -21,8 +21,8 @@ def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with every run of white space, line ends included, made one blank."""
-    return " ".join(text.split())
+    """Text with every run of white space, line ends included, made one blank, and bytes that are no UTF-8 as escapes."""
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
 def printable(text: str) -> str:
