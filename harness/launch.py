@@ -32,6 +32,7 @@ from harness.channel import Job, Lines
 from harness.doubts import Seen as DoubtsSeen
 from harness.doubts import judge
 from harness.failures import LOG_LINES, Death, from_death, from_exception
+from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
 from harness.spec import BadInputError, RunSpec
 from harness.store import new_run_id
@@ -250,6 +251,7 @@ def launch(
     advise: where memory is short, look for what would train here.
     """
     now, started_s = datetime.now(UTC), time.monotonic()
+    fill_standard_streams()
     messages = os.pipe()
     job = Job(
         spec=spec,
