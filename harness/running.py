@@ -111,7 +111,7 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes the record's reason
         status, reason = from_exception(error, channel.phase, rank=0, host_room=host_room(known.limits))
-        if status not in ("refused", "unavailable"):  # there the message says it all
+        if status not in ("refused", "unavailable") and not isinstance(error, checkpoint.SaveError):  # they say it all
             traceback.print_exc()
     try:
         _close(channel, known)
@@ -139,6 +139,7 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     channel.enter("build")
     with known.timing("build"):
         model = _build(job, known, request)
+        _check_room(job, request, model)
     _tell(channel, known)
 
     channel.enter("initialize")
@@ -147,6 +148,7 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     known.found = _look_at_model(engine.module, request.resolved)
     if job.spec.checkpoint is not None:
         engine.training_state()  # where there is none, that is told before the work and not after
+        _check_room(job, request, engine.module)  # with --disk's files there
     if job.spec.resume is not None:
         channel.enter("resume")
         with known.timing("resume"):
@@ -182,6 +184,15 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
             traceback.print_exc()
             known.notes.append(f"--{name}: none was taken: {one_line(str(error)) or type(error).__name__}")
             broken = True
+
+
+def _check_room(job: Job, request: Request, model: torch.nn.Module) -> None:
+    """For the run's checkpoints, where it writes any."""
+    spec, resolved = job.spec, request.resolved
+    if spec.checkpoint is not None:
+        steps, before = resolved.steps or 0, resolved.steps_before or 0
+        within = (steps - 1) // spec.save_every - before // spec.save_every if spec.save_every else 0
+        checkpoint.check_room(model, spec.checkpoint, saves=1 + within)
 
 
 def _save(job: Job, engine: Engine) -> None:
