@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
+from systems.reports import Reports
 
 DType = Literal["bf16", "fp16", "fp32"]
 TORCH_DTYPE: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -97,40 +98,8 @@ class StepOutcome:
     skipped: bool
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default.
-
-    host_activation_bytes: the part of the host's that waits there for backward (activations=host).
-    disk_direct: files are read and written past the page cache.
-    """
-
-    device_peak_bytes: int | None = None
-    device_budget_bytes: int | None = None
-    device_model_peak_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    host_pinned_bytes: int | None = None
-    host_budget_bytes: int | None = None
-    disk_peak_bytes: int | None = None
-    disk_direct: bool | None = None
-    host_activation_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """What the plan in force predicts; None where the system makes no plan."""
-
-    predicted_step_time_s: float | None = None
-    predicted_device_peak_bytes: int | None = None
-
-
-class Engine(ABC):
-    """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
-
-    counters() are totals since construction and only ever grow, so a caller gets a per-step figure from two readings. Every
-    strategy has the keys h2d_bytes, d2h_bytes, gather_bytes, reduce_bytes, disk_read_bytes, disk_write_bytes, skipped_steps,
-    fallbacks, retraces, host_syncs; a system whose package does not tell one leaves its key out, since unknown is not 0.
-    """
+class Engine(Reports):
+    """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`."""
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
@@ -163,38 +132,12 @@ class Engine(ABC):
         """Wait until all work queued so far is done, deferred optimizer work included; fills in `outcomes`."""
 
     @abstractmethod
-    def counters(self) -> dict[str, int]:
-        """Totals since construction."""
-
-    @abstractmethod
-    def memory(self) -> MemoryReport:
-        """Peaks since construction."""
-
-    @abstractmethod
     def set_lr(self, lr: float) -> None:
         """The learning rate from the next step on, of every parameter group."""
 
     @abstractmethod
     def close(self) -> None:
         """Free every pool and thread; the model is left without weights. Safe to call twice."""
-
-    def plan_report(self) -> PlanReport:
-        return PlanReport()
-
-    def statistics(self) -> BaseModel | None:
-        """The strategy's own figures (chunks, pages, switches), typed by the system."""
-        return None
-
-    def startup_s(self) -> dict[str, float]:
-        """Seconds spent before the first step, by phase."""
-        return {}
-
-    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
-        """Seconds of each phase of one optimizer step, which `step` runs and drains. Nothing overlaps in it.
-
-        Only of systems whose `tells_phases` is true; UnsupportedError from all others.
-        """
-        raise UnsupportedError(f"{type(self).__name__} cannot be run phase by phase: leave out --phases")
 
     def training_state(self) -> TrainingState:
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from systems.checkpoint import Described, ParameterState, Part
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
+from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
@@ -30,7 +31,7 @@ from systems.substrate.labels import labelled
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
 from systems.substrate.units import FoundModel, find_units, take
-from systems.system import TORCH_DTYPE, Engine, MemoryReport, Settings
+from systems.system import TORCH_DTYPE, Engine, Settings
 
 
 class ResidentOptions(BaseModel):

@@ -15,9 +15,10 @@ from torch import nn
 from systems.baselines.resident import SYSTEM as RESIDENT
 from systems.baselines.resident import ResidentEngine
 from systems.managed import ManagedSystem
+from systems.reports import MemoryReport
 from systems.substrate.device import EmulatedDevice
 from systems.substrate.engine import ManagedEngine
-from systems.system import Engine, MemoryReport, Settings
+from systems.system import Engine, Settings
 from tests.random_eviction import RandomEviction, RandomOptions
 from tests.systems.models_small import next_token_loss
 

@@ -29,10 +29,11 @@ from systems.baselines.external.package import Config, PackageStatistics
 from systems.baselines.external.process import OneRank
 from systems.baselines.external.weights import Masters, materialise
 from systems.errors import UnsupportedError
+from systems.reports import MemoryReport
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import place_buffers
 from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, MemoryReport, Settings
+from systems.system import TORCH_DTYPE, Settings
 
 
 class DeepSpeedRun(PackageEngine):
