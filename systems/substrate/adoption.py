@@ -31,7 +31,7 @@ def refuse_mixed_norms(found: FoundModel, dtype: str) -> None:
 
 
 def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torch.Tensor], None]:
-    """Fills a parameter's first fp32 value, and frees the model's own copy of it once read."""
+    """Fills a parameter's first fp32 value."""
     names = [p.name for p in found.index.parameters]
     given = settings.initial_weights
     if given is None:
@@ -47,6 +47,28 @@ def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torc
             out.copy_(parameter.detach())
 
     return fill
+
+
+class OwnValues:
+    """What the model came with, kept until its engine stands, so that one that cannot be made leaves it as it was."""
+
+    def __init__(self, found: FoundModel) -> None:
+        self._found = found
+        self._kept = [(p.data, p.grad) for p in found.parameters]
+
+    def let_go(self) -> None:
+        self._kept.clear()
+
+    def give_back(self) -> None:
+        """Of an initialize that failed; nothing once they are let go."""
+        for number, (data, gradient) in enumerate(self._kept):
+            parameter = self._found.parameters[number]
+            if parameter.is_meta:
+                for module, attribute in self._found.owners[number]:
+                    module._parameters[attribute] = parameter
+            else:
+                parameter.data, parameter.grad = data, gradient
+        self._kept.clear()
 
 
 def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dtype: torch.dtype) -> tuple[nn.Parameter, ...]:

@@ -74,6 +74,7 @@ class Disk:
             self.account.add_pool(disk_bytes(layout), "disk")
             longest = max(map(part_bytes, segments_on_disk(layout)))
             self._buffers = HostMapping("disk-buffers", BUFFERS * PARTS * longest, host, pinned=False)
+            self._buffers.touch()
             self.buffers = [self._buffer(self._buffers, longest, number) for number in range(BUFFERS)]
         except BaseException:
             self.close()

@@ -18,7 +18,7 @@ from systems.errors import UnsupportedError
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
-from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import OwnValues, adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
@@ -84,6 +84,8 @@ class ManagedEngine(ManagedReports):
         dtype = TORCH_DTYPE[settings.dtype]
         found = find_units(model)
         refuse_mixed_norms(found, settings.dtype)
+        own = OwnValues(found)
+        self._cleanup.callback(own.give_back)
         device = make_device(self.log)
         files = self._cleanup.enter_context(contextlib.ExitStack())  # closed once all lanes are at rest
         self._cleanup.callback(device.close)
@@ -152,6 +154,8 @@ class ManagedEngine(ManagedReports):
         names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
         self._cleanup.callback(self._watch.end)
+        own.let_go()
+        store.take_rest()
 
     def _name_of(self, view: torch.Tensor) -> str:
         """The parameter that a view of a bundle's storage begins in, for a message."""

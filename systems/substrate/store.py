@@ -22,12 +22,13 @@ from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
 from systems.substrate.disk import Disk, DiskPlace
-from systems.substrate.host import HostMapping
+from systems.substrate.host import HostMapping, release_freed
 from systems.substrate.runs import Run, runs_of
 from systems.substrate.tiers import Account, Allocation
 from systems.substrate.transfers import Memory
 
 FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device while they are made
+TAKEN_FIRST = ("slots", "master")
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
 
 
@@ -119,8 +120,10 @@ class Store:
             for part, size in sizes.items():
                 if size:
                     self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
-            for mapping in self._mappings.values():
+            for part, mapping in self._mappings.items():
                 device.exempt(mapping.storage)
+                if part in TAKEN_FIRST:
+                    mapping.touch()
             for segment in layout.segments:
                 self.segments.append(self._place(segment, parts, settled=segment.index in settled))
             for bundle in layout.bundles:
@@ -130,6 +133,13 @@ class Store:
         except BaseException:
             self.close()
             raise
+
+    def take_rest(self) -> None:
+        """Once nothing of the model's own memory is held any more: see Note [When memory is taken] in host.py."""
+        release_freed()
+        for part, mapping in self._mappings.items():
+            if part not in TAKEN_FIRST:
+                mapping.touch()
 
     def _check_host(self, slot_bytes: int, state_bytes: int) -> None:
         need, have = slot_bytes + state_bytes, self.host.room
