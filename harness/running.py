@@ -22,6 +22,7 @@ from harness.channel import Channel, Job
 from harness.failures import from_exception
 from harness.measure import Batch, Measured, Measurement, Work
 from harness.nvml import Watch
+from harness.output import complain
 from harness.record import Memory, PlanFigures, Reason, Record, Status
 from harness.request import Request, choose_device, resolve, set_threads
 from harness.spec import BadInputError
@@ -140,6 +141,9 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     with known.timing("build"):
         model = _build(job, known, request)
         _check_room(job, request, model)
+        if request.shape.family == "folder" and request.shape.notes:  # that it begins with random weights
+            known.notes.append(request.shape.notes)
+            complain(request.shape.notes)
     _tell(channel, known)
 
     channel.enter("initialize")
