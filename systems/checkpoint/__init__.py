@@ -29,6 +29,7 @@ from systems.checkpoint.state import (
     SaveError,
     Trained,
     TrainingState,
+    copy_into,
     persistent_buffers,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "TrainingState",
     "check_folder",
     "check_room",
+    "copy_into",
     "load",
     "persistent_buffers",
     "position",

@@ -23,6 +23,7 @@ from systems.checkpoint.state import (
     ParameterState,
     Trained,
     TrainingState,
+    copy_into,
     dense,
     parts_of,
     persistent_buffers,
@@ -74,7 +75,7 @@ def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Pat
         raise CheckpointError(f"{error}; it could be read before: of the engine a part is restored, so load again") from None
     with torch.no_grad():
         for name, buffer in buffers.items():
-            _copy(saved[name], buffer)
+            copy_into(saved[name], buffer)
     state.control.loop = manifest.position
     return state.control.loop, beside
 
@@ -85,14 +86,6 @@ def _restore(state: TrainingState, manifest: Manifest, files: Path) -> None:
         parts = {part: tensor(files / file, f"{part}/{described.name}") for part, file in entry.files.items()}
         state.write(number, ParameterState(parts["value"], parts.get("exp_avg"), parts.get("exp_avg_sq")))
         state.control.updates[number] = entry.updates
-
-
-def _copy(saved: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Into a buffer that may be expanded: it has one place then for all its elements along a dimension."""
-    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            saved, buffer = saved.narrow(dim, 0, 1), buffer.narrow(dim, 0, 1)
-    buffer.copy_(saved)
 
 
 def _check_parameters(parameters: Sequence[Described], manifest: Manifest, source: Path) -> None:

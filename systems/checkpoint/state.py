@@ -125,3 +125,11 @@ def dense(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if buffer.layout is not torch.strided:
             raise UnsupportedError(f"checkpoint: buffer {name} is sparse, which no file takes: make it dense or not persistent")
     return buffers
+
+
+def copy_into(saved: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Into a buffer that may be expanded: it has one place then for all its elements along a dimension."""
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            saved, buffer = saved.narrow(dim, 0, 1), buffer.narrow(dim, 0, 1)
+    buffer.copy_(saved)

@@ -22,14 +22,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from systems.files import open_regular
 
 CSRC = Path(__file__).parent / "csrc"
-PROJECT_FILE = Path(__file__).parents[2] / "pyproject.toml"
+PROJECT = "offload-bench"  # not read from a pyproject.toml: the one above an installed package is someone else's
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
 # No -ffast-math and no -march=native: results must not depend on the machine. Fused operations are explicit.
@@ -101,19 +100,19 @@ def _version(command: tuple[str, ...]) -> str:
 
 
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/<project> or ~/.cache/<project>; where neither can be had alone, one of this user's in /tmp.
+    """$XDG_CACHE_HOME/offload-bench or ~/.cache/offload-bench; where neither can be had alone, one of this user's in /tmp.
 
     The first is this project's own: if it is this user's, others lose the right to write there.
     """
     base = os.environ.get("XDG_CACHE_HOME")
-    preferred = (Path(base) if base else Path("~/.cache").expanduser()) / project_name()
+    preferred = (Path(base) if base else Path("~/.cache").expanduser()) / PROJECT
     with contextlib.suppress(OSError, RuntimeError):  # the fallback is a place of equal standing, only less lasting
         preferred.mkdir(mode=0o700, parents=True, exist_ok=True)
         if preferred.stat().st_uid == os.getuid() and preferred.stat().st_mode & OTHERS_WRITE:
             preferred.chmod(stat.S_IMODE(preferred.stat().st_mode) & ~OTHERS_WRITE)
         if os.access(preferred, os.W_OK | os.X_OK) and _is_ours(preferred.stat()):
             return preferred
-    fallback = Path(tempfile.gettempdir()) / f"{project_name()}-{os.getuid()}"
+    fallback = Path(tempfile.gettempdir()) / f"{PROJECT}-{os.getuid()}"
     try:
         fallback.mkdir(mode=0o700, exist_ok=True)
         info = fallback.lstat()
@@ -127,13 +126,6 @@ def cache_directory() -> Path:
 def _is_ours(info: os.stat_result) -> bool:
     """Nobody but this user and root may have written it."""
     return info.st_uid in (os.getuid(), 0) and not info.st_mode & OTHERS_WRITE
-
-
-@functools.cache
-def project_name() -> str:
-    if not PROJECT_FILE.exists():
-        return "offload-substrate"
-    return str(tomllib.loads(PROJECT_FILE.read_text())["project"]["name"])
 
 
 def _loaded(library: Path) -> ctypes.CDLL:
