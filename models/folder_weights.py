@@ -160,10 +160,10 @@ def _pickled(path: Path) -> dict[str, Stored]:
         held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(held, Mapping) or not all(isinstance(value, torch.Tensor) for value in held.values()):
         raise ValueError(f"{path} is no state dict of tensors: {CONVERT}")
-    kinds = FLOATS.values()
+    floats = FLOATS.values()
     return {
-        str(name): Stored(path, tuple(value.shape), value.dtype if value.dtype in kinds else None, lambda value=value: value)
-        for name, value in held.items()
+        str(name): Stored(path, tuple(each.shape), each.dtype if each.dtype in floats else None, each.detach)
+        for name, each in held.items()
     }
 
 

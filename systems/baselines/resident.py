@@ -24,7 +24,7 @@ from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
-from systems.substrate.adoption import OwnValues, initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import initial_values, keeping_values, place_buffers, refuse_mixed_norms
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.labels import labelled
@@ -53,19 +53,18 @@ class ResidentEngine(Engine):
         self._cleanup = contextlib.ExitStack()
         self._micro_step = 0
         self._fired: set[int] = set()
-        try:
-            self._build(find_units(model))
-        except BaseException:
-            self.close()
-            raise
+        with keeping_values(model):
+            try:
+                self._build(find_units(model))
+            except BaseException:
+                self.close()
+                raise
         take(model)
         self._startup = {"initialize": time.perf_counter() - started}
 
     def _build(self, found: FoundModel) -> None:
         settings = self.settings
         refuse_mixed_norms(found, settings.dtype)
-        own = OwnValues(found)
-        self._cleanup.callback(own.give_back)
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
@@ -93,7 +92,6 @@ class ResidentEngine(Engine):
         self._names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(self._names, self.parameters, lambda there: self._micro_step > 0)
         self._cleanup.callback(self._watch.end)
-        own.let_go()
 
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
         """Give every parameter its compute copy, and every trainable one its fp32 state, on the device."""

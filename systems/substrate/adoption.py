@@ -7,13 +7,15 @@ Note [Identity of parameters]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
+from systems.substrate.parameters import ManagedParameter
 from systems.substrate.residency import Residency
 from systems.substrate.units import FoundModel
 from systems.system import Settings
@@ -49,26 +51,22 @@ def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torc
     return fill
 
 
-class OwnValues:
-    """What the model came with, kept until its engine stands, so that one that cannot be made leaves it as it was."""
-
-    def __init__(self, found: FoundModel) -> None:
-        self._found = found
-        self._kept = [(p.data, p.grad) for p in found.parameters]
-
-    def let_go(self) -> None:
-        self._kept.clear()
-
-    def give_back(self) -> None:
-        """Of an initialize that failed; nothing once they are let go."""
-        for number, (data, gradient) in enumerate(self._kept):
-            parameter = self._found.parameters[number]
-            if parameter.is_meta:
-                for module, attribute in self._found.owners[number]:
-                    module._parameters[attribute] = parameter
-            else:
-                parameter.data, parameter.grad = data, gradient
-        self._kept.clear()
+@contextmanager
+def keeping_values(model: nn.Module) -> Iterator[None]:
+    """Around the making of an engine: its model keeps what it came with, and is as it was if that fails."""
+    kept = [
+        (module, attribute, parameter, parameter.data, parameter.grad)
+        for module in model.modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and not isinstance(parameter, ManagedParameter)  # of another engine, which is refused
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, attribute, parameter, data, gradient in kept:
+            module._parameters[attribute] = parameter
+            parameter.data, parameter.grad = data, gradient
+        raise
 
 
 def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dtype: torch.dtype) -> tuple[nn.Parameter, ...]:

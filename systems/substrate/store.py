@@ -134,13 +134,6 @@ class Store:
             self.close()
             raise
 
-    def take_rest(self) -> None:
-        """Once nothing of the model's own memory is held any more: see Note [When memory is taken] in host.py."""
-        release_freed()
-        for part, mapping in self._mappings.items():
-            if part not in TAKEN_FIRST:
-                mapping.touch()
-
     def _check_host(self, slot_bytes: int, state_bytes: int) -> None:
         need, have = slot_bytes + state_bytes, self.host.room
         if need > have:
@@ -422,3 +415,11 @@ def _on_host(state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]
     """Its tensors there, each with its mapping."""
     names = STATE_PARTS[3:] if isinstance(state, DiskState) else STATE_PARTS
     return list(zip(names, state.tensors(), strict=False))
+
+
+def take_rest(store: Store) -> None:
+    """Once nothing of the model's own memory is held any more: see Note [When memory is taken] in host.py."""
+    release_freed()
+    for part, mapping in store._mappings.items():
+        if part not in TAKEN_FIRST:
+            mapping.touch()

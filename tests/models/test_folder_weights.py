@@ -42,9 +42,10 @@ def held(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def pickled(folder: Path, what: Any, **how: Any) -> None:
+def pickled(folder: Path, what: Any, **how: Any) -> Path:
     (folder / SAFE).unlink(missing_ok=True)
     torch.save(what, folder / PICKLED, **how)
+    return folder / PICKLED
 
 
 def filled(folder: Path) -> dict[str, torch.Tensor]:
@@ -57,13 +58,24 @@ def filled(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def shards(folder: Path, write: Callable[[dict[str, torch.Tensor], Path], None], name: str) -> None:
+def shards(folder: Path, write: Callable[[dict[str, torch.Tensor], Path], None], name: str) -> Path:
     tensors, stem = held(folder), name.split(".")
     (folder / SAFE).unlink()
     places = {key: f"{stem[0]}-0000{number % 2 + 1}-of-00002.{stem[1]}" for number, key in enumerate(tensors)}
     for file in set(places.values()):
         write({key: tensors[key] for key, place in places.items() if place == file}, folder / file)
     (folder / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder / f"{name}.index.json"
+
+
+def linked(folder: Path) -> None:
+    (folder / SAFE).rename(folder.parent / "blob")
+    (folder / SAFE).symlink_to(folder.parent / "blob")
+
+
+def without_a_shard(folder: Path) -> None:
+    shards(folder, save_file, SAFE)
+    next(folder.glob("*-00002-*")).unlink()
 
 
 def renamed(folder: Path, change: Callable[[str], str]) -> None:
@@ -73,12 +85,12 @@ def renamed(folder: Path, change: Callable[[str], str]) -> None:
 WAYS: dict[str, Callable[[Path], object]] = {
     "safetensors": lambda f: None,
     "pickle": lambda f: pickled(f, held(f)),
-    "pickle beside other files": lambda f: (pickled(f, held(f)), torch.save({"x": 1}, f / "training_args.bin")),
+    "pickle beside other files": lambda f: pickled(f, held(f)).with_name("training_args.bin").write_bytes(b""),
     "shards": lambda f: shards(f, save_file, SAFE),
     "pickled shards": lambda f: shards(f, torch.save, PICKLED),
     "another file's name": lambda f: (f / SAFE).rename(f / "weights.safetensors"),
     "a pickle beside safetensors": lambda f: torch.save({}, f / PICKLED),
-    "a link, as in a cache": lambda f: ((f / SAFE).rename(f.parent / "blob"), (f / SAFE).symlink_to(f.parent / "blob")),
+    "a link, as in a cache": linked,
     "without the prefix": lambda f: renamed(f, lambda name: name.removeprefix("transformer.")),
     "a tied one under its other name": lambda f: renamed(f, lambda name: name.replace("transformer.wte", "lm_head")),
 }
@@ -113,7 +125,7 @@ REFUSED: list[tuple[str, Callable[[Path], object], str]] = [
     ("code in a pickle", lambda f: pickled(f, {"a": Runs()}), "pytorch_model.bin cannot be read"),
     ("an old pickle", lambda f: pickled(f, held(f), _use_new_zipfile_serialization=False), "pytorch_model.bin cannot be read"),
     ("no tensors", lambda f: pickled(f, {"model": held(f)}), "is no state dict of tensors"),
-    ("plain pickle", lambda f: (pickled(f, {}), (f / PICKLED).write_bytes(pickle.dumps([1]))), "cannot be read"),
+    ("plain pickle", lambda f: pickled(f, {}).write_bytes(pickle.dumps([1])), "cannot be read"),
     ("TensorFlow's", lambda f: (f / SAFE).rename(f / "tf_model.h5"), "tf_model.h5 cannot be read here: write it as"),
     ("llama.cpp's", lambda f: (f / SAFE).rename(f / "q4.gguf"), "q4.gguf cannot be read here"),
     ("Meta's", lambda f: (f / SAFE).rename(f / "consolidated.00.pth"), "consolidated.00.pth cannot be read here"),
@@ -125,19 +137,11 @@ REFUSED: list[tuple[str, Callable[[Path], object], str]] = [
     ("fp8", lambda f: save_file({**held(f), NORM: torch.ones(8).to(torch.float8_e4m3fn)}, f / SAFE), f"{NORM} is quantized"),
     ("pickled int", lambda f: pickled(f, {**held(f), NORM: torch.ones(8, dtype=torch.uint8)}), f"{NORM} is quantized"),
     ("cut", lambda f: cut(f / SAFE), "model.safetensors cannot be read"),
-    ("cut pickle", lambda f: (pickled(f, held(f)), cut(f / PICKLED)), "pytorch_model.bin cannot be read"),
+    ("cut pickle", lambda f: cut(pickled(f, held(f))), "pytorch_model.bin cannot be read"),
     ("empty", lambda f: (f / SAFE).write_bytes(b""), "model.safetensors cannot be read"),
     ("Git LFS", lambda f: (f / SAFE).write_text("version https://git-lfs.github.com/spec/v1\n"), "a pointer of Git LFS"),
-    (
-        "no shard",
-        lambda f: (shards(f, save_file, SAFE), next(f.glob("*-00002-*")).unlink()),
-        "00002-of-00002.safetensors cannot",
-    ),
-    (
-        "index",
-        lambda f: (shards(f, save_file, SAFE), (f / f"{SAFE}.index.json").write_text("[" * 100_000)),
-        "index.json cannot",
-    ),
+    ("no shard", without_a_shard, "00002-of-00002.safetensors cannot"),
+    ("index", lambda f: shards(f, save_file, SAFE).write_text("[" * 100_000), "index.json cannot"),
     ("twice", lambda f: (shutil.copy(f / SAFE, f / "a.safetensors"), (f / SAFE).rename(f / "b.safetensors")), "is in"),
 ]
 
@@ -163,7 +167,7 @@ def test_a_folder_without_weights_says_that_they_are_random(folder: Path) -> Non
 
 
 def test_persistent_buffers_are_filled(tmp_path: Path) -> None:
-    norm = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    norm: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
     norm.register_buffer("own", torch.zeros(2), persistent=False)
     save_file({"0.running_mean": torch.ones(3), "0.running_var": torch.ones(4), "own": torch.ones(2)}, tmp_path / SAFE)
     stored = stored_tensors(tmp_path)

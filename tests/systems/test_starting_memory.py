@@ -62,7 +62,8 @@ def test_initializing_takes_14_bytes_a_parameter(names: list[str], tmp_path: Pat
     told = subprocess.run([sys.executable, script, *names], stdout=subprocess.PIPE, text=True, check=True, timeout=200)
     lines = [line.split() for line in told.stdout.splitlines()]
     assert [line[0] for line in lines] == names
-    for name, numel, after, peak in ((name, *map(int, numbers)) for name, *numbers in lines):
+    for name, *numbers in lines:
+        numel, after, peak = map(int, numbers)
         assert 14 * numel <= after + (4 << 20) and peak <= 14 * numel + (24 << 20), (name, after / numel, peak / numel)
 
 
@@ -81,13 +82,13 @@ def test_an_initialize_that_fails_leaves_the_model_as_it_was(name: str, failure:
     model.model.decoder.layers[1].requires_grad_(False)
     model(tokens(1, 1)[0, 0]).logits.sum().backward()
     before = {key: (p, p.data_ptr(), p.detach().clone(), p.grad) for key, p in model.named_parameters()}
-    asked, calls = settings(dtype="bf16"), []
+    asked, calls = settings(dtype="bf16"), list[Any]()
+    error: type[BaseException] = KeyboardInterrupt
     with monkeypatch.context() as patch:
         if failure == "no room":
             asked, error = settings(device_memory=1000, dtype="bf16"), BudgetError
         else:
             managed_owner, managed_name, owner, attribute = FAILURES[failure]
-            error = KeyboardInterrupt
             if name != "resident":
                 owner, attribute = managed_owner, managed_name
             call = torch.zeros_like if attribute == "zeros_like" else getattr(owner, attribute)
