@@ -3,6 +3,7 @@ that fails leaves the model as it was."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_initializing_takes_14_bytes_a_parameter(names: list[str], tmp_path: Pat
     """18 would be 48 MiB more."""
     script = tmp_path / "measures.py"
     script.write_text(MEASURES)
-    told = subprocess.run([sys.executable, script, *names], stdout=subprocess.PIPE, text=True, check=True, timeout=200)
+    alone = {**os.environ, "OMP_THREAD_LIMIT": "1"}  # OpenMP's threads do not survive a fork
+    told = subprocess.run([sys.executable, script, *names], stdout=subprocess.PIPE, text=True, check=True, timeout=200, env=alone)
     lines = [line.split() for line in told.stdout.splitlines()]
     assert [line[0] for line in lines] == names
     for name, *numbers in lines:
