@@ -32,4 +32,5 @@ def _fixed_threads() -> Iterator[None]:
 def _temporary_folders_are_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the disk, on machines that keep temporary files in memory."""
     if TEMPORARY_IN_MEMORY:
-        monkeypatch.setattr("systems.machine.in_memory", lambda folder: None)
+        for user in ("systems.machine", "harness.profile", "systems.baselines.external.deepspeed_config"):
+            monkeypatch.setattr(f"{user}.in_memory", lambda folder: None)

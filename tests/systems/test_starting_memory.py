@@ -61,8 +61,8 @@ def test_initializing_takes_14_bytes_a_parameter(names: list[str], tmp_path: Pat
     script = tmp_path / "measures.py"
     script.write_text(MEASURES)
     alone = {**os.environ, "OMP_THREAD_LIMIT": "1"}  # OpenMP's threads do not survive a fork
-    told = subprocess.run([sys.executable, script, *names], stdout=subprocess.PIPE, text=True, check=True, timeout=200, env=alone)
-    lines = [line.split() for line in told.stdout.splitlines()]
+    told = subprocess.check_output([sys.executable, script, *names], text=True, timeout=200, env=alone)
+    lines = [line.split() for line in told.splitlines()]
     assert [line[0] for line in lines] == names
     for name, *numbers in lines:
         numel, after, peak = map(int, numbers)
