@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,8 @@ def test_own_loop_runs_as_shown(tmp_path: Path) -> None:
     assert len(blocks) == 1
     script = tmp_path / "own_loop.py"
     script.write_text(blocks[0])
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    packages = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # which may lie in a folder apart
+    environment = {"PYTHONPATH": packages, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["XDG_CACHE_HOME"] = str(cache_directory().parent)  # what is compiled once is not compiled again for this HOME
     done = subprocess.run(
         [sys.executable, str(script)],
