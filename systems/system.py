@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel
 
+from systems import export
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
+from systems.reports import Reports
 
 DType = Literal["bf16", "fp16", "fp32"]
 TORCH_DTYPE: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -97,40 +99,8 @@ class StepOutcome:
     skipped: bool
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default.
-
-    host_activation_bytes: the part of the host's that waits there for backward (activations=host).
-    disk_direct: files are read and written past the page cache.
-    """
-
-    device_peak_bytes: int | None = None
-    device_budget_bytes: int | None = None
-    device_model_peak_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    host_pinned_bytes: int | None = None
-    host_budget_bytes: int | None = None
-    disk_peak_bytes: int | None = None
-    disk_direct: bool | None = None
-    host_activation_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """What the plan in force predicts; None where the system makes no plan."""
-
-    predicted_step_time_s: float | None = None
-    predicted_device_peak_bytes: int | None = None
-
-
-class Engine(ABC):
-    """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
-
-    counters() are totals since construction and only ever grow, so a caller gets a per-step figure from two readings. Every
-    strategy has the keys h2d_bytes, d2h_bytes, gather_bytes, reduce_bytes, disk_read_bytes, disk_write_bytes, skipped_steps,
-    fallbacks, retraces, host_syncs; a system whose package does not tell one leaves its key out, since unknown is not 0.
-    """
+class Engine(Reports):
+    """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`."""
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
@@ -163,14 +133,6 @@ class Engine(ABC):
         """Wait until all work queued so far is done, deferred optimizer work included; fills in `outcomes`."""
 
     @abstractmethod
-    def counters(self) -> dict[str, int]:
-        """Totals since construction."""
-
-    @abstractmethod
-    def memory(self) -> MemoryReport:
-        """Peaks since construction."""
-
-    @abstractmethod
     def set_lr(self, lr: float) -> None:
         """The learning rate from the next step on, of every parameter group."""
 
@@ -178,31 +140,42 @@ class Engine(ABC):
     def close(self) -> None:
         """Free every pool and thread; the model is left without weights. Safe to call twice."""
 
-    def plan_report(self) -> PlanReport:
-        return PlanReport()
-
-    def statistics(self) -> BaseModel | None:
-        """The strategy's own figures (chunks, pages, switches), typed by the system."""
-        return None
-
-    def startup_s(self) -> dict[str, float]:
-        """Seconds spent before the first step, by phase."""
-        return {}
-
-    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
-        """Seconds of each phase of one optimizer step, which `step` runs and drains. Nothing overlaps in it.
-
-        Only of systems whose `tells_phases` is true; UnsupportedError from all others.
-        """
-        raise UnsupportedError(f"{type(self).__name__} cannot be run phase by phase: leave out --phases")
-
     def training_state(self) -> TrainingState:
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""
         raise UnsupportedError(f"{type(self).__name__} keeps its state in its own package: save it by that package's means")
 
     @abstractmethod
-    def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
-        """All parameters by name as fp32 master values on the CPU; with write=True changes are taken over on exit."""
+    def masters(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Every parameter once, under its first name, as an fp32 value on the CPU; with write=True changes are taken over on
+        exit.
+        """
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Parameters as fp32 master values and persistent buffers, on the CPU, by all names that the model has for them.
+
+        Without write a tied weight is one tensor under its names. With write=True what has changed is taken over on exit; each
+        name then has a tensor of its own, one edited name speaks for all, and several have to agree (ValueError).
+        """
+        with self.masters(write=write) as values, export.by_all_names(self.module, values, write=write) as found:
+            yield found
+
+    def state_dict(self, *, dtype: DType | torch.dtype = "fp32") -> dict[str, Any]:
+        """What the model's own state_dict() would give, on the CPU: every name of tied weights, buffers, extra state.
+
+        dtype: of the parameters; fp32 gives the masters as they are. It takes as much host memory as it holds: BudgetError
+        where that is not free. UnsupportedError within a step.
+        """
+        return export.state_dict(self, dtype)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: DType | torch.dtype = "fp32", **more: Any) -> None:
+        """Have a transformers model write itself into a folder; dtype: as in state_dict, and what the folder's config says.
+
+        more: arguments of the model's own save_pretrained. Until they are written the values are in host memory if half of what
+        is free there holds them, otherwise in a scratch file in the folder, as large as the result. BudgetError (disk) where
+        the folder lacks the room, UnsupportedError for a model that has no such method, and within a step.
+        """
+        export.save_pretrained(self, folder, dtype, more)
 
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)

@@ -24,8 +24,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
+from systems.reports import MemoryReport
 from systems.sizes import Size, format_size
-from systems.system import Engine, MemoryReport, Settings, StepOutcome
+from systems.system import Engine, Settings, StepOutcome
 
 COUNTERS = (
     "h2d_bytes", "d2h_bytes", "gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes",
@@ -171,7 +172,7 @@ class DummyEngine(Engine):
             self._thread.join()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         yield {}
 
 

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from systems.checkpoint import Described, ParameterState, Part
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
+from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
@@ -30,7 +31,7 @@ from systems.substrate.labels import labelled
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
 from systems.substrate.units import FoundModel, find_units, take
-from systems.system import TORCH_DTYPE, Engine, MemoryReport, Settings
+from systems.system import TORCH_DTYPE, Engine, Settings
 
 
 class ResidentOptions(BaseModel):
@@ -226,13 +227,13 @@ class ResidentEngine(Engine):
     def training_state(self) -> ResidentState:
         self._check_open()
         if self._micro_step:
-            raise UnsupportedError("checkpoint: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError("checkpoint or export: a step is in progress: do it before the forward pass or after step()")
         self.drain()
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._check_open()
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):

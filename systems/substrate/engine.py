@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from torch import nn
 from torch.profiler import record_function
 
@@ -29,9 +28,9 @@ from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
-from systems.substrate.phases import phased
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
+from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store
@@ -39,10 +38,10 @@ from systems.substrate.training_state import ManagedState
 from systems.substrate.units import find_units, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
-from systems.system import TORCH_DTYPE, Engine, MemoryReport, PlanReport, Settings, StepOutcome
+from systems.system import TORCH_DTYPE, Settings, StepOutcome
 
 
-class ManagedEngine(Engine):
+class ManagedEngine(ManagedReports):
     """See systems.system.Engine. make_strategy builds the policy once budgets and sizes are known.
 
     Raises BudgetError or UnsupportedError, with nothing left behind, if the request cannot be met.
@@ -60,7 +59,7 @@ class ManagedEngine(Engine):
         started = time.perf_counter()
         self.module, self.settings = model, settings
         self._closed = False
-        self._disk: Disk | None = None
+        self.disk: Disk | None = None
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
         try:
@@ -112,9 +111,9 @@ class ManagedEngine(Engine):
         host = host_account(host_budget, self.log)
         if layout.on_disk:
             assert settings.disk is not None
-            self._disk = Disk(settings.disk, layout, budget=disk_budget, host=host, log=self.log)
-            files.callback(self._disk.close)
-            device.exempt(self._disk.buffers[0].parts[0].untyped_storage())
+            self.disk = Disk(settings.disk, layout, budget=disk_budget, host=host, log=self.log)
+            files.callback(self.disk.close)
+            device.exempt(self.disk.buffers[0].parts[0].untyped_storage())
             device.lanes.update(disk_lanes(device.jitter))
         control = StepControl(settings, found.index, found.parameters)
         shapes = [p.shape for p in found.index.parameters]
@@ -126,7 +125,7 @@ class ManagedEngine(Engine):
             accumulate=settings.accumulate,
             shapes=shapes,
             initial=initial_values(found, settings),
-            disk=self._disk,
+            disk=self.disk,
         )
         self._cleanup.callback(store.close)
         largest = max(layout.bundle_bytes(b.index) for b in layout.bundles)
@@ -138,8 +137,8 @@ class ManagedEngine(Engine):
         gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate, user=user)
         self._cleanup.callback(gradients.finish_step)
         updates = Updates(layout, store, residency, gradients, device, control)
-        self._slots = HostSlots("host-input", host)
-        inputs = OffloadedInputs(device, self._slots)
+        self.input_slots = HostSlots("host-input", host)
+        inputs = OffloadedInputs(device, self.input_slots)
         self._cleanup.callback(inputs.close)
         # the mechanism, for tests and tools too
         self.parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs, recomputation)
@@ -224,67 +223,27 @@ class ManagedEngine(Engine):
             self.runtime.abort()
             raise
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the engine is closed")
-
     def drain(self) -> None:
         self.parts.device.drain()
         self.runtime.ending.settle()
-
-    def counters(self) -> dict[str, int]:
-        return dict(self.log.totals)
-
-    def memory(self) -> MemoryReport:
-        device, host = self.parts.device, self.parts.store.host
-        return MemoryReport(
-            device_peak_bytes=device.peak_bytes(),
-            device_budget_bytes=device.account.budget,
-            device_model_peak_bytes=device.account.pool_peak,
-            host_peak_bytes=host.peak,
-            host_pinned_bytes=self.parts.store.pinned_bytes + self._slots.pinned_bytes,
-            host_activation_bytes=self._slots.peak_bytes,
-            host_budget_bytes=host.budget,
-            disk_peak_bytes=0 if self._disk is None else self._disk.account.peak,
-            disk_direct=None if self._disk is None else self._disk.direct,
-        )
-
-    def plan_report(self) -> PlanReport:
-        plan = self.runtime.cursor.plan
-        if plan is None:
-            return PlanReport()
-        return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
-
-    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
-        self._check_open()
-        self.drain()
-        with phased(self.parts.device) as seconds:
-            step()
-        return {**seconds, "step": sum(seconds.values())}
-
-    def statistics(self) -> BaseModel | None:
-        return self.strategy.statistics()
-
-    def startup_s(self) -> dict[str, float]:
-        return dict(self._startup)
 
     def set_lr(self, lr: float) -> None:
         self.parts.control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
-        self._settle("checkpoint")
+        self._settle("checkpoint or export")
         return ManagedState(self.index, self.parts)
 
     def _settle(self, what: str) -> None:
         """Wait until nothing moves; UnsupportedError within a step."""
         self._check_open()
         if self.runtime.in_step:
-            raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         self.drain()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """See Engine.summon. Tied parameters appear once, under their first name."""
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """See Engine.masters."""
         self._settle("summon")
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values

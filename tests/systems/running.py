@@ -15,9 +15,10 @@ from torch import nn
 from systems.baselines.resident import SYSTEM as RESIDENT
 from systems.baselines.resident import ResidentEngine
 from systems.managed import ManagedSystem
+from systems.reports import MemoryReport
 from systems.substrate.device import EmulatedDevice
 from systems.substrate.engine import ManagedEngine
-from systems.system import Engine, MemoryReport, Settings
+from systems.system import Engine, Settings
 from tests.random_eviction import RandomEviction, RandomOptions
 from tests.systems.models_small import next_token_loss
 
@@ -147,7 +148,8 @@ def finished(engine: Engine, losses: list[float], per_step: list[dict[str, int]]
 
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
-    with engine.summon() as values:
+    """Masters, each once; what summon adds to them: tests/systems/test_export.py."""
+    with engine.masters() as values:
         return {name: value.clone() for name, value in values.items()}
 
 

@@ -12,8 +12,9 @@ import torch
 from systems.cuda_memory import lift_limit, limit_device_memory
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, host_budget
+from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
-from systems.system import MemoryReport, Settings
+from systems.system import Settings
 
 ONE_MEMORY = "device and host are one memory here: --device-memory does not bind this package, and its device peak is unknown"
 

@@ -29,10 +29,11 @@ from systems.baselines.external.package import Config, PackageStatistics
 from systems.baselines.external.process import OneRank
 from systems.baselines.external.weights import Masters, materialise
 from systems.errors import UnsupportedError
+from systems.reports import MemoryReport
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import place_buffers
 from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, MemoryReport, Settings
+from systems.system import TORCH_DTYPE, Settings
 
 
 class DeepSpeedRun(PackageEngine):
@@ -174,7 +175,7 @@ class DeepSpeedRun(PackageEngine):
         return self._statistics.model_copy(update={"resolved": resolved})
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         values = {}
         on_disk = self._masters_on_disk(write=False) if self._disk is not None else ()

@@ -16,9 +16,10 @@ from torch.profiler import record_function
 from systems.baselines.external.budget import Limits
 from systems.baselines.external.package import PackageStatistics
 from systems.errors import DivergedError
+from systems.reports import MemoryReport
 from systems.substrate.recipe import MAX_SKIPS_IN_A_ROW
 from systems.substrate.units import take
-from systems.system import Engine, MemoryReport, Settings, StepOutcome
+from systems.system import Engine, Settings, StepOutcome
 
 NO_OTHER_RANK = {"gather_bytes": 0, "reduce_bytes": 0}
 NO_DISK = {"disk_read_bytes": 0, "disk_write_bytes": 0}
@@ -152,4 +153,4 @@ class PackageEngine(Engine):
     def statistics(self) -> PackageStatistics: ...
 
     @abstractmethod
-    def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]: ...
+    def masters(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]: ...

@@ -1,0 +1,70 @@
+"""What a managed engine tells of itself, out of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pydantic import BaseModel
+
+from systems.planning.strategy import Strategy
+from systems.reports import MemoryReport, PlanReport
+from systems.substrate.disk import Disk
+from systems.substrate.events import EventLog
+from systems.substrate.host import HostSlots
+from systems.substrate.phases import phased
+from systems.substrate.planner import Parts
+from systems.substrate.runtime import Runtime
+from systems.system import Engine
+
+
+class ManagedReports(Engine):
+    """input_slots: host memory where inputs of blocks wait (activations=host). disk: None without one."""
+
+    log: EventLog
+    parts: Parts
+    runtime: Runtime
+    strategy: Strategy
+    input_slots: HostSlots
+    disk: Disk | None
+    _startup: dict[str, float]
+    _closed: bool
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed")
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.log.totals)
+
+    def memory(self) -> MemoryReport:
+        device, host = self.parts.device, self.parts.store.host
+        return MemoryReport(
+            device_peak_bytes=device.peak_bytes(),
+            device_budget_bytes=device.account.budget,
+            device_model_peak_bytes=device.account.pool_peak,
+            host_peak_bytes=host.peak,
+            host_pinned_bytes=self.parts.store.pinned_bytes + self.input_slots.pinned_bytes,
+            host_activation_bytes=self.input_slots.peak_bytes,
+            host_budget_bytes=host.budget,
+            disk_peak_bytes=0 if self.disk is None else self.disk.account.peak,
+            disk_direct=None if self.disk is None else self.disk.direct,
+        )
+
+    def plan_report(self) -> PlanReport:
+        plan = self.runtime.cursor.plan
+        if plan is None:
+            return PlanReport()
+        return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
+
+    def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
+        self._check_open()
+        self.drain()
+        with phased(self.parts.device) as seconds:
+            step()
+        return {**seconds, "step": sum(seconds.values())}
+
+    def statistics(self) -> BaseModel | None:
+        return self.strategy.statistics()
+
+    def startup_s(self) -> dict[str, float]:
+        return dict(self._startup)
