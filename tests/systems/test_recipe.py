@@ -106,7 +106,7 @@ def torch_loop(task: Task, each_step: EachStep) -> Expected:
     model = task.build()
     optimizer = task.make_optimizer(model)
     scheduler = task.scheduler(optimizer)
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     sizes = {name: Sizes(p.numel()) for p, name in names.items()}
     found = Expected([], [], [], {}, [], {})
     for step, batch in enumerate(task.ids):
