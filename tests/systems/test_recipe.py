@@ -121,21 +121,21 @@ def torch_loop(task: Task, each_step: EachStep) -> Expected:
         found.norms.append(norm.item())
         if task.clip:
             nn.utils.clip_grads_with_norm_(fired, task.clip, norm)
-        before = {name: p.detach().flatten().clone() for p, name in names.items()}
+        before = {name: each.detach().flatten().clone() for each, name in names.items()}
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         for p in fired:
             assert p.grad is not None
             sizes[names[p]].add(groups[p], before[names[p]], p.grad.flatten())
         optimizer.step()
-        found.adam = {names[p]: adam_state(state) for p, state in optimizer.state.items()}
-        found.parameters.append({name: p.detach().clone() for p, name in names.items()})
+        found.adam = {names[each]: adam_state(state) for each, state in optimizer.state.items()}
+        found.parameters.append({name: each.detach().clone() for each, name in names.items()})
         found.parameter_bounds.append(
             {names[p]: sizes[names[p]].parameter(groups[p], before[names[p]], found.adam[names[p]]) for p in fired}
         )
         optimizer.zero_grad()
         with torch.no_grad():
-            for p, name in names.items():
-                p.copy_(each_step[step][name])
+            for each, name in names.items():
+                each.copy_(each_step[step][name])
         if scheduler is not None:
             scheduler.step()
     found.moment_bounds = {name: sizes[name].moments() for name in found.adam}

@@ -42,8 +42,14 @@ def reference(case: str, accumulate: int, dtype: str, clip: float = 1.0) -> Run:
     return train(start(RESIDENT, build(case), asked), tokens(STEPS, accumulate), CASES[case].loss)
 
 
-@pytest.mark.parametrize(("accumulate", "dtype"), [(1, "bf16"), (2, "fp32")])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "accumulate", "dtype"),
+    [
+        pytest.param(case, *way, marks=pytest.mark.slow if (number + other) % 2 else ())
+        for number, case in enumerate(CASES)
+        for other, way in enumerate([(1, "bf16"), (2, "fp32")])
+    ],
+)
 def test_nothing_is_used_after_its_release(case: str, accumulate: int, dtype: str) -> None:
     engine = start(RANDOM, build(case), settings(accumulate=accumulate, dtype=dtype, clip=1.0))
     evict_at_once(engine)
