@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -231,7 +232,8 @@ def _aligned(nbytes: int) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy before 2.4 does not say so
+    array: Any = tensor.numpy()  # of which not every numpy says that it is a buffer
+    return memoryview(array).cast("B")
 
 
 def _all_of(move: Callable[[int, Sequence[memoryview], int], int], file: int, data: memoryview, offset: int) -> None:
