@@ -14,12 +14,11 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.errors import UnsupportedError
-from systems.messages import one_line
 from systems.planning.layout import Layout
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
-from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import adopt_parameters, initial_values, keeping_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
@@ -36,7 +35,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
-from systems.substrate.store import Store
+from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
 from systems.substrate.units import FoundModel, find_units, release, take
 from systems.substrate.updates import Updates
@@ -61,20 +60,18 @@ class ManagedEngine(ManagedReports):
     ) -> None:
         started = time.perf_counter()
         self.module, self.settings = model, settings
-        self._adopting = False
         self.disk: Disk | None = None
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
-        try:
-            self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
-            if self._states is not None:
-                self._states.attach(self._state, self._host_room)
-        except BaseException as error:
-            self._cleanup.close()
-            if self._adopting:
-                take(model)
-                self._leave_without(f"its engine could not start ({one_line(str(error)) or type(error).__name__})")
-            raise
+        with keeping_values(model):
+            try:
+                self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
+            except BaseException:
+                self._cleanup.close()
+                raise
+        take_rest(self.parts.store)
+        if self._states is not None:
+            self._states.attach(self._state, self._host_room)
         take(model)
         self._show_state_dict = refuse_state_dict(model)
         self.outcomes: list[StepOutcome] = self.parts.control.outcomes
@@ -140,7 +137,6 @@ class ManagedEngine(ManagedReports):
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
         residency = Residency(layout, store, device, self.poison, write_back=self.strategy.write_back)
         self._cleanup.callback(residency.close)
-        self._adopting = True
         self.parameters = adopt_parameters(found, layout, residency, dtype)
         user = {p: unit.index for unit in found.index.units for p in unit.parameters}
         gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate, user=user)
@@ -228,7 +224,8 @@ class ManagedEngine(ManagedReports):
             return
         if self.runtime.ending.updated:
             raise UnsupportedError(
-                "discard: backward has updated weights already (nonfinite=stop): call step(), or use --option nonfinite=skip"
+                "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
+                "`options=dict(nonfinite='skip')`"
             )
         self.runtime.abort()
         self.runtime.planner.resume()

@@ -98,7 +98,7 @@ class StepControl:
         if after.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise DivergedError(
                 f"{after.skips_in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
-                f"{outcome.step}: lower --lr, set --clip, or check the data"
+                f"{outcome.step}: lower the learning rate, set `clip`, or check the data"
             )
 
     def _after(self, outcome: StepOutcome) -> LoopState:
@@ -123,7 +123,7 @@ class StepControl:
         if self.begun and changed is not None:
             raise UnsupportedError(
                 f"step: {changed} changed after backward, which updates weights already where nonfinite=stop: set it back, "
-                "step, and change it before the next backward, or use --option nonfinite=skip"
+                "step, and change it before the next backward, or use `options=dict(nonfinite='skip')`"
             )
 
     def begin_updates(self, fired: Sequence[int]) -> None:

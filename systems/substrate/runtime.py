@@ -157,7 +157,7 @@ class Runtime:
         """Autograd finished a parameter's gradient."""
         if bundle in self.ending.updated:
             raise DivergedError(
-                f"a gradient for bundle {bundle} arrived after its update had begun: use --option nonfinite=skip"
+                f"a gradient for bundle {bundle} arrived after its update had begun: use `options=dict(nonfinite='skip')`"
             )
         gradients = self.parts.gradients
         if parameter not in gradients.bundles[bundle].fired_in_step:

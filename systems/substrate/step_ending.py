@@ -30,7 +30,7 @@ class StepEnding:
     def give_up(self) -> None:
         """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
         if self.updated and (self.early or self.parts.control.loop.steps == self._steps):
-            advice = ", or use --option nonfinite=skip" if self.early else ""
+            advice = ", or use `options=dict(nonfinite='skip')`" if self.early else ""
             self.parts.control.ruined = HALF_UPDATED + advice
         self.parts.control.begun = {}
 
@@ -106,8 +106,8 @@ class StepEnding:
                 outcome = control.decide(read())
             if outcome.skipped:
                 control.ruined = (
-                    f"step {outcome.step}: a gradient is not finite and was applied already: use --option nonfinite=skip to "
-                    "skip such steps exactly"
+                    f"step {outcome.step}: a gradient is not finite and was applied already: use "
+                    "`options=dict(nonfinite='skip')` to skip such steps exactly"
                 )
                 self._unread = None
                 raise DivergedError(control.ruined)

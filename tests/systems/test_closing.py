@@ -163,8 +163,7 @@ def test_a_start_that_fails_after_the_values_were_taken(monkeypatch: pytest.Monk
     monkeypatch.setattr(managed, "UnitHooks", fail)
     with pytest.raises(OnPurposeError):
         begin("elixir", model)
-    with pytest.raises(RuntimeError, match="its engine could not start .no hooks today."):
-        evaluated(model)
+    assert torch.equal(evaluated(model), evaluated(build("stack"))), "it is as it was"
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
