@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from systems.checkpoint import Described, ParameterState, Part
 from systems.errors import BudgetError, UnsupportedError
-from systems.machine import device_budget, host_budget, make_device
+from systems.machine import device_budget, make_device
 from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
@@ -231,9 +231,6 @@ class ResidentEngine(SteppingEngine):
         self._settle(what, in_step=self._micro_step > 0)
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
-
-    def _host_room(self) -> int:
-        return host_budget(self.settings)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ import torch
 
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
+from systems.machine import host_budget
 from systems.messages import one_line
 from systems.substrate.giving_back import leave_without
 from systems.substrate.optimizer_states import Moments, OptimizerStates
@@ -51,9 +52,9 @@ class SteppingEngine(Engine):
     def _state(self, what: str) -> Moments:
         """Once nothing moves. what: is wanted, for messages. UnsupportedError within a step."""
 
-    @abstractmethod
     def _host_room(self) -> int:
         """Bytes of host memory that are left of the budget."""
+        return host_budget(self.settings)
 
     @abstractmethod
     def _give_back(self) -> None:
