@@ -23,6 +23,8 @@ from systems.errors import DivergedError
 from systems.planning.plan import OpKind, UpdateRule
 from systems.planning.strategy import Strategy
 from systems.planning.trace import NO_UNIT, Moment, Phase
+from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.device import ambient
 from systems.substrate.labels import UnitSpans
 from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Cursor, Recorder
@@ -53,6 +55,27 @@ class Runtime:
     def _observing(self) -> bool:
         """Forward events now belong to the step: not to a pass without gradients, nor to recomputation."""
         return self.in_step and not self.in_backward and not self._aside
+
+    @property
+    def is_aside(self) -> bool:
+        return self._aside
+
+    @contextmanager
+    def past_the_engine(self, given: object) -> Iterator[None]:
+        """Around a call of the model that is none of the engine's: one with gradients belongs to the step in progress."""
+        device = self.parts.device
+        with contextlib.ExitStack() as stack:
+            if not (torch.is_grad_enabled() and self.in_step and self.micro_step < self.accumulate):
+                self.planner.meet_aside(batch_shape_of(given), in_step=self.in_step)
+                stack.enter_context(self.aside())
+            stack.enter_context(ambient())
+            stack.enter_context(device.metered())
+            yield
+
+    def uses_changed(self, bundle: int, *, late: bool) -> None:
+        """A unit is found to read the bundle too. late: what it is done with begins earlier from the next step on."""
+        self.parts.gradients.in_place.allowed -= {bundle}
+        self.planner.uses_changed(moments=late)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
