@@ -150,7 +150,7 @@ class ManagedEngine(ManagedReports):
         self._calls = Calls(self.runtime.past_the_engine, self.runtime.abort)
         hooks = UnitHooks(found, self.runtime, layout, self._calls)
         self._cleanup.callback(hooks.remove)
-        reads = Reads(found.index, layout, residency, self.runtime, hooks, model)
+        reads = Reads(found, layout, residency, self.runtime, hooks, model)
         device.guard(residency, reads.check, lambda: reads.watches)
         hooks.watch(self.parameters)
         names = [p.name for p in found.index.parameters]

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from systems.errors import UnsupportedError
+from systems.errors import HiddenUseError, UnsupportedError
 from systems.planning.layout import Layout
 from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.parameters import take_gradient
@@ -188,7 +188,7 @@ class UnitHooks:
         try:
             found = wanted(places) + kept.fresh()
         except TooManyValuesError:
-            raise UnsupportedError(
+            raise HiddenUseError(
                 f"module {self._index.units[unit].name} returns, is given or keeps an object with so much in it that what it "
                 f"made cannot be found: {SEEN}, without what leads elsewhere"
             ) from None
@@ -256,10 +256,10 @@ class UnitHooks:
         """A frozen parameter of the unit's may be needed after the last gradient has come."""
         return unit in self._passes_on or (self._frozen[unit] and self._encloses[unit])
 
-    def _unseen(self, number: int) -> UnsupportedError:
+    def _unseen(self, number: int) -> HiddenUseError:
         name = self._index.parameters[number].name
         module = self._index.units[self.users[number][0]].name
-        return UnsupportedError(
+        return HiddenUseError(
             f"parameter {name} has a gradient, and no module that is known to read it was seen in this backward pass: what "
             f"module {module} makes hides from the engine (a generator or a function that makes it later, somebody else's "
             f"list): {SEEN}; or another module reads the parameter and the first step did not show it"

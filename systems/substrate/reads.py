@@ -20,22 +20,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from systems.errors import OutOfMemoryError, UnsupportedError
-from systems.planning.layout import Layout, ModelIndex
+from systems.errors import HiddenUseError, OutOfMemoryError
+from systems.planning.layout import Layout
 from systems.substrate.calls import NO_UNIT
 from systems.substrate.hooks import SEEN, UnitHooks
-from systems.substrate.residency import Residency
+from systems.substrate.residency import BundleState, Residency
 from systems.substrate.runtime import Runtime
+from systems.substrate.units import ROOT, FoundModel
 
 
 class Reads:
     """check: to be told of every operation that reads its inputs' bytes. See the module's docstring."""
 
     def __init__(
-        self, index: ModelIndex, layout: Layout, residency: Residency, runtime: Runtime, hooks: UnitHooks, model: nn.Module
+        self, found: FoundModel, layout: Layout, residency: Residency, runtime: Runtime, hooks: UnitHooks, model: nn.Module
     ) -> None:
-        self._index, self._layout, self._residency = index, layout, residency
-        self._runtime, self._hooks, self._model = runtime, hooks, model
+        self._index, self._layout, self._residency = found.index, layout, residency
+        self._runtime, self._hooks = runtime, hooks
+        self._names = {id(module): name or ROOT for name, module in model.named_modules()}
+        self._unit_of = {id(module): unit.index for unit, module in zip(found.index.units, found.modules, strict=True)}
+        for unit, module in zip(found.index.units, found.modules, strict=True):
+            if unit.block is not None:
+                self._unit_of.update((id(part), unit.index) for part in module.modules())
         self._bundle_of = {m.storage.untyped._cdata: m.index for m in residency.bundles}
         self._saw_aside = False
         self._starts: dict[int, list[tuple[int, int]]] = {b.index: [] for b in layout.bundles}
@@ -62,15 +68,24 @@ class Reads:
 
     def _read_by_another(self, func: Any, parameter: int, bundle: int, *, edited: bool) -> None:
         reading = self._hooks.calls.open
+        reader, hook = self._reader()
+        name = self._names.get(id(reader)) if reader is not None else None
         where = f"{func} reads parameter {self._index.parameters[parameter].name} outside the unit that owns it"
+        if name is not None:
+            where += f", in module {name}"
         if edited:
-            raise UnsupportedError(f"{where}{self._by()}, and edits it: edit parameters inside engine.summon(write=True)")
-        if self._runtime.in_backward or not reading:
+            raise HiddenUseError(f"{where}, and edits it: edit parameters inside engine.summon(write=True)")
+        if self._runtime.in_backward:
             owner = self._index.units[self._hooks.users[parameter][0]].name
-            raise UnsupportedError(
+            raise HiddenUseError(
                 f"{where}, in a backward pass in which module {owner} was not seen to be at work: what a module makes has to "
                 f"be seen ({SEEN}), and weights are read in forward, or inside engine.summon()"
             )
+        own = self._unit_of.get(id(reader), NO_UNIT)
+        if not reading or (hook and own != NO_UNIT and not any(call.unit == own for call in reading)):
+            if self._residency.bundles[bundle].state is BundleState.RESIDENT:
+                return  # a look at what is there
+            raise HiddenUseError(f"{where}, before or after its forward: read it in a forward, or inside engine.summon()")
         unit = next(call.unit for call in reversed(reading) if call.unit != NO_UNIT)
         held = bundle in self._layout.bundles_of_unit.get(unit, ())
         late = not self._hooks.is_active(unit)
@@ -80,7 +95,7 @@ class Reads:
             elif not held:
                 self._residency.hold([bundle], ("forward", unit))
         except OutOfMemoryError as error:
-            words = f"{where}{self._by()}, for which there is no room: {error}"
+            words = f"{where}, for which there is no room: {error}"
             raise OutOfMemoryError(words, tier=error.tier, need=error.need, have=error.have) from error
         if not held:
             self._layout.add_user(bundle, unit)
@@ -95,16 +110,15 @@ class Reads:
         first, self._saw_aside = self._runtime.is_aside and not self._saw_aside, self._saw_aside or self._runtime.is_aside
         return first
 
-    def _by(self) -> str:
-        """The module whose code it is, for a message."""
-        names = {id(module): name for name, module in self._model.named_modules()}
+    def _reader(self) -> tuple[nn.Module | None, bool]:
+        """The module whose code is running, and whether that is a hook of its."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            name = names.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                return f" (module {name or type(self._model).__name__} does)"
+            found = frame.f_locals.get("self")
+            if isinstance(found, nn.Module) and id(found) in self._names:
+                return found, frame.f_code.co_filename == nn.Module._call_impl.__code__.co_filename
             frame = frame.f_back
-        return ""
+        return None, False
 
 
 def _edits(func: Any) -> bool:
