@@ -25,6 +25,7 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.labels import labelled
@@ -65,6 +66,9 @@ class ResidentEngine(Engine):
         settings = self.settings
         refuse_mixed_norms(found, settings.dtype)
         self._cleanup.callback(apply_recompute(found, settings.recompute))
+        self._calls = Calls(self._past_the_engine)
+        self._cleanup.callback(self._calls.detach)
+        self._calls.attach_all([*found.modules, *outer_modules(found)])
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
         dtype = TORCH_DTYPE[settings.dtype]
@@ -121,10 +125,15 @@ class ResidentEngine(Engine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
+        with self._recovering(), self._calls.of_engine(), ambient(), self.device.metered(), record_function("forward"):
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
             return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _past_the_engine(self, given: object) -> Iterator[None]:
+        with ambient(), self.device.metered():
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
@@ -133,7 +142,15 @@ class ResidentEngine(Engine):
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
-        with self._recovering(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
+        device = self.device
+        with (
+            self._recovering(),
+            self._calls.of_engine(),
+            ambient(),
+            device.metered(),
+            record_function("backward"),
+            recomputation_in_words(),
+        ):
             (loss if scale == 1.0 else loss * scale).backward()
         self._micro_step += 1
         if self.settings.accumulate > 1:
