@@ -278,7 +278,8 @@ class CudaDevice(Device):
         size = max(self.granule_bytes, nbytes)
         self._take_in_peak()
         try:
-            return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+            with torch.inference_mode(False):  # what is made within it cannot be written outside
+                return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         except torch.cuda.OutOfMemoryError:
             return None
 
