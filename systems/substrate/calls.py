@@ -10,13 +10,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from models.blocks import has_forward
+from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.device import ambient
 from systems.substrate.units import ROOT, FoundModel
+
+if TYPE_CHECKING:
+    from systems.substrate.runtime import Runtime
 
 NO_UNIT = -1
 Around = Callable[[object], AbstractContextManager[object]]
@@ -34,14 +39,31 @@ def outer_modules(found: FoundModel) -> list[nn.Module]:
     return [m for m in around if any(id(part) in mine for part in m.modules())]
 
 
-class _Call:
-    """One in progress. started: its forward has been reached. region: what was opened for it as the outermost one."""
+@contextmanager
+def past_the_engine(runtime: Runtime, given: object) -> Iterator[None]:
+    """Around a call that is none of the engine's. One with gradients belongs to the step in progress, if that takes any."""
+    device = runtime.parts.device
+    with contextlib.ExitStack() as stack:
+        if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
+            runtime.planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
+            stack.enter_context(runtime.aside())
+        stack.enter_context(ambient())
+        stack.enter_context(device.metered())
+        yield
 
-    __slots__ = ("module", "region", "started", "unit")
+
+class _Call:
+    """One in progress. started: its forward has been reached. region: what was opened for it as the outermost one.
+
+    given: what the hooks keep of it until it ends.
+    """
+
+    __slots__ = ("given", "module", "region", "started", "unit")
 
     def __init__(self, module: nn.Module, unit: int) -> None:
         self.module, self.unit, self.started = module, unit, False
         self.region: ExitStack | None = None
+        self.given: Any = None
 
 
 class Calls:
@@ -80,6 +102,8 @@ class Calls:
                 before(module, args, kwargs)
 
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._unwind(module):
+                return  # it did not even begin
             try:
                 if after is not None:
                     after(module, args, kwargs, output)
@@ -104,6 +128,9 @@ class Calls:
                 begin(module, args, kwargs)
                 self.open[-1].started = True
                 output = inner(*args, **kwargs)
+            except BaseException as error:
+                self._look_at(error)
+                raise
             finally:
                 end(module, args, kwargs, output)
             return output
@@ -116,13 +143,9 @@ class Calls:
             call.started = True
             try:
                 return inner(*args, **kwargs)
-            except Exception:
-                raise
-            except BaseException:
-                outermost = call.region is not None
-                self._end(module)
-                if outermost:
-                    self._interrupted()
+            except BaseException as error:
+                if self._look_at(error):
+                    self._end(module)
                 raise
 
         module.forward = forward  # type: ignore[method-assign]
@@ -143,16 +166,30 @@ class Calls:
                 call.region = region.pop_all()
         self.open.append(call)
 
-    def _end(self, module: nn.Module) -> None:
-        """Of the innermost call of the module, and of those within it that nobody was told the end of."""
+    def _look_at(self, error: BaseException) -> bool:
+        """True if torch's hooks are not told of it. Of what the outermost call has begun nobody will say that it is over."""
+        if isinstance(error, Exception):
+            return False
+        if self.open and self.open[0].region is not None:
+            self._interrupted()
+        return True
+
+    def _unwind(self, module: nn.Module) -> bool:
+        """End the calls within the innermost one of the module, if there is one: nobody was told of their end."""
         if not any(call.module is module for call in self.open):
-            return
-        while True:
-            call = self.open.pop()
-            if call.region is not None:
-                call.region.close()
-            if call.module is module:
-                return
+            return False
+        while self.open[-1].module is not module:
+            self._pop()
+        return True
+
+    def _end(self, module: nn.Module) -> None:
+        if self._unwind(module):
+            self._pop()
+
+    def _pop(self) -> None:
+        call = self.open.pop()
+        if call.region is not None:
+            call.region.close()
 
     def detach(self) -> None:
         while self._undo:

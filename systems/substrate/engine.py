@@ -20,17 +20,15 @@ from systems.planning.strategy import PlanningContext, Strategy, check_update_ru
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
 from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
-from systems.substrate.calls import Calls
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
-from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
 from systems.substrate.planner import Parts
-from systems.substrate.reads import Reads
+from systems.substrate.reads import follow_uses
 from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
@@ -147,11 +145,9 @@ class ManagedEngine(ManagedReports):
         self.index = found.index
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
-        self._calls = Calls(self.runtime.past_the_engine, self.runtime.abort)
-        hooks = UnitHooks(found, self.runtime, layout, self._calls)
+        hooks = follow_uses(found, self.runtime)
+        self._calls = hooks.calls
         self._cleanup.callback(hooks.remove)
-        reads = Reads(found, layout, residency, self.runtime, hooks, model)
-        device.guard(residency, reads.check, lambda: reads.watches)
         hooks.watch(self.parameters)
         names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)

@@ -70,7 +70,6 @@ class UnitHooks:
     def __init__(self, found: FoundModel, runtime: Runtime, layout: Layout, calls: Calls) -> None:
         self._runtime, self._layout, self.calls = runtime, layout, calls
         units, self._index = found.index.units, found.index
-        self._given: dict[int, _Given] = {}  # of the call in progress
         self._outputs: dict[int, list[Seen]] = {}  # of the last call
         self._waiting = [{p for p in unit.parameters if self._trainable(p)} for unit in units]
         self._missing = [set(parameters) for parameters in self._waiting]
@@ -106,7 +105,7 @@ class UnitHooks:
             self._waiting[unit].add(parameter)
         else:
             self._frozen[unit] = True
-            if unit in self._given and self._given[unit].inputs:
+            if any(call.unit == unit and call.given is not None and call.given.inputs for call in self.calls.open):
                 self._passes_on.add(unit)
         if not self._active[unit]:
             self._active[unit] = True
@@ -139,7 +138,7 @@ class UnitHooks:
                 inputs = wanted((args, kwargs))
             except TooManyValuesError:  # then what it passes through is taken for its own, and is held the longer
                 inputs = []
-            self._given[unit] = _Given(inputs)
+            self.calls.open[-1].given = _Given(inputs)
             if inputs:
                 self._end_backward_with(unit, first_of(inputs))
                 if self._frozen[unit]:
@@ -168,7 +167,7 @@ class UnitHooks:
     def _after_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             runtime = self._runtime
-            given = self._given.pop(unit, _NOTHING)
+            given = self.calls.open[-1].given or _NOTHING
             if not self._active[unit]:
                 return
             try:

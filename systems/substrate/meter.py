@@ -52,11 +52,13 @@ class ActivationMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         if self._check is not None and _reads_bytes(func):
-            self._check(func, [*_tensors(args), *_tensors(kwargs.values())])
+            self._check(func, given)
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
-            self._see(tensor, func)
+            if not any(tensor is other for other in given):  # what was given is not made: a batch is the caller's
+                self._see(tensor, func)
         return out
 
     def _see(self, tensor: torch.Tensor, func: Any) -> None:

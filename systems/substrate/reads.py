@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -21,23 +22,30 @@ import torch
 from torch import nn
 
 from systems.errors import HiddenUseError, OutOfMemoryError
-from systems.planning.layout import Layout
-from systems.substrate.calls import NO_UNIT
+from systems.substrate.calls import NO_UNIT, Calls, past_the_engine
 from systems.substrate.hooks import SEEN, UnitHooks
-from systems.substrate.residency import BundleState, Residency
+from systems.substrate.residency import BundleState
 from systems.substrate.runtime import Runtime
 from systems.substrate.units import ROOT, FoundModel
+
+
+def follow_uses(found: FoundModel, runtime: Runtime) -> UnitHooks:
+    """Everything that tells the runtime what the model does: its calls, its units' events, who reads what."""
+    parts = runtime.parts
+    hooks = UnitHooks(found, runtime, parts.layout, Calls(partial(past_the_engine, runtime), runtime.abort))
+    reads = Reads(found, runtime, hooks)
+    parts.device.guard(parts.residency, reads.check, lambda: reads.watches)
+    return hooks
 
 
 class Reads:
     """check: to be told of every operation that reads its inputs' bytes. See the module's docstring."""
 
-    def __init__(
-        self, found: FoundModel, layout: Layout, residency: Residency, runtime: Runtime, hooks: UnitHooks, model: nn.Module
-    ) -> None:
-        self._index, self._layout, self._residency = found.index, layout, residency
-        self._runtime, self._hooks = runtime, hooks
-        self._names = {id(module): name or ROOT for name, module in model.named_modules()}
+    def __init__(self, found: FoundModel, runtime: Runtime, hooks: UnitHooks) -> None:
+        self._index, self._runtime, self._hooks = found.index, runtime, hooks
+        self._layout, self._residency = layout, residency = runtime.parts.layout, runtime.parts.residency
+        root = next(m for unit, m in zip(found.index.units, found.modules, strict=True) if unit.name == ROOT)
+        self._names = {id(module): name or ROOT for name, module in root.named_modules()}
         self._unit_of = {id(module): unit.index for unit, module in zip(found.index.units, found.modules, strict=True)}
         for unit, module in zip(found.index.units, found.modules, strict=True):
             if unit.block is not None:
@@ -99,7 +107,8 @@ class Reads:
             raise OutOfMemoryError(words, tier=error.tier, need=error.need, have=error.have) from error
         if not held:
             self._layout.add_user(bundle, unit)
-            self._runtime.uses_changed(bundle, late=late)
+            self._runtime.parts.gradients.in_place.allowed -= {bundle}
+            self._runtime.planner.uses_changed(moments=late)
         self._hooks.add_use(unit, parameter)
 
     @property

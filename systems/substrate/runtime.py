@@ -23,8 +23,6 @@ from systems.errors import DivergedError
 from systems.planning.plan import OpKind, UpdateRule
 from systems.planning.strategy import Strategy
 from systems.planning.trace import NO_UNIT, Moment, Phase
-from systems.substrate.batch_shape import batch_shape_of
-from systems.substrate.device import ambient
 from systems.substrate.labels import UnitSpans
 from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Cursor, Recorder
@@ -40,7 +38,7 @@ class Runtime:
         self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
         self._spans = UnitSpans()
         self.in_step = self.in_backward = False
-        self._aside = self._half_updated = False
+        self.is_aside = self._half_updated = False
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
@@ -54,38 +52,17 @@ class Runtime:
     @property
     def _observing(self) -> bool:
         """Forward events now belong to the step: not to a pass without gradients, nor to recomputation."""
-        return self.in_step and not self.in_backward and not self._aside
-
-    @property
-    def is_aside(self) -> bool:
-        return self._aside
-
-    @contextmanager
-    def past_the_engine(self, given: object) -> Iterator[None]:
-        """Around a call of the model that is none of the engine's: one with gradients belongs to the step in progress."""
-        device = self.parts.device
-        with contextlib.ExitStack() as stack:
-            if not (torch.is_grad_enabled() and self.in_step and self.micro_step < self.accumulate):
-                self.planner.meet_aside(batch_shape_of(given), in_step=self.in_step)
-                stack.enter_context(self.aside())
-            stack.enter_context(ambient())
-            stack.enter_context(device.metered())
-            yield
-
-    def uses_changed(self, bundle: int, *, late: bool) -> None:
-        """A unit is found to read the bundle too. late: what it is done with begins earlier from the next step on."""
-        self.parts.gradients.in_place.allowed -= {bundle}
-        self.planner.uses_changed(moments=late)
+        return self.in_step and not self.in_backward and not self.is_aside
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A pass without gradients (evaluation): leaves residency as it found it and is no part of the step's trace."""
         before = self.parts.residency.resident()
-        self._aside = True
+        self.is_aside = True
         try:
             yield
         finally:
-            self._aside = False
+            self.is_aside = False
             residency = self.parts.residency
             for index in residency.evictable():
                 if index not in before:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -210,9 +209,11 @@ class Editor(Stack):
 def test_an_edit_of_what_another_owns_is_refused_and_names_both(system: str) -> None:
     torch.manual_seed(0)
     chosen, options = SYSTEMS[system]
-    with start(chosen, Editor(), settings(), options) as engine:
-        with pytest.raises(HiddenUseError, match=r"blocks\.1\.up\.weight outside the unit that owns it, in module <root>, and edi"):
-            one_step(engine, tokens(1, 1)[0], squared_error)
+    with (
+        start(chosen, Editor(), settings(), options) as engine,
+        pytest.raises(HiddenUseError, match=r"blocks\.1\.up\.weight outside the unit that owns it, in module <root>, and edi"),
+    ):
+        one_step(engine, tokens(1, 1)[0], squared_error)
 
 
 def test_what_does_not_fit_beside_it_names_both() -> None:
@@ -222,6 +223,8 @@ def test_what_does_not_fit_beside_it_names_both() -> None:
             return x * sum(block.up.weight[0] for block in self.blocks)
 
     torch.manual_seed(0)
-    with start(RANDOM, Greedy(), settings(device_memory=60_000)) as engine:
-        with pytest.raises(RuntimeError, match=r"reads parameter blocks\.\d\.up\.weight .* in module <root>, for which there is"):
-            one_step(engine, tokens(1, 1, batch=1)[0], squared_error)
+    with (
+        start(RANDOM, Greedy(), settings(device_memory=60_000)) as engine,
+        pytest.raises(RuntimeError, match=r"reads parameter blocks\.\d\.up\.weight .* in module <root>, for which there is"),
+    ):
+        one_step(engine, tokens(1, 1, batch=1)[0], squared_error)
