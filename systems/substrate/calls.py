@@ -93,19 +93,32 @@ class Calls:
         for module in modules:
             self.attach(module)
 
-    def attach(self, module: nn.Module, unit: int = NO_UNIT, before: Before | None = None, after: After | None = None) -> None:
-        """before, after: a call of the module, within `around`; `after` comes whatever is raised."""
+    def attach(
+        self,
+        module: nn.Module,
+        unit: int = NO_UNIT,
+        before: Before | None = None,
+        after: After | None = None,
+        *,
+        stands_in: bool = False,
+    ) -> None:
+        """before, after: a call of the module, within `around`; `after` comes whatever is raised.
+
+        stands_in: the unit is not the module, which is taken for it where its call is the outermost one.
+        """
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._begin(module, unit, (args, kwargs))
-            if before is not None:
+            outermost = not self.open and not self._of_engine
+            mine = outermost or not stands_in
+            self._begin(module, unit if mine else NO_UNIT, (args, kwargs), outermost=outermost)
+            if before is not None and mine:
                 before(module, args, kwargs)
 
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._unwind(module):
                 return  # it did not even begin
             try:
-                if after is not None:
+                if after is not None and self.open[-1].unit != NO_UNIT:
                     after(module, args, kwargs, output)
             finally:
                 self._end(module)
@@ -158,9 +171,9 @@ class Calls:
 
         self._undo.append(undo)
 
-    def _begin(self, module: nn.Module, unit: int, given: object) -> None:
+    def _begin(self, module: nn.Module, unit: int, given: object, *, outermost: bool) -> None:
         call = _Call(module, unit)
-        if self._around is not None and not self.open and not self._of_engine:
+        if self._around is not None and outermost:
             with contextlib.ExitStack() as region:
                 region.enter_context(self._around(given))
                 call.region = region.pop_all()

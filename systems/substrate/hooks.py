@@ -39,7 +39,7 @@ from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.parameters import take_gradient
 from systems.substrate.runtime import Runtime
 from systems.substrate.unit_tensors import Kept, Seen, TooManyValuesError, base_of, first_of, makers, wanted
-from systems.substrate.units import FoundModel
+from systems.substrate.units import ROOT, FoundModel
 
 SEEN = "return it in tensors, lists, dicts or plain objects, or keep it on the module itself"
 
@@ -87,7 +87,9 @@ class UnitHooks:
             calls.attach(module, unit.index, self._before_forward(unit.index), self._after_forward(unit.index))
             for p in unit.parameters:
                 self.users.setdefault(p, []).append(unit.index)
-        calls.attach_all(outer_modules(found))
+        root = next(unit.index for unit in units if unit.name == ROOT)
+        for module in outer_modules(found):  # each may read what its children own, as the root may
+            calls.attach(module, root, self._before_forward(root), self._after_forward(root), stands_in=True)
 
     def _trainable(self, parameter: int) -> bool:
         return self._index.parameters[parameter].trainable

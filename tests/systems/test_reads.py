@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 
 from systems.errors import HiddenUseError
 from systems.system import Engine
-from tests.systems.models_plain import DIM, Block, Stack, squared_error
+from tests.systems.models_plain import DIM, Block, Stack, features, squared_error
 from tests.systems.models_small import tokens
-from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, evict_at_once, one_step, settings, start, train
+from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, evict_at_once, finished, one_step, settings, start, train
 from tests.systems.setups import SYSTEMS
 
 STEPS = 3
@@ -196,6 +197,36 @@ def test_an_evaluation_may_be_the_first_to_read(system: str) -> None:
     with torch.inference_mode():
         assert squared_error(engine, micro, 1).item() == before
     assert_equal(expected, train(engine, tokens(4, 1), squared_error))
+
+
+class Around(nn.Module):
+    """A module that owns nothing and reads what its child owns, called through the model and by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = nn.Sequential(TiedByHand())
+        self.tail = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.within(x))
+
+
+@pytest.mark.parametrize("system", ["elixir", "h3t", "random"])
+def test_a_module_around_units_reads_for_the_model(system: str) -> None:
+    def run(chosen: Any, options: Any, budget: int) -> tuple[Run, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model, seen = Around(), []
+        engine = start(chosen, model, settings(device_memory=budget), options)
+        losses = []
+        for batch in tokens(STEPS, 1):
+            with torch.no_grad():
+                seen.append(model.within(features(batch[0])))
+            losses.append(one_step(engine, batch, squared_error))
+        return finished(engine, losses), seen
+
+    (expected, outputs), (got, same) = run(RESIDENT, None, 1 << 30), run(*SYSTEMS[system], 300_000)
+    assert_equal(expected, got)
+    assert all(map(torch.equal, outputs, same))
 
 
 class Editor(Stack):
