@@ -161,13 +161,13 @@ class Calls:
                     self._end(module)
                 raise
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
         def undo() -> None:
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
                 if own is not None:
-                    module.forward = own  # type: ignore[method-assign]
+                    module.forward = own
 
         self._undo.append(undo)
 

@@ -35,7 +35,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     waiting, known, left = [value], {}, MOST_VALUES
     while waiting:
         value = waiting.pop()
-        kind = type(value)
+        kind: type = type(value)
         if kind in _PLAIN:
             continue
         if isinstance(value, torch.Tensor):

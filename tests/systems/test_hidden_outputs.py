@@ -17,7 +17,18 @@ from transformers.modeling_outputs import BaseModelOutput
 from systems.errors import HiddenUseError
 from tests.systems.models_plain import DIM, Block, Stack, squared_error
 from tests.systems.models_small import tokens
-from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, evict_at_once, one_step, settings, start, train
+from tests.systems.running import (
+    RANDOM,
+    RESIDENT,
+    Run,
+    assert_equal,
+    evict_at_once,
+    one_step,
+    parameters_of,
+    settings,
+    start,
+    train,
+)
 from tests.systems.setups import SYSTEMS
 
 STEPS = 3
@@ -256,3 +267,18 @@ def test_what_cannot_be_seen_is_refused_with_the_reason(system: str, how: str) -
                 with pytest.raises(HiddenUseError, match=r"module blocks\.\d .*return it in tensors, lists, dicts or"):
                     one_step(engine, ids, squared_error)
             assert not engine.outcomes
+
+
+@pytest.mark.parametrize("how", ["generator", "function", "list"])
+@pytest.mark.parametrize("system", ["elixir", "random"])
+def test_a_gradient_that_nobody_began_says_so_where_no_operation_is_seen(system: str, how: str) -> None:
+    """As in a planned step on CUDA: what was read too late is NaN, and never reaches a parameter."""
+    chosen, options = SYSTEMS[system]
+    with start(chosen, UnseenStack(how), settings(), options) as engine:
+        engine.parts.device.meter._check = None  # type: ignore[attr-defined]
+        evict_at_once(engine)
+        before = parameters_of(engine)
+        for _ in range(2):
+            with pytest.raises(HiddenUseError, match=r"gradient.*module blocks\.\d makes hides from the engine"):
+                one_step(engine, tokens(1, 1)[0], squared_error)
+        assert all(map(torch.equal, parameters_of(engine).values(), before.values()))
