@@ -38,20 +38,20 @@ from systems.planning.layout import Layout
 from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.parameters import take_gradient
 from systems.substrate.runtime import Runtime
-from systems.substrate.unit_tensors import Kept, Seen, TooManyValuesError, base_of, first_of, makers, wanted
+from systems.substrate.unit_tensors import Kept, Seen, TooManyValuesError, base_of, first_of, wanted
 from systems.substrate.units import ROOT, FoundModel
 
 SEEN = "return it in tensors, lists, dicts or plain objects, or keep it on the module itself"
 
 
 class _Given:
-    """What a unit's call in progress was given. makers: of the tensors, or of what they are views of."""
+    """What a unit's call in progress was given. since: autograd's count of nodes made, as the call began."""
 
-    __slots__ = ("inputs", "makers")
+    __slots__ = ("inputs", "since")
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.inputs = {id(t): Seen(t) for t in inputs}
-        self.makers = makers(inputs)
+        self.since = torch.autograd._get_sequence_nr()
 
     def passed_through(self, tensor: torch.Tensor) -> bool:
         seen = self.inputs.get(id(tensor))
@@ -211,7 +211,7 @@ class UnitHooks:
             tensor.register_hook(begin)
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            if node is not None and not any(node is other for other in (*nodes, *given.makers)):
+            if node is not None and node._sequence_nr() >= given.since and not any(node is other for other in nodes):
                 nodes.append(node)
         for node in nodes:
             node.register_prehook(begin)

@@ -22,7 +22,6 @@ _Children = Callable[[Any], "list[Any]"]
 _LISTS = (list, tuple, set, frozenset, deque, KeysView, ValuesView)
 _CLOSED = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, slice})
-_LEFT_ALONE = _PLAIN | {FunctionType, MethodType, type}
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
 
@@ -108,13 +107,6 @@ def first_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return next((t for t in inputs if not t.is_leaf), inputs[0])
 
 
-def makers(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The nodes of autograd's graph that made these tensors, or what they are views of."""
-    nodes = [t.grad_fn for t in tensors]
-    nodes += [base.grad_fn for base in map(base_of, tensors) if base is not None]
-    return nodes
-
-
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What it is a view of, for autograd."""
     return tensor._base if tensor._is_view() else None
@@ -137,23 +129,21 @@ class Kept:
 
     def fresh(self) -> list[torch.Tensor]:
         """Tensors that want a gradient, in attributes and in lists and dicts that are attributes; not those told before."""
-        now, before = {id(t): t for t in self._wanted()}, self._known
-        fresh = [t for key, t in now.items() if key not in before or not before[key].still(t)]
-        if now or before:
-            self._known = {key: Seen(t) for key, t in now.items()}
-        return fresh
-
-    def _wanted(self) -> list[torch.Tensor]:
-        if any(len(held) != size for held, size in self._sizes):
-            self._look()
+        for held, size in self._sizes:
+            if len(held) != size:
+                self._look()
+                break
         found: list[torch.Tensor] = []
         for held, name in self._places:
             value = held.get(name)
-            if type(value) in _LEFT_ALONE:
-                continue
-            if isinstance(value, torch.Tensor):
-                if value.requires_grad and not isinstance(value, nn.Parameter):
-                    found.append(value)
-            elif isinstance(value, list | tuple | dict):
+            if _may_hold(type(value)):
                 found += wanted(value)
-        return found
+        if not found and not self._known:
+            return found
+        before, self._known = self._known, {id(t): Seen(t) for t in found}
+        return [t for t in found if id(t) not in before or not before[id(t)].still(t)]
+
+
+@cache
+def _may_hold(kind: type) -> bool:
+    return issubclass(kind, (torch.Tensor, list, tuple, dict))
