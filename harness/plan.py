@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking
 from harness.spec import BadInputError
 from models import registry as models_registry
+from models.loss import token_loss
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
 from systems.planning import hardware
@@ -66,7 +68,7 @@ def _question(spec: PlanSpec) -> tuple[Question, Observations]:
     )
     with Unfilled():
         model = models_registry.build(shape)
-    return question, Observations(model, shape.objective)
+    return question, Observations(model, partial(token_loss, objective=shape.objective))
 
 
 def _disk_memory(spec: PlanSpec, profile: hardware.HardwareProfile) -> int:

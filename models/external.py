@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from models.blocks import find_blocks
 from models.family import Family, FillWeights, from_config, parameters_on_meta
 from models.shape import ModelShape, ObjectiveName
 from models.weights import InitialWeights, law_of
+from systems.blocks import find_blocks
 
 # Our names for what transformers' configs call by several.
 _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {

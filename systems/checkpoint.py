@@ -237,11 +237,11 @@ def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Pat
     state.control.loop = _position(manifest)
     with torch.no_grad():
         for name, buffer in buffers.items():
-            _copy(_tensor(files / BUFFERS, name), buffer)
+            copy_into(_tensor(files / BUFFERS, name), buffer)
     return state.control.loop, beside
 
 
-def _copy(saved: torch.Tensor, buffer: torch.Tensor) -> None:
+def copy_into(saved: torch.Tensor, buffer: torch.Tensor) -> None:
     """Into a buffer that may be expanded: it has one place then for all its elements along a dimension."""
     for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
         if size > 1 and stride == 0:

@@ -164,6 +164,14 @@ def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> Limits:
     )
 
 
+def free_host_memory(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int | None:
+    """Bytes that this process can take beside what it has: what the machine has free, and what its limits leave over."""
+    limits = read_limits(proc, cgroup_root)
+    budget, free = limits.host_budget_bytes, limits.available_memory_bytes
+    left = None if budget is None else max(0, budget - process_memory("self", proc).get("VmRSS", 0))
+    return min((each for each in (free, left) if each is not None), default=None)
+
+
 def oom_kills(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int | None:
     """Processes of this process's own group that the kernel has killed for memory so far; None if no counter is readable.
 

@@ -172,7 +172,7 @@ class DummyEngine(Engine):
             self._thread.join()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         yield {}
 
 

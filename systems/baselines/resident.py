@@ -244,13 +244,13 @@ class ResidentEngine(Engine):
     def training_state(self) -> ResidentState:
         self._check_open()
         if self._micro_step:
-            raise UnsupportedError("checkpoint: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError("checkpoint or export: a step is in progress: do it before the forward pass or after step()")
         self.drain()
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._check_open()
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):

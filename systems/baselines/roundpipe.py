@@ -180,7 +180,7 @@ class RoundPipeEngine(PackageEngine):
         return self._statistics
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         named = list(zip(self._names, self._values, self._parameters, strict=True))
         values = {name: value.detach().float().clone() for name, value, _ in named}

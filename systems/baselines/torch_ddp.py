@@ -124,7 +124,7 @@ class DdpEngine(PackageEngine):
         return self._statistics
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         named = list(zip(self._names, self._updates.values, strict=True))
         values = {name: value.detach().float().cpu().clone() for name, value in named}

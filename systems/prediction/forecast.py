@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel
 from torch import nn
 
-from models.shape import ObjectiveName
 from systems.errors import BudgetError, UnsupportedError
 from systems.managed import ManagedSystem
 from systems.planning.activations import under
@@ -78,10 +78,10 @@ class Question:
 
 @dataclass
 class Observations:
-    """Micro-steps of one model, each observed once. model: parameters may be on the meta device."""
+    """Micro-steps of one model, each observed once. model: parameters may be on the meta device. loss: as in `observe`."""
 
     model: nn.Module
-    objective: ObjectiveName
+    loss: Callable[..., torch.Tensor]
     _known: dict[Any, tuple[ModelIndex, StepWork]] = field(default_factory=dict)
 
     def of(self, question: Question) -> tuple[ModelIndex, StepWork]:
@@ -89,10 +89,10 @@ class Observations:
         if key not in self._known:
             self._known[key] = observe(
                 self.model,
+                self.loss,
                 batch_size=question.batch_size,
                 seq_len=question.seq_len,
                 dtype=TORCH_DTYPE[question.dtype],
-                objective=self.objective,
                 recompute=question.recompute,
             )
         return self._known[key]

@@ -15,12 +15,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 CSRC = Path(__file__).parent / "csrc"
-PROJECT_FILE = Path(__file__).parents[2] / "pyproject.toml"
+PROJECT = "offload-bench"  # not read from a pyproject.toml: the one above an installed package is someone else's
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
 # No -ffast-math and no -march=native: results must not depend on the machine. Fused operations are explicit.
@@ -74,28 +73,21 @@ def _version(path: str) -> str:
 
 
 def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/<project> or ~/.cache/<project>; where neither can be written, one of this user's in /tmp."""
+    """$XDG_CACHE_HOME/offload-bench or ~/.cache/offload-bench; where neither can be written, one of this user's in /tmp."""
     base = os.environ.get("XDG_CACHE_HOME")
-    preferred = (Path(base) if base else Path("~/.cache").expanduser()) / project_name()
+    preferred = (Path(base) if base else Path("~/.cache").expanduser()) / PROJECT
     try:
         preferred.mkdir(parents=True, exist_ok=True)
         if os.access(preferred, os.W_OK | os.X_OK):
             return preferred
     except OSError:
         pass  # the fallback below is a place of equal standing, only less lasting
-    fallback = Path(tempfile.gettempdir()) / f"{project_name()}-{os.getuid()}"
+    fallback = Path(tempfile.gettempdir()) / f"{PROJECT}-{os.getuid()}"
     fallback.mkdir(mode=0o700, exist_ok=True)
     info = fallback.lstat()
     if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode) or info.st_mode & 0o022:
         raise BuildError(f"{fallback} belongs to someone else or is open to others: set XDG_CACHE_HOME to a directory of yours")
     return fallback
-
-
-@functools.cache
-def project_name() -> str:
-    if not PROJECT_FILE.exists():
-        return "offload-substrate"
-    return str(tomllib.loads(PROJECT_FILE.read_text())["project"]["name"])
 
 
 def _loaded(library: Path) -> ctypes.CDLL:

@@ -222,19 +222,19 @@ class ManagedEngine(ManagedReports):
         self.parts.control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
-        self._settle("checkpoint")
+        self._settle("checkpoint or export")
         return ManagedState(self.index, self.parts)
 
     def _settle(self, what: str) -> None:
         """Wait until nothing moves; UnsupportedError within a step."""
         self._check_open()
         if self.runtime.in_step:
-            raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         self.drain()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """See Engine.summon. Tied parameters appear once, under their first name."""
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """See Engine.masters."""
         self._settle("summon")
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values

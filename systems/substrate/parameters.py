@@ -6,8 +6,10 @@ by itself would take that for "no gradient" and go on in silence. So while there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch import nn
 from systems.errors import UnsupportedError
 
 Pending = Callable[[bool], bool]
+_WITH_VALUES: WeakSet[nn.Module] = WeakSet()
 _GRAD: Any = torch._C.TensorBase.grad  # the descriptor behind Tensor.grad
 
 
@@ -39,8 +42,8 @@ class ManagedParameter(nn.Parameter):
 
 
 COPY = (
-    "the engine keeps this model's weights, and what the model shows of them is not all there: take them out of "
-    "engine.summon() while the engine is open, instead of "
+    "the engine keeps this model's weights, and what the model shows of them is not all there: engine.state_dict() and "
+    "engine.save_pretrained(folder) have them while the engine is open, use these instead of "
 )
 
 
@@ -58,11 +61,23 @@ def refuse_state_dict(model: nn.Module) -> None:
     """For good: when its engine is closed, a model has no weights left."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        raise UnsupportedError(f"{COPY}state_dict()")
+        if module in _WITH_VALUES:
+            return
+        raise UnsupportedError(f"{COPY}the model's state_dict()")
 
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(refuse)
+
+
+@contextmanager
+def with_values(model: nn.Module) -> Iterator[None]:
+    """While parameters that have their values stand in for those of the model, it may be asked for its state dict."""
+    _WITH_VALUES.update(model.modules())
+    try:
+        yield
+    finally:
+        _WITH_VALUES.difference_update(model.modules())
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

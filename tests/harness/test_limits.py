@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from systems.limits import oom_kills, read_limits
+from systems.limits import free_host_memory, oom_kills, read_limits
 
 GIB = 1 << 30
 
@@ -76,6 +76,16 @@ def test_ulimit_v_counts(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(resource, "getrlimit", limited)
     limits = read_limits(*machine)
     assert (limits.host_budget_bytes, limits.rlimit_as_bytes) == (GIB, GIB)
+
+
+def test_what_is_free_is_the_least_that_machine_and_limits_leave(machine: tuple[Path, Path]) -> None:
+    proc, root = machine
+    assert free_host_memory(*machine) == 60 * GIB
+    write(proc, {"self/cgroup": "0::/pod\n", "self/status": f"VmRSS: {3 << 20} kB\n"})
+    write(root, {"pod/memory.max": f"{8 * GIB}\n"})
+    assert free_host_memory(*machine) == 5 * GIB
+    write(proc, {"self/status": f"VmRSS: {9 << 20} kB\n"})
+    assert free_host_memory(*machine) == 0
 
 
 @pytest.mark.parametrize(

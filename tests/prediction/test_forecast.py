@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ STRATEGIES = [name for name, entry in registry.find().items() if entry.exposes =
 @cache
 def observations(model: str, layers: int | None = None) -> Observations:
     shape = models_registry.resolve(model, {} if layers is None else {"num_layers": str(layers)})
-    return Observations(models_registry.build(shape), shape.objective)
+    return Observations(models_registry.build(shape), partial(token_loss, objective=shape.objective))
 
 
 def question(profile: HardwareProfile | str = "h100-80g-x1", **given: Any) -> Question:
@@ -158,7 +158,7 @@ class WideHead(nn.Module):
 @pytest.mark.parametrize("layers", [0, 1, 3])
 @pytest.mark.parametrize("system", STRATEGIES)
 def test_the_least_device_is_the_least_where_the_loss_sets_it(system: str, layers: int) -> None:
-    chosen, seen = registry.get(system), Observations(WideHead(layers), "causal")
+    chosen, seen = registry.get(system), Observations(WideHead(layers), token_loss)
     about = question(batch_size=4, seq_len=32)
     least = forecast(chosen, chosen.Options(), about, seen).least_device_bytes
     for budget in (least, least - 1, least // 2):

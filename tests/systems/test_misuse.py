@@ -238,7 +238,7 @@ def test_a_copy_of_the_model_would_hold_no_weights(system: str, closed: bool) ->
     else:
         copies += [lambda: copy.deepcopy(model), lambda: torch.save(list(model.parameters()), io.BytesIO())]
     for take in copies:
-        with pytest.raises(UnsupportedError, match=r"take them out of engine\.summon\(\) while the engine is open"):
+        with pytest.raises(UnsupportedError, match=r"engine\.state_dict\(\) and engine\.save_pretrained\(folder\) have them"):
             take()
     if not closed:
         assert one_step(engine, BATCH, LOSS) > 0

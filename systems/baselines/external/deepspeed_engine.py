@@ -175,7 +175,7 @@ class DeepSpeedRun(PackageEngine):
         return self._statistics.model_copy(update={"resolved": resolved})
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         values = {}
         on_disk = self._masters_on_disk(write=False) if self._disk is not None else ()
