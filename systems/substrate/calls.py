@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from models.blocks import has_forward
+from systems.blocks import has_forward
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import ambient
 from systems.substrate.units import ROOT, FoundModel
