@@ -227,8 +227,8 @@ class UnitHooks:
             return
         if not runtime.holds_backward(unit):
             self._missing[unit] = set(self._waiting[unit])
-        self._began.add(unit)
-        runtime.backward_enter(unit)
+            self._began.add(unit)
+            runtime.backward_enter(unit)
 
     def _take_gradient(self, number: int) -> Any:
         bundle = self._layout.bundle_of_parameter[number]
