@@ -82,7 +82,7 @@ class Calls:
     def of_engine(self) -> Iterator[None]:
         """The engine's own way into the model, or through its backward."""
         while self.open:  # Ctrl-C came between a call's hooks and its forward
-            self._end(self.open[-1].module)
+            self.end(self.open[-1].module)
         self._of_engine += 1
         try:
             yield
@@ -121,55 +121,17 @@ class Calls:
                 if after is not None and self.open[-1].unit != NO_UNIT:
                     after(module, args, kwargs, output)
             finally:
-                self._end(module)
+                self.end(module)
 
         handles = [
-            module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
-            module.register_forward_hook(end, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(_Hook(begin), with_kwargs=True, prepend=True),
+            module.register_forward_hook(_Hook(end), with_kwargs=True, always_call=True),
         ]
         self._undo += [handle.remove for handle in handles]
         if not isinstance(module, torch.jit.ScriptModule):
-            self._wrap(module, begin, end)
-
-    def _wrap(self, module: nn.Module, begin: Before, end: After) -> None:
-        """`forward` called by itself is a call too. Reached through the hooks, it only looks after what they are not told."""
-        own, inner = module.__dict__.get("forward"), module.forward
-
-        def directly(args: Any, kwargs: Any) -> Any:
-            output = None
-            try:
-                begin(module, args, kwargs)
-                self.open[-1].started = True
-                output = inner(*args, **kwargs)
-            except BaseException as error:
-                self._look_at(error)
-                raise
-            finally:
-                end(module, args, kwargs, output)
-            return output
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = self.open[-1] if self.open else None
-            if call is None or call.module is not module or call.started:
-                return directly(args, kwargs)
-            call.started = True
-            try:
-                return inner(*args, **kwargs)
-            except BaseException as error:
-                if self._look_at(error):
-                    self._end(module)
-                raise
-
-        module.forward = forward
-
-        def undo() -> None:
-            if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"]
-                if own is not None:
-                    module.forward = own
-
-        self._undo.append(undo)
+            own, forward = module.__dict__.get("forward"), _Forward(self, module, begin, end)
+            module.forward = forward
+            self._undo.append(functools.partial(_put_back, module, forward, own))
 
     def _begin(self, module: nn.Module, unit: int, given: object, *, outermost: bool) -> None:
         call = _Call(module, unit)
@@ -179,7 +141,7 @@ class Calls:
                 call.region = region.pop_all()
         self.open.append(call)
 
-    def _look_at(self, error: BaseException) -> bool:
+    def look_at(self, error: BaseException) -> bool:
         """True if torch's hooks are not told of it. Of what the outermost call has begun nobody will say that it is over."""
         if isinstance(error, Exception):
             return False
@@ -195,7 +157,7 @@ class Calls:
             self._pop()
         return True
 
-    def _end(self, module: nn.Module) -> None:
+    def end(self, module: nn.Module) -> None:
         if self._unwind(module):
             self._pop()
 
@@ -207,3 +169,67 @@ class Calls:
     def detach(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+class _Hook:
+    """A copy of the module (an average of weights, say) is nobody's: its calls are not told."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Before | After) -> None:
+        self._tell: Callable[..., None] = tell
+
+    def __call__(self, *given: Any) -> None:
+        self._tell(*given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*given: Any) -> None:
+    return
+
+
+class _Forward:
+    """`forward` called by itself is a call too. Reached through the hooks, it only looks after what they are not told."""
+
+    def __init__(self, calls: Calls, module: nn.Module, begin: Before, end: After) -> None:
+        self._calls, self._module, self._begin, self._end, self._inner = calls, module, begin, end, module.forward
+        functools.update_wrapper(self, self._inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = self._calls
+        call = calls.open[-1] if calls.open else None
+        if call is None or call.module is not self._module or call.started:
+            return self._directly(args, kwargs)
+        call.started = True
+        try:
+            return self._inner(*args, **kwargs)
+        except BaseException as error:
+            if calls.look_at(error):
+                calls.end(self._module)
+            raise
+
+    def _directly(self, args: Any, kwargs: Any) -> Any:
+        output = None
+        try:
+            self._begin(self._module, args, kwargs)
+            self._calls.open[-1].started = True
+            output = self._inner(*args, **kwargs)
+        except BaseException as error:
+            self._calls.look_at(error)
+            raise
+        finally:
+            self._end(self._module, args, kwargs, output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        return self._inner if copied is None else type(copied).forward.__get__(copied)
+
+
+def _put_back(module: nn.Module, forward: _Forward, own: Any) -> None:
+    if module.__dict__.get("forward") is forward:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.forward = own

@@ -108,7 +108,7 @@ class Reads:
         if not held:
             self._layout.add_user(bundle, unit)
             self._runtime.parts.gradients.in_place.allowed -= {bundle}
-            self._runtime.planner.uses_changed(moments=late)
+            self._runtime.planner.uses_changed(moments=late and self._runtime.in_step and not self._runtime.is_aside)
         self._hooks.add_use(unit, parameter)
 
     @property

@@ -136,7 +136,8 @@ class Kept:
         found: list[torch.Tensor] = []
         for held, name in self._places:
             value = held.get(name)
-            if _may_hold(type(value)):
+            kind: type = type(value)
+            if _may_hold(kind):
                 found += wanted(value)
         if not found and not self._known:
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -177,6 +178,24 @@ def test_a_module_called_within_a_step_is_part_of_it(system: str) -> None:
 
     runs = [train(started(each, parts(), budget=400_000), IDS, loss) for each in ("resident", system)]
     assert_equal(*runs)
+
+
+def test_a_copy_of_resident_s_model_is_the_copy_s_own() -> None:
+    """An average of weights is often one: its calls are not counted, and it lives on."""
+    model = parts()
+    with started("resident", model) as engine:
+        average: Any = copy.deepcopy(model)
+        with torch.no_grad():
+            expected = average(INPUT)
+        one_step(engine, IDS[0], squared_error)
+        before = left(engine)
+        with torch.no_grad():
+            assert not torch.equal(model(INPUT), expected)
+            for call in (average, average.forward, average.encoder.blocks[0]):
+                call(INPUT)
+            assert torch.equal(average(INPUT), expected) and left(engine) == before
+    with torch.no_grad():
+        assert torch.equal(average(INPUT), expected)
 
 
 def gpt2() -> Any:
