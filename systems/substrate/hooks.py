@@ -75,6 +75,7 @@ class UnitHooks:
         self._missing = [set(parameters) for parameters in self._waiting]
         self._frozen = [len(mine) < len(u.parameters) for mine, u in zip(self._waiting, units, strict=True)]
         self._passes_on: set[int] = set()  # units with frozen parameters that hand a gradient on to an input
+        self._to_the_end: set[int] = set()  # units whose gradients may come again and again
         self._began: set[int] = set()  # units whose backward has, in this pass
         self._active = [bool(unit.parameters) for unit in units]
         self._kept: dict[int, Kept] = {}
@@ -103,6 +104,10 @@ class UnitHooks:
     def add_use(self, unit: int, parameter: int) -> None:
         """The unit, whose forward is in progress, reads a parameter that is not its own. See reads.py."""
         self.users[parameter].append(unit)
+        if (
+            self._encloses[unit] and not torch.is_grad_enabled()
+        ):  # a reentrant checkpoint, of which there may be many, or might be
+            self._to_the_end.add(unit)
         if self._trainable(parameter):
             self._waiting[unit].add(parameter)
         else:
@@ -254,8 +259,8 @@ class UnitHooks:
         return hook
 
     def _outlasts(self, unit: int) -> bool:
-        """A frozen parameter of the unit's may be needed after the last gradient has come."""
-        return unit in self._passes_on or (self._frozen[unit] and self._encloses[unit])
+        """A parameter of the unit's may be needed after the last gradient has come."""
+        return unit in self._passes_on or unit in self._to_the_end or (self._frozen[unit] and self._encloses[unit])
 
     def _unseen(self, number: int) -> HiddenUseError:
         name = self._index.parameters[number].name

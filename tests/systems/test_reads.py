@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from systems.errors import HiddenUseError
 from systems.system import Engine
@@ -105,6 +107,16 @@ class FrozenRead(TiedByHand):
         return self.head(x) * self.gain
 
 
+class Reentrant(Stack):
+    """Read in checkpoints of the old kind, whose backward runs the root's own code again and again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x.to(self.head.weight.dtype))
+        for block in self.blocks:
+            x = checkpoint(lambda v, block=block: F.linear(block(v), self.head.weight), x, use_reentrant=True)
+        return x
+
+
 class Later(Stack):
     """From the third step on the head's weight is used by the root too."""
 
@@ -125,6 +137,7 @@ READERS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "forwards": Forwards,
         "handed": Handed,
         "frozen-read": FrozenRead,
+        "reentrant": Reentrant,
         "later": Later,
     }
 )
@@ -259,3 +272,30 @@ def test_what_does_not_fit_beside_it_names_both() -> None:
         pytest.raises(RuntimeError, match=r"reads parameter blocks\.\d\.up\.weight .* in module <root>, for which there is"),
     ):
         one_step(engine, tokens(1, 1, batch=1)[0], squared_error)
+
+
+def tiny(name: str) -> Any:
+    torch.manual_seed(0)
+    same: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_attention_heads=4, intermediate_size=64)
+    still = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_hidden_layers=3)
+    if name == "squeezebert":
+        return transformers.SqueezeBertForMaskedLM(transformers.SqueezeBertConfig(**same, **still, embedding_size=32))
+    if name == "mobilebert":
+        config = transformers.MobileBertConfig(**same, **still, embedding_size=16, intra_bottleneck_size=32)
+        return transformers.MobileBertForMaskedLM(config)
+    more = dict(pronunciation_vocab_size=64, shape_vocab_size=64)
+    return transformers.RoCBertForMaskedLM(transformers.RoCBertConfig(**same, **still, **more))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["squeezebert", "mobilebert", "roc_bert"])
+def test_architectures_that_do_so(name: str) -> None:
+    def loss(model: Any, micro: torch.Tensor, count: int) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=micro % 64, labels=micro % 64).loss
+        return found
+
+    expected = train(start(RESIDENT, tiny(name).train(), settings()), tokens(5, 1), loss)
+    for chosen, options in SYSTEMS.values():
+        for share in (0.65, 1.2):
+            engine = start(chosen, tiny(name).train(), settings(device_memory=budget_of(expected, share)), options)
+            assert_equal(expected, train(engine, tokens(5, 1), loss))
