@@ -25,16 +25,17 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_buffers, refuse_mixed_norms
-from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
+from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
+from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.giving_back import remember_buffers
-from systems.substrate.hooks import tensors_in
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine
+from systems.substrate.unit_tensors import tensors_in
 from systems.substrate.units import FoundModel, find_units, release, take
 from systems.system import TORCH_DTYPE, Engine, Settings
 
@@ -76,6 +77,9 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         for module in {self.module, *found.modules}:
             self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
+        self._calls = Calls(self._past_the_engine)
+        self._cleanup.callback(self._calls.detach)
+        self._calls.attach_all([*found.modules, *outer_modules(found)])
         states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
@@ -83,7 +87,7 @@ class ResidentEngine(SteppingEngine):
         self._states = states_of(settings.optimizer, found.index, found.parameters)
         self.outcomes = self._control.outcomes
         self._place(found, settings, TORCH_DTYPE[settings.dtype])
-        self._cleanup.callback(self._forget_states)
+        self._cleanup.callback(_forget_states, self)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
         self._cleanup.callback(remember_buffers(self.module))
@@ -122,7 +126,7 @@ class ResidentEngine(SteppingEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         self._control.check_whole()
-        with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
+        with self._recovering(), self._calls.of_engine(), ambient(), self.device.metered(), record_function("forward"):
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
             made = self.module(*args, **kwargs)
@@ -136,6 +140,11 @@ class ResidentEngine(SteppingEngine):
         if not self._in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
 
+    @contextmanager
+    def _past_the_engine(self, given: object) -> Iterator[None]:
+        with ambient(), self.device.metered():
+            yield
+
     @property
     def _passes(self) -> int:
         return self._micro_step
@@ -148,7 +157,7 @@ class ResidentEngine(SteppingEngine):
 
     def _backward(self, loss: torch.Tensor) -> None:
         scale = self._control.scale
-        with ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
+        with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
         self._in_backward = False
@@ -268,10 +277,11 @@ class ResidentEngine(SteppingEngine):
         for parameter in self.parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
 
-    def _forget_states(self) -> None:
-        self._masters, self._moments, self._accumulators = [], [], []
-        for parameter in self.parameters:
-            take_gradient(parameter)
+
+def _forget_states(engine: ResidentEngine) -> None:
+    engine._masters, engine._moments, engine._accumulators = [], [], []
+    for parameter in engine.parameters:
+        take_gradient(parameter)
 
 
 def _state_bytes(found: FoundModel, settings: Settings) -> int:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.errors import UnsupportedError
-from systems.planning.layout import Layout
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
@@ -25,12 +24,12 @@ from systems.substrate.disk import Disk, disk_lanes
 from systems.substrate.events import EventLog
 from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
 from systems.substrate.gradients import Gradients
-from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
 from systems.substrate.planner import Parts
+from systems.substrate.reads import follow_uses
 from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
@@ -150,31 +149,22 @@ class ManagedEngine(ManagedReports):
         self.index = found.index
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
-        device.guard(residency, self.poison, self._name_of)
-        self._watch_model(found, layout)
+        self._watch_model(found)
 
-    def _watch_model(self, found: FoundModel, layout: Layout) -> None:
-        hooks = UnitHooks(found, self.runtime, layout)
+    def _watch_model(self, found: FoundModel) -> None:
+        hooks = follow_uses(found, self.runtime)
+        self._calls = hooks.calls
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
         names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
         self._cleanup.callback(self._watch.end)
 
-    def _name_of(self, view: torch.Tensor) -> str:
-        """The parameter that a view of a bundle's storage begins in, for a message."""
-        storage, start = view.untyped_storage()._cdata, view.storage_offset() * view.itemsize
-        for described, parameter in zip(self.index.parameters, self.parameters, strict=True):
-            first = parameter.storage_offset() * parameter.itemsize
-            if parameter.untyped_storage()._cdata == storage and first <= start < first + max(parameter.nbytes, 1):
-                return described.name
-        return "<unknown>"
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         runtime = self.runtime
         self._control.check_whole()
-        with self._recovering():
+        with self._recovering(), self._calls.of_engine():
             if torch.is_grad_enabled():
                 first = not runtime.in_step
                 if first:
@@ -203,6 +193,7 @@ class ManagedEngine(ManagedReports):
         self.runtime.in_backward = True
         scale, device = self._control.scale, self.parts.device
         with (
+            self._calls.of_engine(),
             ambient(),
             device.phases.of("backward"),
             device.metered(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -119,8 +120,10 @@ def test_an_update_that_failed_behind_the_last_step(monkeypatch: pytest.MonkeyPa
     model = build("stack")
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
+    engine.drain()
     monkeypatch.setattr(parts_of(engine).device.host_kernel, "update", lambda **_: 1 / 0)
-    one_step(engine, BATCH, LOSS)
+    with contextlib.suppress(ZeroDivisionError):  # it may be told in time
+        one_step(engine, BATCH, LOSS)
     engine.close()
     with pytest.raises(RuntimeError, match="could not give them back .division by zero."):
         evaluated(model)
