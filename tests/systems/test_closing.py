@@ -163,7 +163,7 @@ def test_a_start_that_fails_after_the_values_were_taken(monkeypatch: pytest.Monk
     def fail(*_: Any, **__: Any) -> None:
         raise OnPurposeError("no hooks today")
 
-    monkeypatch.setattr(managed, "UnitHooks", fail)
+    monkeypatch.setattr(managed, "follow_uses", fail)
     with pytest.raises(OnPurposeError):
         begin("elixir", model)
     assert torch.equal(evaluated(model), evaluated(build("stack"))), "it is as it was"
