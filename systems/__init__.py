@@ -32,21 +32,24 @@ def initialize(
 ) -> Engine:
     """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
 
-    optimizer: a fresh torch.optim.AdamW or Adam over model.parameters(); its groups are read at every step, so schedulers
-    work on it. device: "cuda", the process's current one, "cpu" for the emulated one, or such a torch.device. dtype: of
-    weights and gradients: "bf16", "fp16", "fp32", or as torch calls it. device_memory, host_memory: budgets, bytes or
-    "40GiB"; None takes the smallest limit of the machine.
+    optimizer: a torch.optim.AdamW or Adam over model.parameters(); its groups are read at every step, so schedulers work on
+    it, and its state_dict() and load_state_dict() are about the engine's moments. device: "cuda", the process's current one,
+    "cpu" for the emulated one, or such a torch.device. dtype: of weights and gradients: "bf16", "fp16", "fp32", or as torch
+    calls it. device_memory, host_memory: budgets, bytes or "40GiB"; None takes the smallest limit of the machine.
     disk: a folder for optimizer states that the host has no room for. disk_memory: budget of the files there.
-    accumulate: backward passes a step. clip: norm to clip gradients to, 0 for off. recompute: as in Settings.
+    accumulate: backward passes a step, whose gradients are summed. clip: norm to clip gradients to, 0 for off.
+    recompute: as in Settings.
     options: the system's own, by name, e.g. {"prefetch": 4}.
     Raises ValueError for a bad argument, BudgetError and UnsupportedError (ValueErrors too) if it cannot be done.
     """
     from torch import nn
 
     from systems.arguments import device_of, dtype_of, size_of
+    from systems.machine import refuse_other_ranks
     from systems.registry import get, parse_options
     from systems.system import Settings
 
+    refuse_other_ranks()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
     if options is not None and not isinstance(options, Mapping):

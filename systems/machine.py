@@ -14,6 +14,19 @@ from systems.substrate.events import EventLog
 from systems.system import Settings
 
 
+def refuse_other_ranks() -> None:
+    """UnsupportedError where this process is one of several that a launcher started to train one model together."""
+    told = os.environ.get("WORLD_SIZE", "1")
+    ranks, whence = int(told) if told.isdigit() else 1, "WORLD_SIZE"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks, whence = torch.distributed.get_world_size(), "the size of torch.distributed's group"
+    if ranks > 1:
+        raise UnsupportedError(
+            f"{whence} is {ranks}, and each of these processes would train a model of its own, as engines of several ranks do "
+            "not exist yet: start one process, without torchrun, and choose its GPU with CUDA_VISIBLE_DEVICES"
+        )
+
+
 def host_budget(settings: Settings) -> int:
     """Bytes the host tier may hold."""
     if settings.host_memory is not None:

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from pydantic import BaseModel
@@ -100,7 +100,10 @@ class StepOutcome:
 
 
 class Engine(Reports):
-    """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`."""
+    """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
+
+    Gradients of a step's micro-batches are summed, not averaged: divide each loss by what all of them count together.
+    """
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
@@ -126,7 +129,14 @@ class Engine(Reports):
 
     @abstractmethod
     def step(self) -> None:
-        """Clip, check for overflow, update. Work may go on behind the next step; `drain` waits for it."""
+        """Clip, check for overflow, update. Work may go on behind the next step; `drain` waits for it.
+
+        With fewer micro-batches than Settings.accumulate, but one at least, the step is taken with what is there.
+        """
+
+    def discard(self) -> None:
+        """Drop the micro-batches of the step so far, be it complete. UnsupportedError where there is no way back."""
+        raise UnsupportedError(f"{type(self).__name__} hands gradients to its own package, which cannot drop them: call step()")
 
     @abstractmethod
     def drain(self) -> None:
@@ -138,7 +148,11 @@ class Engine(Reports):
 
     @abstractmethod
     def close(self) -> None:
-        """Free every pool and thread; the model is left without weights. Safe to call twice."""
+        """Free every pool and thread. Safe to call twice. An unfinished step is dropped.
+
+        The model has its values again: plain parameters on the CPU in the engine's dtype, buffers where they came from. After
+        an error, and from packages, it gets nothing, and its forward says so.
+        """
 
     def training_state(self) -> TrainingState:
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""
@@ -183,7 +197,7 @@ class Engine(Reports):
     def eval(self) -> None:
         self.module.eval()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

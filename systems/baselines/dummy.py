@@ -125,6 +125,9 @@ class DummyEngine(Engine):
         factor = min(1.0, clip / NORM) if clip else 1.0
         self.outcomes.append(StepOutcome(step=self._done, norm=NORM, clip_factor=factor, loss_scale=1.0, skipped=skipped))
 
+    def discard(self) -> None:
+        """There is nothing to drop."""
+
     def _misbehave(self, step: int) -> None:
         options = self._options
         if options.oom_at == step:

@@ -29,11 +29,14 @@ from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
+from systems.substrate.giving_back import remember_buffers
 from systems.substrate.labels import labelled
+from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
-from systems.substrate.recipe import StepControl
+from systems.substrate.recipe import HALF_UPDATED, StepControl
+from systems.substrate.stepping import SteppingEngine
 from systems.substrate.unit_tensors import tensors_in
-from systems.substrate.units import FoundModel, find_units, take
+from systems.substrate.units import FoundModel, find_units, release, take
 from systems.system import TORCH_DTYPE, Engine, Settings
 
 
@@ -43,7 +46,7 @@ class ResidentOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ResidentEngine(Engine):
+class ResidentEngine(SteppingEngine):
     """Raises BudgetError when parameters, master weights, moments and gradients alone exceed the device budget."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -52,16 +55,19 @@ class ResidentEngine(Engine):
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
-        self._closed = self._in_backward = False
+        self._in_backward = False
         self._cleanup = contextlib.ExitStack()
-        self._micro_step = 0
+        self._micro_step = self._steps = 0
+        self._updating = False
         self._fired: set[int] = set()
         with keeping_values(model):
             try:
                 self._build(find_units(model))
             except BaseException:
-                self.close()
+                self._cleanup.close()
                 raise
+        if self._states is not None:
+            self._states.attach(self._state, self._host_room)
         take(model)
         self._startup = {"initialize": time.perf_counter() - started}
 
@@ -78,11 +84,13 @@ class ResidentEngine(Engine):
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
         self._control = StepControl(settings, found.index, found.parameters)
+        self._states = states_of(settings.optimizer, found.index, found.parameters)
         self.outcomes = self._control.outcomes
         self._place(found, settings, TORCH_DTYPE[settings.dtype])
-        self._cleanup.callback(self._forget)
+        self._cleanup.callback(_forget_states, self)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
+        self._cleanup.callback(remember_buffers(self.module))
         self.device.account.add_other(place_buffers(self.module, self.device.torch_device), "buffers")
         self._names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(self._names, self.parameters, lambda there: self._micro_step > 0)
@@ -117,6 +125,7 @@ class ResidentEngine(Engine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
+        self._control.check_whole()
         with self._recovering(), self._calls.of_engine(), ambient(), self.device.metered(), record_function("forward"):
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
@@ -136,22 +145,19 @@ class ResidentEngine(Engine):
         with ambient(), self.device.metered():
             yield
 
+    @property
+    def _passes(self) -> int:
+        return self._micro_step
+
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
-        if self._micro_step >= self.settings.accumulate:
-            raise ValueError(f"backward was called more than accumulate={self.settings.accumulate} times: call step()")
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
-        scale = self._control.scaler.scale
-        device = self.device
-        with (
-            self._recovering(),
-            self._calls.of_engine(),
-            ambient(),
-            device.metered(),
-            record_function("backward"),
-            recomputation_in_words(),
-        ):
+        super().backward(loss)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        scale = self._control.scale
+        with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
         self._in_backward = False
@@ -164,22 +170,12 @@ class ResidentEngine(Engine):
                     assert accumulator is not None
                     self.device.kernel.accumulate(accumulator, gradient.reshape(-1))
 
-    def step(self) -> None:
-        self._check_open()
-        if self._micro_step != self.settings.accumulate:
-            raise ValueError(f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward")
-        with self._recovering(), record_function("step"):
-            self._step()
-        self._micro_step = 0
-
-    @contextmanager
-    def _recovering(self) -> Iterator[None]:
-        """An exception drops the step's gradients, so that the next step begins afresh."""
-        try:
-            yield
-        except BaseException:
-            self._discard()
-            raise
+    def _abort(self) -> None:
+        control = self._control
+        if self._updating and control.loop.steps == self._steps:
+            control.ruined = HALF_UPDATED
+        control.begun = {}
+        self._discard()
 
     def _discard(self) -> None:
         for parameter, accumulator in zip(self.parameters, self._accumulators, strict=True):
@@ -187,13 +183,10 @@ class ResidentEngine(Engine):
             if accumulator is not None:
                 accumulator.zero_()
         self._fired.clear()
-        self._in_backward, self._micro_step = False, 0
+        self._in_backward, self._micro_step, self._updating = False, 0, False
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the engine is closed")
-
-    def _step(self) -> None:
+    @record_function("step")
+    def _finish_step(self) -> None:
         gradients = {}
         for number, parameter in enumerate(self.parameters):
             fresh, accumulator = take_gradient(parameter), self._accumulators[number]
@@ -216,10 +209,12 @@ class ResidentEngine(Engine):
                 out = self.parameters[number].data.reshape(-1)
                 ranges = [self._control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
+            update, factor = kernel.prepare_all(tasks), self._control.multiplier(outcome)
+            self._steps, self._updating = self._control.loop.steps, True
             with labelled("update"):
-                kernel.update_all(tasks, factor=self._control.multiplier(outcome))
-        self._discard()
+                update(factor)
         self._control.record(outcome)
+        self._discard()
 
     def drain(self) -> None:
         self.device.drain()
@@ -241,20 +236,15 @@ class ResidentEngine(Engine):
     def startup_s(self) -> dict[str, float]:
         return dict(self._startup)
 
-    def set_lr(self, lr: float) -> None:
-        self._control.set_lr(lr)
-
-    def training_state(self) -> ResidentState:
-        self._check_open()
-        if self._micro_step:
-            raise UnsupportedError("checkpoint or export: a step is in progress: do it before the forward pass or after step()")
-        self.drain()
+    def _state(self, what: str) -> ResidentState:
+        self._settle(what, in_step=self._micro_step > 0)
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._check_open()
+        self._control.check_whole()
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             source = parameter.detach() if master is None else master
@@ -267,16 +257,31 @@ class ResidentEngine(Engine):
                 master.copy_(values[name].reshape(-1))
             parameter.data.copy_(values[name])
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._cleanup.close()
+    def _give_back(self) -> None:
+        """Compute copies stay, on the CPU."""
+        try:
+            self._discard()
+            self.drain()
+            self._control.check_whole()
+            values = [parameter.data.to("cpu") for parameter in self.parameters]
+        except BaseException:
+            self._let_go()
+            raise
+        self._cleanup.close()
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+        release(self.module)
 
-    def _forget(self) -> None:
-        self._masters, self._moments, self._accumulators = [], [], []
+    def _let_go(self) -> None:
+        self._cleanup.close()
         for parameter in self.parameters:
-            take_gradient(parameter)
             parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def _forget_states(engine: ResidentEngine) -> None:
+    engine._masters, engine._moments, engine._accumulators = [], [], []
+    for parameter in engine.parameters:
+        take_gradient(parameter)
 
 
 def _state_bytes(found: FoundModel, settings: Settings) -> int:
@@ -320,12 +325,17 @@ class ResidentState:
         return source.to("cpu", torch.float32, copy=True).view(shape)
 
     def write(self, parameter: int, state: ParameterState) -> None:
-        master, moments = self._masters[parameter], self._moments[parameter]
-        if master is not None and moments is not None and state.exp_avg is not None and state.exp_avg_sq is not None:
+        master = self._masters[parameter]
+        if master is not None and state.exp_avg is not None and state.exp_avg_sq is not None:
             master.copy_(state.value.reshape(-1))
-            moments[0].copy_(state.exp_avg.reshape(-1))
-            moments[1].copy_(state.exp_avg_sq.reshape(-1))
+            self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)
         self._weights[parameter].data.copy_(state.value)
+
+    def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        moments = self._moments[parameter]
+        assert moments is not None
+        moments[0].copy_(exp_avg.reshape(-1))
+        moments[1].copy_(exp_avg_sq.reshape(-1))
 
 
 class Resident:

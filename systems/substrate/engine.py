@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
@@ -23,9 +22,11 @@ from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
 from systems.substrate.events import EventLog
+from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
 from systems.substrate.gradients import Gradients
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
+from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
 from systems.substrate.planner import Parts
 from systems.substrate.reads import follow_uses
@@ -35,7 +36,7 @@ from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
-from systems.substrate.units import find_units, take
+from systems.substrate.units import FoundModel, find_units, release, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Settings, StepOutcome
@@ -58,7 +59,6 @@ class ManagedEngine(ManagedReports):
     ) -> None:
         started = time.perf_counter()
         self.module, self.settings = model, settings
-        self._closed = False
         self.disk: Disk | None = None
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
@@ -69,8 +69,10 @@ class ManagedEngine(ManagedReports):
                 self._cleanup.close()
                 raise
         take_rest(self.parts.store)
+        if self._states is not None:
+            self._states.attach(self._state, self._host_room)
         take(model)
-        refuse_state_dict(model)
+        self._show_state_dict = refuse_state_dict(model)
         self.outcomes: list[StepOutcome] = self.parts.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 
@@ -108,6 +110,7 @@ class ManagedEngine(ManagedReports):
         self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
         offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
+        self._cleanup.callback(remember_buffers(model))
         buffers = place_buffers(model, device.torch_device)
         device.account.add_other(buffers, "buffers")
         host = host_account(host_budget, self.log)
@@ -117,21 +120,20 @@ class ManagedEngine(ManagedReports):
             files.callback(self.disk.close)
             device.exempt(self.disk.buffers[0].parts[0].untyped_storage())
             device.lanes.update(disk_lanes(device.jitter))
-        control = StepControl(settings, found.index, found.parameters)
-        shapes = [p.shape for p in found.index.parameters]
+        control = self._control = StepControl(settings, found.index, found.parameters)
+        self._states = states_of(settings.optimizer, found.index, found.parameters)
         store = Store(
             layout,
             device,
             host,
             dtype,
             accumulate=settings.accumulate,
-            shapes=shapes,
+            shapes=[p.shape for p in found.index.parameters],
             initial=initial_values(found, settings),
             disk=self.disk,
         )
         self._cleanup.callback(store.close)
-        largest = max(layout.bundle_bytes(b.index) for b in layout.bundles)
-        self.poison = Poison(largest, device.torch_device)
+        self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
         residency = Residency(layout, store, device, self.poison, write_back=self.strategy.write_back)
         self._cleanup.callback(residency.close)
         self.parameters = adopt_parameters(found, layout, residency, dtype)
@@ -147,6 +149,9 @@ class ManagedEngine(ManagedReports):
         self.index = found.index
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
+        self._watch_model(found)
+
+    def _watch_model(self, found: FoundModel) -> None:
         hooks = follow_uses(found, self.runtime)
         self._calls = hooks.calls
         self._cleanup.callback(hooks.remove)
@@ -158,6 +163,7 @@ class ManagedEngine(ManagedReports):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         runtime = self.runtime
+        self._control.check_whole()
         with self._recovering(), self._calls.of_engine():
             if torch.is_grad_enabled():
                 first = not runtime.in_step
@@ -173,71 +179,63 @@ class ManagedEngine(ManagedReports):
             with runtime.aside(), ambient(), self.parts.device.metered(), record_function("forward (no grad)"):
                 return self.module(*args, **kwargs)
 
+    @property
+    def _passes(self) -> int:
+        return self.runtime.micro_step if self.runtime.in_step else 0
+
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
-        runtime = self.runtime
-        if not runtime.in_step:
+        if not self.runtime.in_step:
             raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
-        if runtime.micro_step >= self.settings.accumulate:
-            raise ValueError(
-                f"backward was called {runtime.micro_step + 1} times in a step with accumulate={self.settings.accumulate}: "
-                "call step(), or set accumulate to the number of micro-batches"
-            )
-        with self._recovering(), self._calls.of_engine():
-            runtime.in_backward = True
-            scale = self.parts.control.scaler.scale
-            device = self.parts.device
-            with (
-                ambient(),
-                device.phases.of("backward"),
-                device.metered(),
-                record_function("backward"),
-                recomputation_in_words(),
-            ):
-                (loss if scale == 1.0 else loss * scale).backward()
-                runtime.end_backward()
+        super().backward(loss)
 
-    def step(self) -> None:
-        self._check_open()
-        if self.runtime.micro_step != self.settings.accumulate or not self.runtime.in_step:
-            raise ValueError(
-                f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
-                "micro-batches had their backward: call backward first, or set accumulate"
-            )
-        with self._recovering(), self.parts.device.phases.of("norm"), record_function("step"):
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.runtime.in_backward = True
+        scale, device = self._control.scale, self.parts.device
+        with (
+            self._calls.of_engine(),
+            ambient(),
+            device.phases.of("backward"),
+            device.metered(),
+            record_function("backward"),
+            recomputation_in_words(),
+        ):
+            (loss if scale == 1.0 else loss * scale).backward()
+            self.runtime.end_backward()
+
+    def _finish_step(self) -> None:
+        with self.parts.device.phases.of("norm"), record_function("step"):
             self.runtime.finish_step()
 
-    @contextmanager
-    def _recovering(self) -> Iterator[None]:
-        """An exception leaves an engine that can run the next step or close."""
-        try:
-            yield
-        except BaseException:
-            self.runtime.abort()
-            raise
+    def _abort(self) -> None:
+        self.runtime.abort()
+
+    def _discard(self) -> None:
+        if not self.runtime.in_step:
+            return
+        if self.runtime.ending.updated:
+            raise UnsupportedError(
+                "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
+                "`options=dict(nonfinite='skip')`"
+            )
+        self.runtime.abort()
+        self.runtime.planner.resume()
 
     def drain(self) -> None:
         self.parts.device.drain()
         self.runtime.ending.settle()
 
-    def set_lr(self, lr: float) -> None:
-        self.parts.control.set_lr(lr)
-
-    def training_state(self) -> TrainingState:
-        self._settle("checkpoint or export")
+    def _state(self, what: str) -> ManagedState:
+        self._settle(what, in_step=self.runtime.in_step)
         return ManagedState(self.index, self.parts)
 
-    def _settle(self, what: str) -> None:
-        """Wait until nothing moves; UnsupportedError within a step."""
-        self._check_open()
-        if self.runtime.in_step:
-            raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
-        self.drain()
+    def _host_room(self) -> int:
+        return self.parts.store.host.room
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
-        self._settle("summon")
+        self._settle("summon", in_step=self.runtime.in_step)
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values
         if write:
@@ -245,10 +243,23 @@ class ManagedEngine(ManagedReports):
                 self.parts.residency.overwrite(p.index, values[p.name])
             self.drain()
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _give_back(self) -> None:
+        """Values stay where they are, in the slots, which are the parameters' own from now on."""
+        store = self.parts.store
+        try:
+            if self.runtime.in_step:
+                self.runtime.abort()
+            self.drain()
+            self._control.check_whole()
+            pieces = values_in_slots(store, self.parts.residency)
+        finally:
+            self._let_go()
+        check_room(pieces, store.host.budget - store.slots.nbytes)
+        give(self.parameters, pieces)
+        self._show_state_dict()
+        release(self.module)
+
+    def _let_go(self) -> None:
         with contextlib.suppress(Exception):
             self.parts.device.drain()
         self.runtime.in_step = self.runtime.in_backward = False

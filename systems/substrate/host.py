@@ -79,6 +79,14 @@ class HostMapping:
         self._used = round_up(stop, ALIGN_BYTES)
         return self._bytes[start:stop].view(dtype), Memory(Extent(self.name, start, stop))
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same bytes as a flat tensor whose storage is its own and keeps the memory, even when the mapping is closed."""
+        assert self._map is not None and self._bytes is not None
+        if not tensor.numel():
+            return torch.empty(0, dtype=tensor.dtype)
+        start = tensor.data_ptr() - self._bytes.data_ptr()
+        return torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+
     def discard(self, tensor: torch.Tensor) -> None:
         """Give the whole pages inside `tensor` back to the machine; their content is gone. Pinned pages stay."""
         first, last = self._pages(tensor)

@@ -57,17 +57,22 @@ class MovingParameter(ManagedParameter):
         raise UnsupportedError(f"{COPY}saving the model")
 
 
-def refuse_state_dict(model: nn.Module) -> None:
-    """For good: when its engine is closed, a model has no weights left."""
+def refuse_state_dict(model: nn.Module) -> Callable[[], None]:
+    """Returns what undoes it."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if module in _WITH_VALUES:
             return
         raise UnsupportedError(f"{COPY}the model's state_dict()")
 
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            module.register_state_dict_pre_hook(refuse)
+    owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    handles = [module.register_state_dict_pre_hook(refuse) for module in owners]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 @contextmanager

@@ -160,6 +160,40 @@ class Planner:
         self._eviction = self.strategy.eviction(self.parts.layout, trace)
         self._apply(plan)
 
+    def resume(self) -> None:
+        """A step ended that teaches nothing: what the plan in force has at rest comes back, and nothing else stays."""
+        plan, residency = self.cursor.plan, self.parts.residency
+        if plan is None:
+            return
+        if self._replan:  # by the next whole step
+            self._apply(None)
+            return
+        for index in residency.evictable():
+            if index not in plan.resident_at_start:
+                residency.drop(index)
+        for index in sorted(plan.resident_at_start):
+            residency.fetch(index)
+
+    def recover(self) -> None:
+        """Something broke off anywhere. A bundle's optimizer state is on the device whole or not at all, and a plan that is
+        not in force as it should be is none: the next step is run on demand, and then has its plan again.
+        """
+        store, plan = self.parts.store, self.cursor.plan
+        in_force = plan is not None
+        for bundle in self.parts.layout.bundles:
+            if not bundle.trainable or not bundle.movable:
+                continue
+            there = store.count_on_device(bundle.index)
+            if there and there < len(bundle.segments):
+                self._send_home(bundle.index)
+                there = 0
+            in_force &= plan is not None and bool(there) == (plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE)
+        if plan is not None and not in_force:
+            self.cursor.use(None)
+            for index in self.parts.residency.evictable():
+                self.parts.residency.drop(index)
+            self._set_aside()
+
     def _apply(self, plan: Plan | None) -> None:
         residency, device = self.parts.residency, self.parts.device
         self._resting = None

@@ -14,10 +14,10 @@ from systems.substrate.host import HostSlots
 from systems.substrate.phases import phased
 from systems.substrate.planner import Parts
 from systems.substrate.runtime import Runtime
-from systems.system import Engine
+from systems.substrate.stepping import SteppingEngine
 
 
-class ManagedReports(Engine):
+class ManagedReports(SteppingEngine):
     """input_slots: host memory where inputs of blocks wait (activations=host). disk: None without one."""
 
     log: EventLog
@@ -27,11 +27,6 @@ class ManagedReports(Engine):
     input_slots: HostSlots
     disk: Disk | None
     _startup: dict[str, float]
-    _closed: bool
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the engine is closed")
 
     def counters(self) -> dict[str, int]:
         return dict(self.log.totals)

@@ -69,7 +69,7 @@ def runs_of(placed: Iterable[tuple[int, StoredSegment]]) -> list[Run]:
 
 def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Flat pieces as one tensor: a view where each begins where the last one ends, else a copy."""
-    if all(_follows(one, other) for one, other in pairwise(pieces)):
+    if all(follows(one, other) for one, other in pairwise(pieces)):
         return pieces[0].as_strided((sum(piece.numel() for piece in pieces),), (1,))
     return torch.cat(list(pieces))
 
@@ -99,9 +99,10 @@ def _places(stored: StoredSegment) -> list[torch.Tensor]:
 
 def _touch(one: StoredSegment, other: StoredSegment) -> bool:
     ours, theirs = _places(one), _places(other)
-    return len(ours) == len(theirs) and all(map(_follows, ours, theirs))
+    return len(ours) == len(theirs) and all(map(follows, ours, theirs))
 
 
-def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
+def follows(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The other begins where the one ends."""
     here = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return here and other.data_ptr() == one.data_ptr() + one.nbytes

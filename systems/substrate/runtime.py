@@ -28,6 +28,8 @@ from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Cursor, Recorder
 from systems.substrate.step_ending import StepEnding
 
+STATES_APART = "optimizer states could not be brought home after a step that broke off: initialize anew from a checkpoint"
+
 
 class Runtime:
     """One optimizer step after another. Hooks report unit events; `accumulate` backward passes make a step."""
@@ -38,7 +40,7 @@ class Runtime:
         self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
         self._spans = UnitSpans()
         self.in_step = self.in_backward = False
-        self.is_aside = self._half_updated = False
+        self.is_aside = False
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
@@ -72,11 +74,7 @@ class Runtime:
                     residency.fetch(index)
 
     def begin_step(self) -> None:
-        if self._half_updated:
-            raise RuntimeError(
-                "the last step broke off after some of its updates had begun, so that parameters belong to two steps: "
-                "initialize anew from a checkpoint, or use `options=dict(nonfinite='skip')`"
-            )
+        self.ending.begin()
         self.in_step, self.micro_step = True, 0
         self._pending.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
@@ -190,28 +188,36 @@ class Runtime:
     # ---- the end of a step
 
     def finish_step(self) -> None:
-        """Norm, decision, updates, and the way to the next step. Called once after `accumulate` backward passes."""
+        """Norm, decision, updates, and the way to the next step. Called once after the backward passes of a step.
+
+        Fewer of them than `accumulate` make a step that is none of the plan's: it teaches nothing, and the plan stays.
+        """
+        partial = self.micro_step < self.accumulate
         self.parts.inputs.settle()
+        if partial:
+            self.cursor.following = False
         self._moment(Phase.STEP_END)
-        outcome = self.ending.update()
-        self.ending.updated.clear()
-        self.parts.gradients.learn()
+        self.ending.update()
+        if not partial:
+            self.parts.gradients.learn()
         self.parts.gradients.finish_step()
         self._carry_out_plan()
         self.in_step = False
+        if partial:
+            self.planner.resume()
+            return
         moments = tuple(self.recorder.moments)
         expected = {b: g.expected for b, g in self.parts.gradients.bundles.items()}
         trace = self.recorder.finish(expected, self.parts.recomputation, self.parts.inputs.units)
-        if outcome is not None:
-            self.parts.control.record(outcome)
         self.planner.learn(moments, trace)
 
     def abort(self) -> None:
-        """An exception broke the step: forget it. Parameters are as before it; the engine can run the next step.
+        """An exception broke off a step, or something between two. A step that is not done is forgotten: parameters are as
+        before it, and the engine can run the next.
 
-        Unless updates had begun during its backward: those cannot be taken back, and no further step may be run.
+        Unless some of its updates had begun: those cannot be taken back, and no further step may be run.
         """
-        self._half_updated |= bool(self.ending.updated)
+        self.ending.give_up()
         self._spans.end_all()
         self.in_step = self.in_backward = False
         with contextlib.suppress(Exception):  # a lane's, which is told again
@@ -223,6 +229,11 @@ class Runtime:
         self._pending.clear()
         self._sent_early.clear()
         self.cursor.following = False
+        control = self.parts.control
+        before, control.ruined = control.ruined, control.ruined or STATES_APART
+        with contextlib.suppress(Exception):  # then that is what the next step says
+            self.planner.recover()
+            control.ruined = before
 
     # ---- mechanism
 

@@ -12,16 +12,27 @@ from collections.abc import Callable
 from systems.errors import DivergedError
 from systems.substrate.labels import labelled
 from systems.substrate.planner import Parts
-from systems.system import StepOutcome
+from systems.substrate.recipe import HALF_UPDATED
 
 
 class StepEnding:
-    """early: see Note [Early updates]. updated: bundles whose update was issued during this step's backward."""
+    """early: see Note [Early updates]. updated: bundles whose update was issued in the step in progress."""
 
     def __init__(self, parts: Parts, *, early: bool) -> None:
         self.parts, self.early = parts, early
         self.updated: set[int] = set()
-        self._unread: Callable[[], dict[int, float]] | None = None
+        self._steps = 0  # recorded when the step in progress began
+        self._unread: tuple[int, Callable[[], dict[int, float]]] | None = None  # and the steps recorded before it
+
+    def begin(self) -> None:
+        self.updated, self._steps = set(), self.parts.control.loop.steps
+
+    def give_up(self) -> None:
+        """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
+        if self.updated and (self.early or self.parts.control.loop.steps == self._steps):
+            advice = ", or use `options=dict(nonfinite='skip')`" if self.early else ""
+            self.parts.control.ruined = HALF_UPDATED + advice
+        self.parts.control.begun = {}
 
     def update_bundle(self, bundle: int) -> None:
         """The bundle's gradient is complete: update it now."""
@@ -31,39 +42,43 @@ class StepEnding:
         self.parts.updates.prepare_bundles([bundle], fired)(1.0)
         self.parts.gradients.consumed(bundle)
 
-    def update(self) -> StepOutcome | None:
-        """Issue what is left to update, or discard the step. None if the outcome is not known yet."""
+    def update(self) -> None:
+        """Issue what is left to update, or discard the step; then it is done."""
         gradients, updates, control = self.parts.gradients, self.parts.updates, self.parts.control
         fired = gradients.fired()
         if gradients.accumulate > 1:
             updates.norm_of_accumulated(fired)
         self._drop_stale()
         if self.early:
-            self.settle()
-            self._unread = self._norm()
-            bundle_of = self.parts.layout.bundle_of_parameter
-            left = [p for p in fired if bundle_of[p] not in self.updated]
-            self.updated.update(bundle_of[p] for p in left)
-            control.begin_updates(left)
-            updates.prepare(left)(1.0)
-            return None
+            self._update_rest(fired)
+            return
         read = self._norm()
         control.begin_updates(fired)
-        try:
-            ready = updates.prepare(fired)  # while the device is still busy with backward
-            with labelled("norm"):
-                outcome = control.decide(read())
-        except BaseException:
-            control.take_back(fired)
-            raise
+        ready = updates.prepare(fired)  # while the device is still busy with backward
+        with labelled("norm"):
+            outcome = control.decide(read())
         if outcome.skipped:
-            control.take_back(fired)
             self.parts.device.log.count("skipped_steps")
             updates.discard()
         else:
             self.updated.update(self.parts.layout.bundle_of_parameter[p] for p in fired)
             ready(control.multiplier(outcome))
-        return outcome
+        control.record(outcome)
+        self.updated = set()
+
+    def _update_rest(self, fired: list[int]) -> None:
+        """See Note [Early updates]."""
+        control, bundle_of = self.parts.control, self.parts.layout.bundle_of_parameter
+        self.settle()
+        unread = control.loop.steps, self._norm()
+        left = [p for p in fired if bundle_of[p] not in self.updated]
+        control.begin_updates(left)
+        ready = self.parts.updates.prepare(left)
+        self.updated.update(bundle_of[p] for p in left)
+        ready(1.0)
+        updates = control.advanced()
+        # one statement that calls nothing: see Note [When a step is done]
+        control.updates, control.begun, self.updated, self._unread = updates, {}, set(), unread
 
     def _norm(self) -> Callable[[], dict[int, float]]:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
@@ -85,15 +100,19 @@ class StepEnding:
         """Read the norm of the last step that did not wait for it. Raises DivergedError if it is not finite."""
         if self._unread is None:
             return
-        read, self._unread = self._unread, None
-        with labelled("norm"):
-            outcome = self.parts.control.decide(read())
-        if outcome.skipped:
-            raise DivergedError(
-                f"step {outcome.step}: a gradient is not finite and was applied already: use `options=dict(nonfinite='skip')` "
-                "to skip such steps exactly"
-            )
-        self.parts.control.record(outcome)
+        (before, read), control = self._unread, self.parts.control
+        if control.loop.steps == before:
+            with labelled("norm"):
+                outcome = control.decide(read())
+            if outcome.skipped:
+                control.ruined = (
+                    f"step {outcome.step}: a gradient is not finite and was applied already: use "
+                    "`options=dict(nonfinite='skip')` to skip such steps exactly"
+                )
+                self._unread = None
+                raise DivergedError(control.ruined)
+            control.record_late(outcome)
+        self._unread = None
 
     def _drop_stale(self) -> None:
         """Device copies of parameters that are about to be updated on the host go now, whoever brought them back."""

@@ -116,7 +116,7 @@ class Store:
         self._runs: list[list[Run]] = []
         self.states_on_device = [0] * len(layout.bundles)
         try:
-            self._mappings["slots"] = HostMapping("host-slots", slot_bytes, host, pinned=True)
+            self.slots = self._mappings["slots"] = HostMapping("host-slots", slot_bytes, host, pinned=True)
             for part, size in sizes.items():
                 if size:
                     self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
@@ -162,7 +162,7 @@ class Store:
                 )
             for tensor in there.tensors()[1:]:
                 tensor.zero_()
-            self._count_on_device(segment.index, 1)
+            self.states_on_device[self.layout.bundle_of_segment[segment.index]] += 1
             return StoredSegment(segment, slot, slot_memory, there, None)
         state: OptimizerState | DiskState | None = None
         if segment.space.trainable and self.layout.bundle_of_segment[segment.index] in self.layout.on_disk:
@@ -302,13 +302,16 @@ class Store:
             self.device.pool.free(new.allocation, label)
             raise
         stored.state = new
-        self._count_on_device(index, 1)
+        self.count_on_device(self.layout.bundle_of_segment[index])
         for name, tensor in _on_host(old):
             self._mappings[name].discard(tensor)
         return True
 
-    def _count_on_device(self, index: int, more: int) -> None:
-        self.states_on_device[self.layout.bundle_of_segment[index]] += more
+    def count_on_device(self, bundle: int) -> int:
+        """Of its segments, those whose state is there."""
+        there = sum(self.segments[s].tier is Tier.DEVICE for s in self.layout.bundles[bundle].segments)
+        self.states_on_device[bundle] = there
+        return there
 
     def _on_device(self, segment: Segment, parts: int) -> OptimizerState | None:
         """Room on the device for a segment's state, of any content; None if there is not enough now."""
@@ -350,7 +353,7 @@ class Store:
             raise
         self.device.pool.free(old.allocation, f"optimizer {label}")
         stored.state = new
-        self._count_on_device(index, -1)
+        self.count_on_device(self.layout.bundle_of_segment[index])
         self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)
 
     def part(self, stored: StoredSegment, part: str) -> torch.Tensor:
@@ -378,21 +381,21 @@ class Store:
 
     def parameter_values(self, parameter: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter's fp32 master (or its slot's value, if frozen) as a CPU copy. Call only when drained."""
-        pieces = self._pieces_of(parameter)
+        pieces = self.pieces_of(parameter)
         values = [(stored.slot if stored.state is None else self.part(stored, "master"))[p.here] for stored, p in pieces]
         return torch.cat([value.float().cpu() for value in values]).view(shape)
 
     def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy. Call only when drained."""
-        return torch.cat([self.part(stored, which)[p.here].cpu() for stored, p in self._pieces_of(parameter)])
+        return torch.cat([self.part(stored, which)[p.here].cpu() for stored, p in self.pieces_of(parameter)])
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained. Call only when drained."""
-        for stored, p in self._pieces_of(parameter):
+        for stored, p in self.pieces_of(parameter):
             self.overwrite_part(stored, "exp_avg", first[p.piece], p)
             self.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
 
-    def _pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
+    def pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
         segments = [self.segments[s] for s in self.layout.bundles[self.layout.places[parameter].bundle].segments]
         return [(stored, p) for stored in segments for p in stored.segment.placements if p.parameter == parameter]
 

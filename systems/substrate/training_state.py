@@ -23,4 +23,7 @@ class ManagedState:
     def write(self, parameter: int, state: ParameterState) -> None:
         self._parts.residency.overwrite(parameter, state.value)
         if state.exp_avg is not None and state.exp_avg_sq is not None:
-            self._parts.store.overwrite_moments(parameter, state.exp_avg.reshape(-1), state.exp_avg_sq.reshape(-1))
+            self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)
+
+    def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        self._parts.store.overwrite_moments(parameter, exp_avg.reshape(-1), exp_avg_sq.reshape(-1))

@@ -36,8 +36,13 @@ class FoundModel:
 
 
 def take(model: nn.Module) -> None:
-    """An engine has the model from now on, and for good: its values lie where the engine keeps them, and go with it."""
+    """An engine has the model from now on: its values lie where the engine keeps them."""
     _TAKEN.update(model.modules())
+
+
+def release(model: nn.Module) -> None:
+    """The model has its values again."""
+    _TAKEN.difference_update(model.modules())
 
 
 def _owned(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -53,8 +58,8 @@ def find_units(model: nn.Module) -> FoundModel:
     for name, module in model.named_modules():
         if module in _TAKEN:
             raise UnsupportedError(
-                f"{f'module {name}' if name else 'the model'} was given to an engine before, which took its values: build the "
-                "model anew, and take values out of the engine with engine.state_dict()"
+                f"{f'module {name}' if name else 'the model'} was given to an engine before, which has its values: close "
+                "that one, or build the model anew if it ended in an error"
             )
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"

@@ -6,12 +6,13 @@ The reference of each setup is run once and kept. Budgets are shares of that ref
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
+import pytest
 from pydantic import BaseModel
 from torch import nn
 
@@ -87,3 +88,12 @@ SYSTEMS: Mapping[str, tuple[Any, BaseModel]] = MappingProxyType(
         "random write-back": (RANDOM, RandomOptions(write_back=True, chunk_parameters=5)),
     }
 )
+
+
+def in_turn(names: Iterable[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Each name with one of the rows, and with the others in the long tests."""
+    return [
+        pytest.param(name, *row, marks=() if number == place % len(rows) else pytest.mark.slow)
+        for place, name in enumerate(names)
+        for number, row in enumerate(rows)
+    ]

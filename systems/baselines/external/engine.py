@@ -17,10 +17,12 @@ from systems.baselines.external.budget import Limits
 from systems.baselines.external.package import PackageStatistics
 from systems.errors import DivergedError
 from systems.reports import MemoryReport
+from systems.substrate.giving_back import leave_without
 from systems.substrate.recipe import MAX_SKIPS_IN_A_ROW
 from systems.substrate.units import take
 from systems.system import Engine, Settings, StepOutcome
 
+KEEP = "copy them out of engine.summon() before close(), and build the model anew"
 NO_OTHER_RANK = {"gather_bytes": 0, "reduce_bytes": 0}
 NO_DISK = {"disk_read_bytes": 0, "disk_write_bytes": 0}
 
@@ -98,7 +100,10 @@ class PackageEngine(Engine):
 
     def step(self) -> None:
         if self._micro_step != self.settings.accumulate:
-            raise ValueError(f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward")
+            raise ValueError(
+                f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward, and a package takes "
+                "whole steps only: call backward for the others, or set accumulate"
+            )
         self._read()
         with record_function("step"):
             self._unread = self._update()
@@ -148,6 +153,7 @@ class PackageEngine(Engine):
             self._shut_down()
         finally:
             self.limits.lift()
+            leave_without(self.module, f"the weights of this model went with {type(self).__name__}, which is closed", KEEP)
 
     @abstractmethod
     def statistics(self) -> PackageStatistics: ...

@@ -1,0 +1,101 @@
+"""What a closing engine leaves: a model with its values, buffers where they came from, or one that says what it lacks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from systems.errors import BudgetError
+from systems.planning.plan import Tier
+from systems.sizes import format_size
+from systems.substrate.parameters import refuse_state_dict, take_gradient
+from systems.substrate.residency import Residency
+from systems.substrate.runs import follows, joined
+from systems.substrate.store import Store
+
+ADVICE = "build the model anew, give it to systems.initialize, and call systems.load_checkpoint"
+
+
+def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
+    """A model whose weights are gone says so in its forward, in that of each module in it that has parameters, and to who asks
+    for its state_dict(). So do its copies.
+    """
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise RuntimeError(f"{why}: {advice}")
+
+    for module in model.modules():
+        if module is model or any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(refuse, prepend=True)
+    refuse_state_dict(model)
+
+
+def remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """Returns what brings them back to the devices where they are now, as they are then."""
+    devices = {
+        (module, name): buffer.device
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+    def bring_back() -> None:
+        moved: dict[int, torch.Tensor] = {}
+        with contextlib.suppress(Exception):  # of a device that failed, which was told
+            for (module, name), device in devices.items():
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+    return bring_back
+
+
+def values_in_slots(store: Store, residency: Residency) -> list[list[torch.Tensor]]:
+    """Every parameter's values in the compute dtype, flat, as one piece or several of the slots' memory.
+
+    That is theirs from then on. Call only when drained, outside a step, as the last thing.
+    """
+    for managed in residency.bundles:
+        if store.states_on_device[managed.index]:
+            assert managed.block is not None, "a segment updated on the device is always resident"
+            segments = [store.segments[s] for s in managed.bundle.segments]
+            for stored, piece in zip(segments, store.pieces(managed.index, managed.block), strict=True):
+                if stored.tier is Tier.DEVICE:
+                    stored.slot.copy_(piece)
+    return [slot_pieces(store, number) for number in sorted(store.layout.places)]
+
+
+def slot_pieces(store: Store, parameter: int) -> list[torch.Tensor]:
+    """The slots of a parameter, neighbours as one; see HostMapping.own."""
+    groups: list[list[torch.Tensor]] = []
+    for stored, p in store.pieces_of(parameter):
+        piece = stored.slot[p.here]
+        if groups and follows(groups[-1][-1], piece):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return [store.slots.own(joined(group)) for group in groups]
+
+
+def check_room(pieces: Sequence[Sequence[torch.Tensor]], room: int) -> None:
+    """BudgetError where values that lie in several pieces cannot be copied into one."""
+    need = sum(piece.nbytes for each in pieces if len(each) > 1 for piece in each)
+    if need > room:
+        raise BudgetError(
+            f"{format_size(need)} of host memory for weights that lie in pieces, {format_size(max(room, 0))} are there",
+            tier="host",
+            need=need,
+            have=max(room, 0),
+        )
+
+
+def give(parameters: Sequence[nn.Parameter], pieces: Sequence[Sequence[torch.Tensor]]) -> None:
+    """All of them or none."""
+    values = [each[0] if len(each) == 1 else torch.cat(list(each)) for each in pieces]
+    for parameter, value in zip(parameters, values, strict=True):
+        take_gradient(parameter)
+        parameter.data = value.view(parameter.shape)

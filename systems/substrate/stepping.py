@@ -1,0 +1,150 @@
+"""What every engine of this project's own does in the same way: counts micro-batches, ends and drops steps, and closes."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from systems.checkpoint import TrainingState
+from systems.errors import UnsupportedError
+from systems.machine import host_budget
+from systems.messages import one_line
+from systems.substrate.giving_back import leave_without
+from systems.substrate.optimizer_states import Moments, OptimizerStates
+from systems.substrate.recipe import StepControl
+from systems.system import Engine, Settings
+
+
+class SteppingEngine(Engine):
+    """_states: of the user's torch optimizer, None without one. _failed: an exception ended the `with` block."""
+
+    settings: Settings
+    _control: StepControl
+    _states: OptimizerStates | None = None
+    _closed = _failed = False
+
+    # ---- what the engines do differently
+
+    @property
+    @abstractmethod
+    def _passes(self) -> int:
+        """Backward passes of the step in progress."""
+
+    @abstractmethod
+    def _backward(self, loss: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _finish_step(self) -> None: ...
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Something broke off: forget a step that is not done."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Forget the step in progress, or refuse to."""
+
+    @abstractmethod
+    def _state(self, what: str) -> Moments:
+        """Once nothing moves. what: is wanted, for messages. UnsupportedError within a step."""
+
+    def _host_room(self) -> int:
+        """Bytes of host memory that are left of the budget."""
+        return host_budget(self.settings)
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Free everything; if nothing is in the way, the model has its values again. Else it raises, all being freed."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Free everything, and leave the model without weights."""
+
+    # ---- what they do alike
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._check_open()
+        accumulate = self.settings.accumulate
+        if self._passes >= accumulate:
+            raise ValueError(
+                f"backward was called {self._passes + 1} times in a step with accumulate={accumulate}: call step(), or set "
+                "accumulate to the number of micro-batches"
+            )
+        with self._recovering():
+            self._backward(loss)
+
+    def step(self) -> None:
+        self._check_open()
+        if not self._passes:
+            raise ValueError(f"step: 0 of {self.settings.accumulate} micro-batches had their backward: call backward first")
+        refused: UnsupportedError | None = None
+        with self._recovering():
+            try:
+                self._control.check()
+            except UnsupportedError as error:  # nothing was done: the step can still be taken, or dropped
+                refused = error
+            else:
+                self._finish_step()
+        if refused is not None:
+            raise refused
+
+    def discard(self) -> None:
+        self._check_open()
+        self._discard()
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """An exception leaves an engine that can run the next step, or says why it cannot, or close."""
+        try:
+            yield
+        except BaseException:
+            self._abort()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed")
+
+    def set_lr(self, lr: float) -> None:
+        self._control.set_lr(lr)
+
+    def training_state(self) -> TrainingState:
+        return self._state("checkpoint or export")
+
+    def _settle(self, what: str, *, in_step: bool) -> None:
+        """Wait until nothing moves. UnsupportedError within a step, RuntimeError where parameters belong to no step."""
+        self._check_open()
+        if in_step:
+            raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
+        self.drain()
+        self._control.check_whole()
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        """After an error that is the one that is told, whatever closing meets."""
+        self._failed = kind is not None
+        with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
+            self.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._states is not None:
+            self._states.end(used=any(self._control.updates))
+        if self._failed:
+            self._leave_without("an error ended its engine")
+            self._let_go()
+            return
+        try:
+            self._give_back()
+        except BaseException as error:
+            self._leave_without(f"its engine could not give them back ({one_line(str(error)) or type(error).__name__})")
+            if not isinstance(error, Exception):
+                raise
+
+    def _leave_without(self, why: str) -> None:
+        leave_without(self.module, f"this model's weights are gone: {why}")

@@ -1,0 +1,195 @@
+"""A closed engine leaves a model that works, with its values. After an error it leaves one that says what it lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import systems
+from systems.errors import UnsupportedError
+from systems.strategies.elixir.options import ElixirOptions
+from systems.substrate import engine as managed
+from systems.substrate import giving_back
+from systems.system import Engine
+from tests.paged import paged
+from tests.systems.models_plain import CASES, build
+from tests.systems.models_small import tokens
+from tests.systems.running import RESIDENT, elixir, one_step, parts_of, settings, start
+from tests.systems.setups import SYSTEMS as MANAGED
+from tests.systems.setups import in_turn
+
+LOSS = CASES["stack"].loss
+BATCH = tokens(1, 1)[0]
+TIGHT = 260_000
+SYSTEMS: dict[str, tuple[Any, Any]] = {"resident": (RESIDENT, None), **MANAGED, "pages": (paged(elixir(), 5), None)}
+
+
+def begin(system: str, model: nn.Module, **given: Any) -> Engine:
+    chosen, options = SYSTEMS[system]
+    budget = {} if system == "resident" else {"device_memory": TIGHT}
+    return start(chosen, model, settings(**budget | given), options)
+
+
+def evaluated(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        value: torch.Tensor = LOSS(model, BATCH[0], 1)
+    return value
+
+
+@pytest.mark.parametrize(("system", "dtype", "unfinished"), in_turn(SYSTEMS, [("fp32", "nothing"), ("bf16", "backward")]))
+def test_the_model_has_its_values_again(system: str, dtype: str, unfinished: str) -> None:
+    """What an unfinished step left in the slots is dropped; the host's account is empty; the model can be trained on."""
+    model = build("stack")
+    before, frozen = dict(model.named_parameters()), model.blocks[1].requires_grad_(False)
+    runs = []
+    for chosen, mine in (("resident", build("stack")), (system, model)):
+        mine.blocks[1].requires_grad_(False)
+        losses = []
+        for _ in range(2):
+            engine = begin(chosen, mine, dtype=dtype)
+            losses += [one_step(engine, batch, LOSS) for batch in tokens(2, 1)]
+            expected = evaluated(engine)
+            if unfinished == "backward":
+                engine.backward(LOSS(engine, BATCH[0], 1))
+            engine.close()
+            assert torch.equal(evaluated(mine), expected)
+            if chosen != "resident":
+                assert parts_of(engine).store.host.live == 0 and parts_of(engine).device.account.pool == 0
+        runs.append((losses, {name: value.clone() for name, value in mine.state_dict().items()}))
+        assert all(torch.equal(value, copy.deepcopy(mine).state_dict()[name]) for name, value in runs[-1][1].items())
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name] and type(parameter) is nn.Parameter and parameter.grad is None
+        assert parameter.requires_grad is not any(parameter is p for p in frozen.parameters())
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, "a storage of its own: it is saved alone"
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_values_outlive_the_engine() -> None:
+    """Their memory is the parameters' own: neither the engine nor another parameter keeps it."""
+    model = build("stack")
+    engine = begin("elixir", model)
+    one_step(engine, BATCH, LOSS)
+    engine.close()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    del engine
+    gc.collect()
+    begin("random", build("stack", seed=3)).close()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+class OnPurposeError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_after_an_error_nothing_is_given_back_and_the_first_error_stands(system: str) -> None:
+    model = build("stack")
+    engine = begin(system, model)
+    one_step(engine, BATCH, LOSS)
+    with pytest.raises(OnPurposeError), engine:
+        raise OnPurposeError
+    for use in (model, model.blocks[1], copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"weights are gone: an error ended its engine: .*call systems\.load_checkpoint"):
+            use(torch.zeros(1, 48))
+    with pytest.raises(UnsupportedError, match=r"engine\.state_dict\(\) and"):
+        model.state_dict()
+    with pytest.raises(UnsupportedError, match="the model was given to an engine before"):
+        begin(system, model)
+
+
+def test_an_error_while_closing_does_not_hide_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = begin("elixir", build("stack"))
+    monkeypatch.setattr(engine, "_let_go", lambda: 1 / 0)
+    with pytest.raises(OnPurposeError), engine:
+        raise OnPurposeError
+    monkeypatch.undo()
+    engine._let_go()  # type: ignore[attr-defined]
+
+
+def test_an_update_that_failed_behind_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody drained, and so was told: the forward says it."""
+    model = build("stack")
+    engine = begin("elixir", model)
+    one_step(engine, BATCH, LOSS)
+    engine.drain()
+    monkeypatch.setattr(parts_of(engine).device.host_kernel, "update", lambda **_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):  # it may be told in time
+        one_step(engine, BATCH, LOSS)
+    engine.close()
+    with pytest.raises(RuntimeError, match="could not give them back .division by zero."):
+        evaluated(model)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_weights_that_lie_in_pieces(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied into one; where the host has no room for that, closing is clean and the forward says why."""
+    model = build("stack")
+    engine = begin("elixir", model)
+    one_step(engine, BATCH, LOSS)
+    expected, store, whole = evaluated(engine), parts_of(engine).store, giving_back.slot_pieces
+    monkeypatch.setattr(giving_back, "slot_pieces", lambda store, number: list(whole(store, number)[0].split(7)))
+    if not room:
+        store.host.budget = store.slots.nbytes + 100
+    engine.close()
+    if room:
+        assert torch.equal(evaluated(model), expected)
+    else:
+        with pytest.raises(RuntimeError, match="of host memory for weights that lie in pieces, 100B are there"):
+            evaluated(model)
+
+
+def test_an_engine_that_did_not_end_its_updates_gives_nothing_back() -> None:
+    model = build("stack")
+    engine = start(elixir(), model, settings(device_memory=TIGHT), ElixirOptions(nonfinite="stop"))
+    one_step(engine, BATCH, LOSS)
+    engine.backward(LOSS(engine, BATCH[0], 1))  # which updates
+    engine.close()
+    with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+        evaluated(model)
+
+
+def test_a_start_that_fails_after_the_values_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("stack")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OnPurposeError("no hooks today")
+
+    monkeypatch.setattr(managed, "follow_uses", fail)
+    with pytest.raises(OnPurposeError):
+        begin("elixir", model)
+    assert torch.equal(evaluated(model), evaluated(build("stack"))), "it is as it was"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_buffers_and_hooks_are_as_before(system: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in model.modules()]
+    with begin(system, model) as engine:
+        engine.backward(engine(torch.randn(4, 8)).sum())
+        engine.step()
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in model.modules()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    assert model[1].num_batches_tracked == 2
+
+
+def test_ranks_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for system in ("elixir", "resident", "torch-ddp"):
+        with pytest.raises(UnsupportedError, match="WORLD_SIZE is 2, and each of these processes would train"):
+            systems.initialize(build("stack"), system=system, device="cpu", device_memory="8MiB")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    with pytest.raises(UnsupportedError, match="group is 4"):
+        systems.initialize(build("stack"), device="cpu", device_memory="8MiB")
