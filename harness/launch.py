@@ -32,6 +32,7 @@ from harness.channel import Job, Lines
 from harness.doubts import Seen as DoubtsSeen
 from harness.doubts import judge
 from harness.failures import LOG_LINES, Death, from_death, from_exception
+from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
 from harness.spec import BadInputError, RunSpec
 from harness.store import new_run_id
@@ -41,7 +42,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _EXIT_GRACE_S = 30.0
-WORKER = ("-m", "harness.worker")
+WORKER = ("-P", "-m", "harness.worker")  # -P: the folder it starts in comes last, it may have a models or harness of its own
 _GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(0, signal.SIGKILL)"
 
 
@@ -210,7 +211,7 @@ def _start(write_end: int) -> tuple[subprocess.Popen[bytes], subprocess.Popen[by
     """The worker, with one end of the pipe for its messages, and the guard in its group."""
     root = str(Path(__file__).resolve().parents[1])
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")]), os.curdir])
     environment["PYTHONUNBUFFERED"] = "1"
     worker = subprocess.Popen(
         [sys.executable, *WORKER],
@@ -250,6 +251,7 @@ def launch(
     advise: where memory is short, look for what would train here.
     """
     now, started_s = datetime.now(UTC), time.monotonic()
+    fill_standard_streams()
     messages = os.pipe()
     job = Job(
         spec=spec,

@@ -239,12 +239,14 @@ def clean(value: Any, where: str = "", notes: list[str] | None = None) -> Any:
     notes = [] if notes is None else notes
     if isinstance(value, Enum):
         value = value.value
-    if value is None or isinstance(value, bool | str) or type(value) is int:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()  # of bytes that are no UTF-8 the system makes half letters
+    if value is None or isinstance(value, bool) or type(value) is int:
         return value
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, Mapping):
-        return {str(key): clean(item, f"{where}.{key}" if where else str(key), notes) for key, item in value.items()}
+        return {clean(str(key)): clean(item, f"{where}.{key}" if where else str(key), notes) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         items = sorted(value) if isinstance(value, set | frozenset) else value
         return [clean(item, f"{where}[{index}]", notes) for index, item in enumerate(items)]

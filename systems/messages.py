@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,8 +30,20 @@ def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with every run of white space, line ends included, made one blank."""
-    return " ".join(text.split())
+    """Text with every run of white space, line ends included, made one blank, and bytes that are no UTF-8 as escapes."""
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+
+
+def printable(text: str) -> str:
+    """Text in which escapes stand for all that a terminal obeys or cannot show: control characters, line ends, directions
+    of writing, and bytes that are no UTF-8."""
+    if text.isprintable():
+        return text
+    return "".join(one if _shows(one) else one.encode("unicode_escape").decode() for one in text)
+
+
+def _shows(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def invalid_value(error: ValidationError, label: Callable[[str, Any], str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -68,7 +69,8 @@ def test_own_loop_runs_as_shown(wheel: Path, tmp_path: Path) -> None:
         (own / name / "__init__.py").write_text("raise ImportError('these are the user\\'s own')")
     for folder in (site, own):
         (folder / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
-    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    packages = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH", "").replace(str(ROOT), "")])])
+    environment = {"PYTHONPATH": packages, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["XDG_CACHE_HOME"] = str(cache_directory().parent)  # what is compiled once is not compiled again for this HOME
     done = subprocess.run(
         [sys.executable, str(script)],

@@ -148,43 +148,6 @@ def test_wandb_missing_is_found_before_the_work(
     assert capsys.readouterr().err == "harness: --wandb needs the package wandb: pip install wandb, or use --wandb off\n"
 
 
-class FakeWandb:
-    """Takes the place of the package and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.summary: dict[str, Any] = {}
-        self.started: dict[str, Any] = {}
-
-    def init(self, **started: Any) -> FakeWandb:
-        self.started = started
-        return self
-
-    def log(self, row: dict[str, float], step: int) -> None:
-        self.rows.append((step, row))
-
-    def __enter__(self) -> FakeWandb:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def test_a_kept_record_goes_to_wandb(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = make_record(metrics={"loss": [2.0, None, 1.0], "tokens_per_s": 5.0, "eval_step": [2], "eval_loss": [1.5]})
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: record)
-    assert cli.main([*GOOD, "--results", str(tmp_path), "--wandb", "offline"]) == 0
-    assert fake.rows == [(1, {"loss": 2.0}), (2, {"eval_loss": 1.5}), (3, {"loss": 1.0})]
-    assert (fake.summary["tokens_per_s"], fake.summary["status"]) == (5.0, "ok")
-    assert fake.started["mode"] == "offline"
-    assert store.read_all(tmp_path)[0] == [record]
-
-
 def test_a_record_that_cannot_be_kept_is_fatal_but_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

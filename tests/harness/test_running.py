@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def test_failures_become_records(run_here: Run, options: tuple[str, ...], status
     assert (record.reason.phase, record.reason.tier) == (phase, tier)
     assert record.metrics.tokens_per_s is None or status == "diverged"
     assert record.resolved.options is not None
-    assert record.environment.versions["torch"] == torch.__version__
+    assert record.environment.versions["torch"] == importlib.metadata.version("torch")  # torch's own may name a build besides
     if status == "oom":
         assert record.reason.have is not None
     assert (record.reason.install is not None) == (status == "unavailable")
@@ -166,7 +167,7 @@ def test_a_real_system_is_refused_before_it_allocates(run_here: Run, tmp_path: P
     record = run_here(spec, host_budget=budget, cgroup_root=tmp_path)
     assert record.status == "refused"
     assert record.reason is not None
-    assert record.reason.phase == "initialize"
+    assert record.reason.phase == "room"
     assert record.reason.tier in ("host", "device")
     assert record.reason.need is not None and record.reason.have is not None
     assert record.reason.need > record.reason.have

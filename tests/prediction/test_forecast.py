@@ -69,7 +69,7 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
         initial_weights=models_registry.initial_weights(shape, 0),
         log_events=True,
     )
-    ids = torch.randint(0, shape.vocab_size, (4, 32))
+    ids = torch.randint(0, shape.vocab_size, (2, 16))
     engine: Any = chosen.initialize(models_registry.build(shape), settings, chosen.Options())
     with engine:
         events, begin = engine.log.bytes, 0
@@ -90,7 +90,7 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
     assert found.memory.pool_peak == max(event.pool for event in live)
     assert max(event.live for event in live) <= found.device_peak_bytes <= budget
     assert {lane: found.bytes.get(lane, 0) for lane in moved} == moved
-    about = question(device_memory=budget, host_memory=8 * GIB, accumulate=accumulate)
+    about = question(device_memory=budget, host_memory=8 * GIB, accumulate=accumulate, batch_size=2, seq_len=16)
     before_any_ran = asked(system, "opt-tiny", about)
     assert before_any_ran.fits
     assert before_any_ran.simulation.device_peak_bytes >= max(event.live for event in live)

@@ -80,7 +80,11 @@ def with_disk(setup: Setup, system: str, level: str, folder: Path, **more: Any) 
 @pytest.mark.parametrize(
     ("setup", "system", "level"),
     [
-        *((setup, "angel-ptm", level) for setup in SETUPS for level in ("above", "tight")),
+        *((setup, "angel-ptm", ("above", "tight")[number % 2]) for number, setup in enumerate(SETUPS)),
+        *(
+            pytest.param(setup, "angel-ptm", ("tight", "above")[number % 2], marks=pytest.mark.slow)
+            for number, setup in enumerate(SETUPS)
+        ),
         *((setup, system, "half") for setup, system in ((SETUPS[0], "elixir"), (SETUPS[1], "random"), (SETUPS[1], "elixir"))),
     ],
     ids=str,
