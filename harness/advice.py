@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from systems.machine import device_budget, disk_budget, host_budget
 from systems.planning import hardware
 from systems.planning.layout import round_up
 from systems.planning.overflow import PAGE
-from systems.prediction.forecast import Forecast, fits, forecast, policy_of
+from systems.prediction.forecast import Observations, Question, fits, forecast, policy_of
 from systems.prediction.remedies import Remedy, Room, remedies
 
 PROFILE = "h100-80g-x1"  # for the times of a plan, on a machine that has no profile of its own
@@ -49,7 +50,7 @@ def advise(spec: RunSpec, request: Request) -> list[str]:
     lines, started_s = [f"what it needs: {command('plan', asked)}"], time.monotonic()
     depths = None if spec.resume is not None else depths_of(asked)
     for remedy in remedies(request.system, request.options, found, observations, depths=depths, disk=_disk(spec, request)):
-        if _is_there(remedy, found, most):
+        if _is_there(remedy, most) and (question.shared_memory is None or _beside(remedy, request, question, observations)):
             rounded = {name: _rounded(size) if name.endswith("_memory") else size for name, size in remedy.changes.items()}
             lines.append(f"{remedy.what}: {command('run', spec, rounded)}")
         if time.monotonic() - started_s > ENOUGH_S:
@@ -60,7 +61,7 @@ def advise(spec: RunSpec, request: Request) -> list[str]:
 def _as_plan(spec: RunSpec, request: Request) -> PlanSpec:
     """The same work on a machine with these budgets."""
     settings = request.settings
-    given = spec.model_dump(exclude_defaults=True, exclude=PlanSpec.left_out | {"ranks", "trace", "disk", "disk_memory"})
+    given = spec.model_dump(exclude_defaults=True, exclude={*PlanSpec.left_out, "ranks", "trace", "disk", "disk_memory"})
     given |= {"device_memory": device_budget(settings), "host_memory": host_budget(settings)}
     if settings.disk is not None:
         given |= {"disk": str(settings.disk), "disk_memory": disk_budget(settings)}
@@ -69,15 +70,19 @@ def _as_plan(spec: RunSpec, request: Request) -> PlanSpec:
     return PlanSpec.model_validate(given | {"hardware": _profile()})
 
 
-def _is_there(remedy: Remedy, found: Forecast, most: tuple[int, int]) -> bool:
+def _is_there(remedy: Remedy, most: tuple[int, int]) -> bool:
     """Whether this machine has the memory that is asked for."""
     if not {"device_memory", "host_memory"} & remedy.changes.keys():
         return True
     device, host = (remedy.changes.get(name, 0) for name in ("device_memory", "host_memory"))
     assert isinstance(device, int) and isinstance(host, int)
-    if found.question.shared_memory is not None:
-        return max(device, found.least_device_bytes) + found.tiers["host"].need_bytes <= found.question.shared_memory
     return device <= most[0] and host <= most[1]
+
+
+def _beside(remedy: Remedy, request: Request, question: Question, observations: Observations) -> bool:
+    """Whether budgets that are asked for fit into one memory together; everything else was planned so."""
+    budgets: dict[str, Any] = {name: size for name, size in remedy.changes.items() if name in ("device_memory", "host_memory")}
+    return not budgets or fits(request.system, request.options, replace(question, **budgets), observations)
 
 
 def _rounded(size: int | str) -> int:

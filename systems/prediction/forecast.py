@@ -22,6 +22,7 @@ from systems.planning.demand import Residence, unmovable
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex, round_up
 from systems.planning.overflow import PAGE, within_host
+from systems.planning.overflow import host_need as host_bytes
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
@@ -189,7 +190,7 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     host = planner.host_need(planned, expand(planned.layout, planned.trace, planned.plan, planned.context))
     if not host.fits or question.shared_memory is None:
         return host.fits
-    left = question.shared_memory - host.need_bytes
+    left = question.shared_memory - planner.at_first(planned)
     return left > 0 and fits(
         system, options, replace(question, device_memory=min(question.device_memory, left), shared_memory=None), observations
     )
@@ -302,6 +303,10 @@ class _Planner:
         kept = within_host(layout, context, strategy.update_rule)
         self._overflows = any(b.movable is not c.movable for b, c in zip(layout.bundles, kept.bundles, strict=True))
         return kept
+
+    def at_first(self, planned: _Planned) -> int:
+        """Bytes on the host before a plan has taken any state to the device."""
+        return host_bytes(planned.layout, planned.context) + planned.inputs_away if self._keeps_host_copies else 0
 
     def host_need(self, planned: _Planned, schedule: Schedule) -> TierNeed:
         question = self.question
