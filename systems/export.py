@@ -30,7 +30,6 @@ from systems.substrate.parameters import with_values
 if TYPE_CHECKING:
     from systems.system import Engine
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGNMENT = 64  # bytes, of a tensor in a scratch file
 SPARE = 2  # values are spilled to a file unless the host has room for them so many times
 
@@ -83,49 +82,53 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], dtype: str |
 def by_all_names(
     module: nn.Module, values: MutableMapping[str, torch.Tensor], *, write: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The values of parameters, given by first name, under every name, and copies of the persistent buffers.
+    """Values, given by first name, under every name, and copies of what a state dict has beside them: persistent buffers, and
+    parameters that are no engine's (integers).
 
-    write: what it holds in the end is put into `values` and into the buffers. Then each name has a tensor of its own, so that a
+    write: what is edited is put into `values`, or into the model, in the end. Then each name has a tensor of its own, so that a
     loop over all of them edits none twice; where one of a weight's names was edited, that counts, and where several were, they
     have to agree. ValueError, before anything is changed, where they do not, or where an entry is missing or of another shape.
     """
-    buffers: dict[str, torch.Tensor] = {}
-    groups: dict[str, list[str]] = {}  # by first name
+    live: dict[str, torch.Tensor] = {}  # by first name, as the next
+    names: dict[str, list[str]] = {}
     first_of: dict[int, str] = {}
     found: dict[str, torch.Tensor] = {}
-    for name, tensor, is_buffer in _named(module):
+    for name, tensor, _ in _named(module):
         first = first_of.setdefault(id(tensor), name)
-        if first == name and is_buffer:
-            buffers[name] = tensor
-        if first in buffers or first in values:
-            groups.setdefault(first, []).append(name)
-            if first != name:
-                found[name] = found[first].clone() if write else found[first]
-            else:
-                found[name] = tensor.detach().to("cpu", copy=True) if is_buffer else values[name]
-    for name in values.keys() - first_of.values():  # of a package that renames what it wraps
-        groups[name], found[name] = [name], values[name]
+        names.setdefault(first, []).append(name)
+        if first != name:
+            found[name] = found[first].clone() if write else found[first]
+        elif first in values:
+            found[name] = values[name]
+        else:
+            live[name] = tensor
+            found[name] = tensor.detach().to("cpu", copy=True)
     before = {name: (tensor, tensor._version) for name, tensor in found.items()}
     yield found
     if write:
-        final = {first: _agreed(found, before, names) for first, names in groups.items()}
+        final = {first: _agreed(found, before, several) for first, several in names.items()}
         values.update({first: tensor for first, tensor in final.items() if first in values})
         with torch.no_grad():
-            for first, buffer in buffers.items():
-                copy_into(final[first].to(buffer.device), buffer)
+            for first, tensor in live.items():
+                if any(_edited(found, before, name) for name in names[first]):
+                    copy_into(final[first].to(tensor.device), tensor)
 
 
-def _agreed(
-    found: Mapping[str, torch.Tensor], before: Mapping[str, tuple[torch.Tensor, int]], names: list[str]
-) -> torch.Tensor:
+Before = Mapping[str, tuple[torch.Tensor, int]]
+
+
+def _edited(found: Mapping[str, torch.Tensor], before: Before, name: str) -> bool:
+    return found[name] is not before[name][0] or found[name]._version != before[name][1]
+
+
+def _agreed(found: Mapping[str, torch.Tensor], before: Before, names: list[str]) -> torch.Tensor:
     """The one value that the names of a tensor stand for."""
     for name in names:
         given, shape = found.get(name), tuple(before[name][0].shape)
         if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
             what = "missing" if given is None else tuple(getattr(given, "shape", ())) or type(given).__name__
             raise ValueError(f"summon: {name} is {what} now: leave a tensor of shape {shape} there")
-    edited = [name for name in names if found[name] is not before[name][0] or found[name]._version != before[name][1]]
-    chosen, *others = edited or names
+    chosen, *others = [name for name in names if _edited(found, before, name)] or names
     value = found[chosen].detach()
     for other in others:
         if not torch.equal(found[other].detach().to(value).nan_to_num(), value.nan_to_num()):
@@ -158,9 +161,11 @@ def check_host(need: int, what: str, advice: str) -> None:
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:
-    found = DTYPES.get(given) if isinstance(given, str) else given
-    if found not in DTYPES.values():
-        raise ValueError(f"dtype is {given!r}: give {' or '.join(map(repr, DTYPES))}, or torch's name of it")
+    from systems.system import TORCH_DTYPE
+
+    found = TORCH_DTYPE.get(given) if isinstance(given, str) else given
+    if found is None or found not in TORCH_DTYPE.values():
+        raise ValueError(f"dtype is {given!r}: give {' or '.join(map(repr, TORCH_DTYPE))}, or torch's name of it")
     return found
 
 
@@ -184,7 +189,8 @@ def _sizes(engine: Engine, dtype: torch.dtype) -> list[tuple[str, int]]:
     for name, tensor, is_buffer in _named(engine.module):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            sizes.append((name, tensor.numel() * (tensor.itemsize if is_buffer else dtype.itemsize)))
+            stays = is_buffer or not tensor.is_floating_point()
+            sizes.append((name, tensor.numel() * (tensor.itemsize if stays else dtype.itemsize)))
     return sizes
 
 
@@ -222,16 +228,18 @@ def _scratch(folder: Path, nbytes: int) -> Place:
         nonlocal used
         count, start = math.prod(shape), used
         used += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape) if count else torch.empty(shape)
+        if not count:
+            return _in_memory(shape, dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 
     return place
 
 
 @contextlib.contextmanager
 def _whole(engine: Engine, dtype: torch.dtype, place: Place) -> Iterator[list[torch.Tensor]]:
-    """Within, the model's parameters are others, with values in that dtype; gives the values."""
+    """Within, the engine's parameters are others, with values in that dtype; gives the values."""
     module = engine.module
-    live = {}
+    live: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor, is_buffer in _named(module):
         if not is_buffer:
             live.setdefault(id(tensor), (name, tensor))
@@ -245,7 +253,7 @@ def _whole(engine: Engine, dtype: torch.dtype, place: Place) -> Iterator[list[to
     try:
         for owner in module.modules():
             for attribute, parameter in owner._parameters.items():
-                if parameter is not None:
+                if id(parameter) in stand_ins:
                     changed.append((owner, attribute, parameter))
                     owner._parameters[attribute] = stand_ins[id(parameter)]
         with with_values(module):

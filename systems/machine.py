@@ -20,7 +20,7 @@ def host_budget(settings: Settings) -> int:
         return settings.host_memory
     limit = read_limits().host_budget_bytes
     if limit is None:
-        raise UnsupportedError("this machine's memory limit cannot be read: give it with --host-memory")
+        raise UnsupportedError("this machine's memory limit cannot be read: give it with `host_memory`")
     return limit
 
 
@@ -31,7 +31,7 @@ def device_budget(settings: Settings) -> int:
     if settings.device == "cpu":
         return read_limits().host_budget_bytes or host_budget(settings)
     if not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
+        raise UnsupportedError("no CUDA device is visible: use `device='cpu'` for the emulated one")
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
@@ -43,7 +43,7 @@ def disk_budget(settings: Settings) -> int:
         free = shutil.disk_usage(settings.disk).free
     except OSError as error:
         raise BudgetError(
-            f"--disk {os.fspath(settings.disk)} cannot be used ({error.strerror}): name a folder on a disk",
+            f"`disk` {os.fspath(settings.disk)} cannot be used ({error.strerror}): name a folder on a disk",
             tier="disk",
             need=settings.disk_memory or 0,
             have=0,

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from systems.errors import UnsupportedError
 from systems.machine import device_budget, disk_budget, host_budget, make_device
 from systems.planning.strategy import Strategy
+from systems.room import look
 from systems.substrate.device import Device
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.events import EventLog
@@ -28,6 +29,10 @@ class ManagedSystem:
         self.strategy = strategy
         self.name, self.summary, self.Options = strategy.name, strategy.summary, strategy.Options
 
+    def look_for_room(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Settings:
+        """See systems.room.look."""
+        return look(self.strategy, model, settings, options)
+
     def initialize(
         self,
         model: torch.nn.Module,
@@ -38,7 +43,7 @@ class ManagedSystem:
     ) -> Engine:
         """device: makes the device instead of the settings' own (tests inject jitter and faults this way)."""
         if settings.ranks != 1:
-            raise UnsupportedError(f"{self.name} runs on one rank so far: leave --ranks at 1")
+            raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
         budget, disk = device_budget(settings), disk_budget(settings)
 
         def make(log: EventLog) -> Device:

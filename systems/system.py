@@ -196,6 +196,8 @@ class System(Protocol):
     `can_trace = True` says that its engines label their phases for a profile (systems/substrate/labels.py).
     `tells_phases = True` says that its engines know Engine.phases_s.
     `uses_disk = True` says that it can keep optimizer states in Settings.disk.
+    `look_for_room(model, settings, options)` raises BudgetError where memory is certain to be short, before anything is built,
+    and returns the settings with the budgets that hold.
     """
 
     name: str

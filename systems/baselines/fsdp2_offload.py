@@ -150,7 +150,7 @@ class Fsdp2Offload:
         assert isinstance(options, FsdpOptions)
         budget.refuse_ranks_and_optimizer(settings, self.name)
         if settings.dtype == "fp16":
-            raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use --dtype bf16")
+            raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use `dtype='bf16'`")
         cuda = settings.device == "cuda"
         found = find_units(model)
         ours: Config = {

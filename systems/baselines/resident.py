@@ -25,8 +25,10 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
+from systems.substrate.hooks import tensors_in
 from systems.substrate.labels import labelled
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
@@ -46,10 +48,10 @@ class ResidentEngine(Engine):
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         started = time.perf_counter()
         if settings.ranks != 1:
-            raise UnsupportedError("resident runs on one rank: leave --ranks at 1")
+            raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
-        self._closed = False
+        self._closed = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
         self._micro_step = 0
         self._fired: set[int] = set()
@@ -65,25 +67,14 @@ class ResidentEngine(Engine):
         settings = self.settings
         refuse_mixed_norms(found, settings.dtype)
         self._cleanup.callback(apply_recompute(found, settings.recompute))
+        for module in {self.module, *found.modules}:
+            self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
+        states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
-        dtype = TORCH_DTYPE[settings.dtype]
-        numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
-        accumulator = 4 if settings.accumulate > 1 else 0
-        states = numel * dtype.itemsize + trainable * (12 + accumulator)
-        need = states + trainable * dtype.itemsize
-        if need > self.device.account.budget:
-            have = self.device.account.budget
-            raise BudgetError(
-                f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
-                "raise --device-memory, take a smaller model, or a system that offloads",
-                tier="device",
-                need=need,
-                have=have,
-            )
         self._control = StepControl(settings, found.index, found.parameters)
         self.outcomes = self._control.outcomes
-        self._place(found, settings, dtype)
+        self._place(found, settings, TORCH_DTYPE[settings.dtype])
         self._cleanup.callback(self._forget)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
@@ -124,7 +115,16 @@ class ResidentEngine(Engine):
         with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
-            return self.module(*args, **kwargs)
+            made = self.module(*args, **kwargs)
+            for tensor in tensors_in(made):
+                if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                    tensor.register_hook(self._arrived)
+            return made
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        """At what a forward pass made: the backward pass has come to this engine's model."""
+        if not self._in_backward:
+            raise RuntimeError(FOREIGN_BACKWARD)
 
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
@@ -134,7 +134,9 @@ class ResidentEngine(Engine):
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
         with self._recovering(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
+            self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
+        self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
             for number, parameter in enumerate(self.parameters):
@@ -167,7 +169,7 @@ class ResidentEngine(Engine):
             if accumulator is not None:
                 accumulator.zero_()
         self._fired.clear()
-        self._micro_step = 0
+        self._in_backward, self._micro_step = False, 0
 
     def _check_open(self) -> None:
         if self._closed:
@@ -259,6 +261,23 @@ class ResidentEngine(Engine):
             parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
+def _state_bytes(found: FoundModel, settings: Settings) -> int:
+    """Of parameters, master weights, moments and accumulators. BudgetError if those and gradients exceed the budget."""
+    itemsize, have = TORCH_DTYPE[settings.dtype].itemsize, device_budget(settings)
+    numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
+    states = numel * itemsize + trainable * (16 if settings.accumulate > 1 else 12)
+    need = states + trainable * itemsize
+    if need > have:
+        raise BudgetError(
+            f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
+            "raise `device_memory`, take a smaller model, or a system that offloads",
+            tier="device",
+            need=need,
+            have=have,
+        )
+    return states
+
+
 class ResidentState:
     """See systems.checkpoint.TrainingState."""
 
@@ -298,6 +317,11 @@ class Resident:
     summary = "reference recipe, everything on the device"
     Options = ResidentOptions
     can_trace = True
+
+    def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
+        """The settings. Raises BudgetError where model states alone exceed the device."""
+        _state_bytes(find_units(model), settings)
+        return settings
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         return ResidentEngine(model, settings)

@@ -90,9 +90,9 @@ class Disk:
                 self._open(folder, role, need // PARTS)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                advice = "make room there, name another folder with --disk, or raise --host-memory"
+                advice = "make room there, name another folder with `disk`, or raise `host_memory`"
             elif not self._files:
-                advice = f"no file can be made there ({error.strerror}): name one that can be written to with --disk"
+                advice = f"no file can be made there ({error.strerror}): name one that can be written to with `disk`"
             else:
                 raise
             raise BudgetError(

@@ -31,7 +31,7 @@ class HostMapping:
         if self.nbytes > account.room:
             raise BudgetError(
                 f"host memory: {name} needs {self.nbytes} bytes, {account.room} of {account.budget} are left: raise "
-                "--host-memory, or lower the model",
+                "`host_memory`, or lower the model",
                 tier="host",
                 need=account.live + self.nbytes,
                 have=account.budget,
@@ -83,7 +83,7 @@ class HostMapping:
         if last - first > self._account.room:
             raise OutOfMemoryError(
                 f"out of host memory: {self.name} needs {last - first} bytes back from the device, "
-                f"{self._account.room} are free: raise --host-memory",
+                f"{self._account.room} are free: raise `host_memory`",
                 tier="host",
                 need=last - first,
                 have=self._account.room,
@@ -153,9 +153,9 @@ class HostSlots:
         if size > self._account.room:
             need = size * expected
             raise BudgetError(
-                f"activations=host needs {format_size(need)} of host memory for {expected} more of the blocks' inputs, "
-                f"{format_size(max(self._account.room, 0))} of {format_size(self._account.budget)} are left: raise "
-                "--host-memory, lower --batch-size or --seq-len, or leave activations on the device",
+                f"`options=dict(activations='host')` needs {format_size(need)} of host memory for {expected} more of the "
+                f"blocks' inputs, {format_size(max(self._account.room, 0))} of {format_size(self._account.budget)} are left: "
+                "raise `host_memory`, lower the batch or the sequence length, or leave activations on the device",
                 tier="host",
                 need=self._account.live + need,
                 have=self._account.budget,

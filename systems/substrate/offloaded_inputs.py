@@ -47,8 +47,8 @@ def offloadable(found: FoundModel, units: frozenset[int], recomputed: frozenset[
     chosen = frozenset(unit for unit in units if unit in recomputed or _recomputes_itself(found.modules[unit]))
     if units and not chosen:
         raise UnsupportedError(
-            "activations=host moves the inputs of recomputed blocks, and no block is recomputed: use --recompute full "
-            "(or block numbers), or leave activations on the device"
+            "`options=dict(activations='host')` moves the inputs of recomputed blocks, and no block is recomputed: use "
+            "`recompute='full'` (or block numbers), or leave activations on the device"
         )
     return chosen
 

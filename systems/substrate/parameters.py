@@ -31,8 +31,8 @@ class ManagedParameter(nn.Parameter):
         gradient: torch.Tensor | None = _GRAD.__get__(self)
         if "_pending" in self.__dict__ and self._pending(gradient is not None):
             raise RuntimeError(
-                "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument clip of "
-                "initialize (--clip), read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
+                "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument `clip` of "
+                "initialize, read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
             )
         return gradient
 

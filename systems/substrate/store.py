@@ -137,7 +137,7 @@ class Store:
             raise BudgetError(
                 f"the model needs {format_need(need, have)} of host memory ({format_size(slot_bytes)} for parameters, "
                 f"{format_size(state_bytes)} for master weights and moments), {format_size(have)} are there: raise "
-                "--host-memory or take a smaller model",
+                "`host_memory` or take a smaller model",
                 tier="host",
                 need=need,
                 have=have,
@@ -152,7 +152,7 @@ class Store:
                 need = segment.shard_numel * 4 * len(parts)
                 raise BudgetError(
                     f"the optimizer state of segment {segment.index}, which stays on the device, needs {format_size(need)} "
-                    f"there, {format_size(max(self.device.account.room, 0))} are free: raise --device-memory",
+                    f"there, {format_size(max(self.device.account.room, 0))} are free: raise `device_memory`",
                     tier="device",
                     need=need,
                     have=max(self.device.account.room, 0),

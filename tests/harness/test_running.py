@@ -15,7 +15,7 @@ import torch
 from harness import environment
 from harness.measure import CLOCK
 from harness.record import Record, to_json
-from harness.spec import BadInputError
+from harness.spec import BadInputError, in_flags
 from systems.baselines.dummy import DummyEngine
 from systems.limits import process_memory, read_limits
 from tests.harness.conftest import make_spec
@@ -267,3 +267,14 @@ def test_a_real_model_by_the_reference_recipe(run_here: Run, monkeypatch: pytest
     assert (record.resolved.attention or "").startswith("sdpa (")
     assert record.resolved.clock == CLOCK
     assert len(record.environment.code.source_sha256 or "") == 64
+
+
+@pytest.mark.parametrize(("options", "printed"), [(("oom_at=2",), False), (("refuse=budget",), False), (("crash_at=2",), True)])
+def test_what_the_message_says_whole_has_its_traceback_in_the_record_only(
+    run_here: Run, options: tuple[str, ...], printed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = run_here(make_spec(*options))
+    assert record.reason is not None and "\n" not in record.reason.message
+    assert ("Traceback" in capsys.readouterr().err) == printed
+    if not printed:
+        assert record.reason.log[0].startswith("Traceback") and record.reason.message in in_flags(record.reason.log[-1])

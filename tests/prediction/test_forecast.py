@@ -195,17 +195,14 @@ def test_what_is_said_to_help_helps_and_no_larger_batch_would(system: str) -> No
     about = question(batch_size=16, seq_len=64)
     small = replace(about, device_memory=asked(system, "opt-tiny", replace(about, batch_size=6)).least_device_bytes)
     found = forecast(chosen, options, small, seen)
-    helpful = {remedy.flag: remedy.value for remedy in remedies(chosen, options, found, seen)}
-    assert helpful["--batch-size"] == 6 and helpful["--device-memory"] == found.least_device_bytes
-    changes: Mapping[str, Mapping[str, Any]] = {
-        "--batch-size": {"batch_size": 6},
-        "--device-memory": {"device_memory": found.least_device_bytes},
-        "--recompute": {"recompute": "full"},
+    helpful = {
+        name: value for r in remedies(chosen, options, found, seen) if len(r.changes) == 1 for name, value in r.changes.items()
     }
-    for flag in helpful:
-        assert fits(chosen, options, replace(small, **changes[flag]), seen)
+    assert helpful["batch_size"] == 6 and helpful["device_memory"] == found.least_device_bytes
+    for name, value in helpful.items():
+        assert fits(chosen, options, replace(small, **{name: value}), seen)
     assert not fits(chosen, options, replace(small, batch_size=7), seen)
-    assert remedies(chosen, options, asked(system, "opt-tiny", about), seen) == []
+    assert not list(remedies(chosen, options, asked(system, "opt-tiny", about), seen))
 
 
 def test_too_little_host_memory_says_what_a_node_needs() -> None:
@@ -213,8 +210,8 @@ def test_too_little_host_memory_says_what_a_node_needs() -> None:
     need = found.tiers["host"].need_bytes
     assert not found.fits and found.why_not is not None and "of host memory on a node of 4 ranks" in found.why_not
     chosen = registry.get("elixir")
-    remedy = remedies(chosen, chosen.Options(), found, observations("opt-tiny"))[-1]
-    assert (remedy.flag, remedy.value) == ("--host-memory", need)
+    *_, remedy = remedies(chosen, chosen.Options(), found, observations("opt-tiny"))
+    assert remedy.changes == {"host_memory": need}
     assert fits(chosen, chosen.Options(), replace(found.question, host_memory=need), observations("opt-tiny"))
 
 
@@ -256,7 +253,7 @@ def test_the_measured_proof_is_met_within_a_tenth() -> None:
 
 
 def test_more_ranks_than_devices_is_bad_input() -> None:
-    with pytest.raises(ValueError, match="--ranks 5 is more than the 4 devices of the profile"):
+    with pytest.raises(ValueError, match="`ranks=5` is more than the 4 devices of the profile"):
         question("h100-80g-x4", ranks=5)
     with pytest.raises(ValueError, match="no matmul rate for bf16"):
         question("yard-v100-32g-x8")
@@ -267,10 +264,9 @@ def test_where_both_memories_are_short_more_of_both_is_one_remedy_and_helps(syst
     chosen, seen = registry.get(system), observations("opt-tiny")
     about = question(device_memory=1 << 20, host_memory=1 << 20)
     found = forecast(chosen, chosen.Options(), about, seen)
-    flags = [f"{remedy.flag} {remedy.value}" for remedy in remedies(chosen, chosen.Options(), found, seen)]
-    _, device, _, host = flags[-1].split()
-    enough = replace(about, device_memory=int(device), host_memory=int(host))
-    assert "--device-memory" in flags[-1] and "--host-memory" in flags[-1]
+    *_, both = remedies(chosen, chosen.Options(), found, seen)
+    assert both.changes.keys() == {"device_memory", "host_memory"}
+    enough = replace(about, **both.changes)  # type: ignore[arg-type]
     assert forecast(chosen, chosen.Options(), enough, seen).fits
 
 

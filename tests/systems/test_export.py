@@ -6,6 +6,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_a_state_dict_in_another_dtype(system: str) -> None:
         with engine.summon() as summoned:
             for whole in (masters, summoned):
                 assert str(build("gpt2").load_state_dict(whole)) == MATCHED
-        with pytest.raises(ValueError, match="dtype is 'int8': give 'fp32' or 'bf16' or 'fp16'"):
+        with pytest.raises(ValueError, match="dtype is 'int8': give 'bf16' or 'fp16' or 'fp32'"):
             engine.state_dict(dtype="int8")  # type: ignore[arg-type]
 
 
@@ -176,7 +177,7 @@ def test_what_is_summoned_and_edited_is_taken_over(system: str) -> None:
             found["counter.spread"] = torch.full((16,), 3.0)
         after = engine.state_dict()
         assert not after["head.weight"].any() and int(after["seen"]) == int(after["counter.seen"]) == 7
-        assert engine.module.counter.spread.tolist() == [3.0] * 16
+        assert engine.module.get_buffer("counter.spread").tolist() == [3.0] * 16
         assert one_step(engine, batches()[0], loss_of) >= 0
 
 
@@ -210,6 +211,34 @@ def test_edits_that_cannot_be_taken_over_change_nothing(edit: Callable[[dict[str
         with pytest.raises(ValueError, match=message):
             attempt()
         assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items() if "_extra" not in name)
+
+
+def test_parameters_that_are_no_engine_s_are_there_too() -> None:
+    """Integers of a quantized base, say: no master, but the model's own state dict has them."""
+    model = nn.Linear(3, 2)
+    model.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+    values = {name: value.detach().clone() for name, value in model.named_parameters() if name != "codes"}
+    with export.by_all_names(model, values, write=True) as found:
+        assert str(model.load_state_dict(found)) == MATCHED
+        found["codes"] += 1
+        found["bias"] = torch.ones(2)
+    assert model.codes.tolist() == [1, 2, 3, 4] and values["bias"].tolist() == [1, 1]
+
+
+def test_a_state_dict_that_fails_leaves_the_engine_its_parameters() -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("of the user's own")
+
+    with begin("elixir", odd(), device_memory=TIGHT) as engine:
+        before = list(engine.module.parameters())
+        hook = engine.module.register_state_dict_post_hook(fail)
+        with pytest.raises(KeyError):
+            engine.state_dict()
+        hook.remove()
+        assert all(one is other for one, other in zip(before, engine.module.parameters(), strict=True))
+        with pytest.raises(UnsupportedError, match=r"engine\.state_dict\(\) and engine\.save_pretrained\(folder\) have them"):
+            engine.module.state_dict()
+        assert one_step(engine, batches()[0], loss_of) >= 0
 
 
 Family = namedtuple("Family", "kind config inputs")
@@ -301,8 +330,7 @@ def test_values_that_the_host_has_no_room_for_wait_in_a_file(tmp_path: Path, mon
         assert all(torch.equal(loaded[name], value) for name, value in expected.items())
         assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
-        free = namedtuple("free", "free")(1 << 20)
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
         message = r"take .*, half of them for a moment, since the host has no memory for them, 1MiB are free in .*: name"
         with pytest.raises(BudgetError, match=message):
             engine.save_pretrained(tmp_path)

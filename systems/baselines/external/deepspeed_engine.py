@@ -84,7 +84,7 @@ class DeepSpeedRun(PackageEngine):
                 "for: start a new process"
             )
         if self.settings.dtype == "fp16" and not accelerator.is_fp16_supported():
-            raise UnsupportedError("DeepSpeed has no fp16 on this CPU: use --dtype bf16 or fp32")
+            raise UnsupportedError("DeepSpeed has no fp16 on this CPU: use `dtype='bf16'` or `dtype='fp32'`")
 
     def _start(self, config: Config) -> None:
         masters = Masters(self._found, self.settings)
