@@ -121,7 +121,7 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes the record's reason
         status, reason = from_exception(error, channel.phase, rank=0, host_room=host_room(known.limits))
-        if status in SAID_IN_ONE_LINE:
+        if status in SAID_IN_ONE_LINE or isinstance(error, checkpoint.SaveError):
             reason = reason.model_copy(update={"log": traceback.format_exc().splitlines()})
         else:
             traceback.print_exc()
@@ -170,9 +170,13 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     channel.enter("room")
     with known.timing("room"):
         model, settings = _look_for_room(known, request)
+        _check_room(job, request, model)
     channel.enter("build")
     with known.timing("build"):
         _count(job, known, request, model)
+        if request.shape.family == "folder" and request.shape.notes:  # that it begins with random weights
+            known.notes.append(request.shape.notes)
+            complain(request.shape.notes)
     _tell(channel, known)
 
     channel.enter("initialize")
@@ -181,6 +185,7 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
     known.found = _look_at_model(engine.module, request.resolved)
     if job.spec.checkpoint is not None:
         engine.training_state()  # where there is none, that is told before the work and not after
+        _check_room(job, request, engine.module)  # with --disk's files there
     if job.spec.resume is not None:
         channel.enter("resume")
         with known.timing("resume"):
@@ -216,6 +221,15 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
             traceback.print_exc()
             known.notes.append(f"--{name}: none was taken: {in_flags(one_line(str(error))) or type(error).__name__}")
             broken = True
+
+
+def _check_room(job: Job, request: Request, model: torch.nn.Module) -> None:
+    """For the run's checkpoints, where it writes any."""
+    spec, resolved = job.spec, request.resolved
+    if spec.checkpoint is not None:
+        steps, before = resolved.steps or 0, resolved.steps_before or 0
+        within = (steps - 1) // spec.save_every - before // spec.save_every if spec.save_every else 0
+        checkpoint.check_room(model, spec.checkpoint, saves=1 + within)
 
 
 def _save(job: Job, engine: Engine) -> None:

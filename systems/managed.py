@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
-from systems.errors import UnsupportedError
+from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, disk_budget, host_budget, make_device
 from systems.planning.strategy import Strategy
 from systems.room import look
+from systems.sizes import format_size
 from systems.substrate.device import Device
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.events import EventLog
@@ -52,4 +55,10 @@ class ManagedSystem:
         def strategy(context: Any) -> Strategy:
             return self.strategy(options, context)
 
-        return ManagedEngine(model, settings, strategy, make, host_budget(settings), disk)
+        try:
+            return ManagedEngine(model, settings, strategy, make, host_budget(settings), disk)
+        except BudgetError as error:
+            if settings.disk is not None and error.tier == "host":  # with more room there it may have done
+                free = format_size(shutil.disk_usage(settings.disk).free)
+                error.args = (f"{error} ({free} are free on the disk of {os.fspath(settings.disk)})",)
+            raise

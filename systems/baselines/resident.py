@@ -24,7 +24,7 @@ from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
-from systems.substrate.adoption import initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import initial_values, keeping_values, place_buffers, refuse_mixed_norms
 from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
@@ -55,11 +55,12 @@ class ResidentEngine(Engine):
         self._cleanup = contextlib.ExitStack()
         self._micro_step = 0
         self._fired: set[int] = set()
-        try:
-            self._build(find_units(model))
-        except BaseException:
-            self.close()
-            raise
+        with keeping_values(model):
+            try:
+                self._build(find_units(model))
+            except BaseException:
+                self.close()
+                raise
         take(model)
         self._startup = {"initialize": time.perf_counter() - started}
 

@@ -18,7 +18,7 @@ from systems.errors import UnsupportedError
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
-from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import adopt_parameters, initial_values, keeping_values, place_buffers, refuse_mixed_norms
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
@@ -33,7 +33,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
-from systems.substrate.store import Store
+from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
 from systems.substrate.units import find_units, take
 from systems.substrate.updates import Updates
@@ -62,11 +62,13 @@ class ManagedEngine(ManagedReports):
         self.disk: Disk | None = None
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
-        try:
-            self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
-        except BaseException:
-            self._cleanup.close()
-            raise
+        with keeping_values(model):
+            try:
+                self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
+            except BaseException:
+                self._cleanup.close()
+                raise
+        take_rest(self.parts.store)
         take(model)
         refuse_state_dict(model)
         self.outcomes: list[StepOutcome] = self.parts.control.outcomes

@@ -22,12 +22,13 @@ from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
 from systems.substrate.disk import Disk, DiskPlace
-from systems.substrate.host import HostMapping
+from systems.substrate.host import HostMapping, release_freed
 from systems.substrate.runs import Run, runs_of
 from systems.substrate.tiers import Account, Allocation
 from systems.substrate.transfers import Memory
 
 FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device while they are made
+TAKEN_FIRST = ("slots", "master")
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
 
 
@@ -119,8 +120,10 @@ class Store:
             for part, size in sizes.items():
                 if size:
                     self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
-            for mapping in self._mappings.values():
+            for part, mapping in self._mappings.items():
                 device.exempt(mapping.storage)
+                if part in TAKEN_FIRST:
+                    mapping.touch()
             for segment in layout.segments:
                 self.segments.append(self._place(segment, parts, settled=segment.index in settled))
             for bundle in layout.bundles:
@@ -412,3 +415,11 @@ def _on_host(state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]
     """Its tensors there, each with its mapping."""
     names = STATE_PARTS[3:] if isinstance(state, DiskState) else STATE_PARTS
     return list(zip(names, state.tensors(), strict=False))
+
+
+def take_rest(store: Store) -> None:
+    """Once nothing of the model's own memory is held any more: see Note [When memory is taken] in host.py."""
+    release_freed()
+    for part, mapping in store._mappings.items():
+        if part not in TAKEN_FIRST:
+            mapping.touch()

@@ -112,6 +112,10 @@ def test_infinity_wants_a_folder_with_room(tmp_path: Path, monkeypatch: pytest.M
         refuse("deepspeed-infinity")
     with pytest.raises(UnsupportedError, match="is not a folder"):
         refuse("deepspeed-infinity", f"nvme_path={tmp_path / 'nowhere'}")
+    with monkeypatch.context() as patch:
+        patch.setattr("systems.baselines.external.deepspeed_config.in_memory", lambda folder: "tmpfs")
+        with pytest.raises(UnsupportedError, match=r"is in memory \(tmpfs\): name a folder on a disk"):
+            refuse("deepspeed-infinity", f"nvme_path={tmp_path}")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1024}))
     with pytest.raises(BudgetError, match="1KiB are free there") as caught:
         refuse("deepspeed-infinity", f"nvme_path={tmp_path}")

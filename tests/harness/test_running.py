@@ -167,7 +167,7 @@ def test_a_real_system_is_refused_before_it_allocates(run_here: Run, tmp_path: P
     record = run_here(spec, host_budget=budget, cgroup_root=tmp_path)
     assert record.status == "refused"
     assert record.reason is not None
-    assert record.reason.phase == "initialize"
+    assert record.reason.phase == "room"
     assert record.reason.tier in ("host", "device")
     assert record.reason.need is not None and record.reason.have is not None
     assert record.reason.need > record.reason.have

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from systems.baselines.external.budget import pinned_bytes
 from systems.baselines.external.package import Config, merge, read_config, refuse_changes
 from systems.errors import BudgetError, UnsupportedError
+from systems.limits import in_memory
 from systems.sizes import format_need, format_size
 from systems.system import Settings
 
@@ -253,6 +254,8 @@ def check_disk(sizes: Sizes, folder: str | None, system: str) -> Path:
         raise UnsupportedError(f"{system} keeps model states on disk: say where with `options=dict(nvme_path='FOLDER')`")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UnsupportedError(f"`options=dict(nvme_path='{folder}')` is not a folder that can be written to: make it first")
+    if (memory := in_memory(folder)) is not None:
+        raise UnsupportedError(f"`options=dict(nvme_path='{folder}')` is in memory ({memory}): name a folder on a disk")
     need, have = 16 * sizes.trainable + sizes.width * sizes.parameters, shutil.disk_usage(folder).free
     if need > have:
         raise BudgetError(
