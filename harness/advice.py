@@ -60,7 +60,7 @@ def advise(spec: RunSpec, request: Request) -> list[str]:
 def _as_plan(spec: RunSpec, request: Request) -> PlanSpec:
     """The same work on a machine with these budgets."""
     settings = request.settings
-    given = spec.model_dump(exclude_defaults=True, exclude=PlanSpec.left_out | {"ranks", "trace", "disk", "disk_memory"})
+    given = spec.model_dump(exclude_defaults=True, exclude={*PlanSpec.left_out, "ranks", "trace", "disk", "disk_memory"})
     given |= {"device_memory": device_budget(settings), "host_memory": host_budget(settings)}
     if settings.disk is not None:
         given |= {"disk": str(settings.disk), "disk_memory": disk_budget(settings)}

@@ -118,7 +118,7 @@ def _without(spec: type[BaseModel], fields: frozenset[str]) -> type[BaseModel]:
 def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | None) -> list[str]:
     """The same arguments, each flag once, its values behind it. Raises BadInputError for what fits no field."""
     fields = {flag(field): field for field in spec.model_fields if field != positional}
-    left_out = getattr(spec, "left_out", frozenset())
+    left_out: frozenset[str] = getattr(spec, "left_out", frozenset())
     given: dict[str, list[str]] = {}
     current = ""
     for token in arguments:
