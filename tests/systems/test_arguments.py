@@ -11,7 +11,7 @@ import torch
 import systems
 from systems.arguments import device_of, dtype_of
 from systems.registry import find
-from tests.systems.test_calls import Stack
+from tests.systems.test_foreign_calls import Stack
 
 OURS = sorted([name for name, entry in find().items() if entry.exposes == "STRATEGY"] + ["resident"])
 
