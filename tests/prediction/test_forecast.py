@@ -195,7 +195,7 @@ def test_what_is_said_to_help_helps_and_no_larger_batch_would(system: str) -> No
     about = question(batch_size=16, seq_len=64)
     small = replace(about, device_memory=asked(system, "opt-tiny", replace(about, batch_size=6)).least_device_bytes)
     found = forecast(chosen, options, small, seen)
-    helpful = {
+    helpful: dict[str, Any] = {
         name: value for r in remedies(chosen, options, found, seen) if len(r.changes) == 1 for name, value in r.changes.items()
     }
     assert helpful["batch_size"] == 6 and helpful["device_memory"] == found.least_device_bytes
