@@ -25,13 +25,14 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_buffers, refuse_mixed_norms
-from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
+from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
-from systems.substrate.hooks import tensors_in
+from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.labels import labelled
 from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
 from systems.substrate.recipe import StepControl
+from systems.substrate.unit_tensors import tensors_in
 from systems.substrate.units import FoundModel, find_units, take
 from systems.system import TORCH_DTYPE, Engine, Settings
 
@@ -70,6 +71,9 @@ class ResidentEngine(Engine):
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         for module in {self.module, *found.modules}:
             self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
+        self._calls = Calls(self._past_the_engine)
+        self._cleanup.callback(self._calls.detach)
+        self._calls.attach_all([*found.modules, *outer_modules(found)])
         states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
@@ -113,7 +117,7 @@ class ResidentEngine(Engine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
+        with self._recovering(), self._calls.of_engine(), ambient(), self.device.metered(), record_function("forward"):
             if torch.is_grad_enabled() and self._micro_step == 0:
                 self._watch.check()
             made = self.module(*args, **kwargs)
@@ -127,6 +131,11 @@ class ResidentEngine(Engine):
         if not self._in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
 
+    @contextmanager
+    def _past_the_engine(self, given: object) -> Iterator[None]:
+        with ambient(), self.device.metered():
+            yield
+
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
         if self._micro_step >= self.settings.accumulate:
@@ -134,7 +143,15 @@ class ResidentEngine(Engine):
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
-        with self._recovering(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
+        device = self.device
+        with (
+            self._recovering(),
+            self._calls.of_engine(),
+            ambient(),
+            device.metered(),
+            record_function("backward"),
+            recomputation_in_words(),
+        ):
             self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
         self._in_backward = False

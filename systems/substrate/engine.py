@@ -24,11 +24,11 @@ from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
-from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
 from systems.substrate.planner import Parts
+from systems.substrate.reads import follow_uses
 from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
@@ -147,27 +147,18 @@ class ManagedEngine(ManagedReports):
         self.index = found.index
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
-        device.guard(residency, self.poison, self._name_of)
-        hooks = UnitHooks(found, self.runtime, layout)
+        hooks = follow_uses(found, self.runtime)
+        self._calls = hooks.calls
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
         names = [p.name for p in found.index.parameters]
         self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
         self._cleanup.callback(self._watch.end)
 
-    def _name_of(self, view: torch.Tensor) -> str:
-        """The parameter that a view of a bundle's storage begins in, for a message."""
-        storage, start = view.untyped_storage()._cdata, view.storage_offset() * view.itemsize
-        for described, parameter in zip(self.index.parameters, self.parameters, strict=True):
-            first = parameter.storage_offset() * parameter.itemsize
-            if parameter.untyped_storage()._cdata == storage and first <= start < first + max(parameter.nbytes, 1):
-                return described.name
-        return "<unknown>"
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         runtime = self.runtime
-        with self._recovering():
+        with self._recovering(), self._calls.of_engine():
             if torch.is_grad_enabled():
                 first = not runtime.in_step
                 if first:
@@ -192,7 +183,7 @@ class ManagedEngine(ManagedReports):
                 f"backward was called {runtime.micro_step + 1} times in a step with accumulate={self.settings.accumulate}: "
                 "call step(), or set accumulate to the number of micro-batches"
             )
-        with self._recovering():
+        with self._recovering(), self._calls.of_engine():
             runtime.in_backward = True
             scale = self.parts.control.scaler.scale
             device = self.parts.device

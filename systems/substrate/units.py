@@ -2,6 +2,7 @@
 
 A unit is each element of an outermost homogeneous ModuleList (a transformer block), and every module outside those that
 owns parameters, itself or in a container without a forward (a ParameterList). A tied parameter has one entry and several users.
+The model itself is a unit, the last one if it owns none: it may read what others own (see reads.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from systems.blocks import find_blocks, has_forward
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 
+ROOT = "<root>"  # the name of the unit that is the model itself
 _TAKEN: WeakSet[nn.Module] = WeakSet()
 
 
@@ -68,7 +70,9 @@ def find_units(model: nn.Module) -> FoundModel:
         elif id(module) not in inside and (has_forward(module) or not name):
             owned = list(_owned(module))
             if owned:
-                units.append((name or "<root>", module, None, owned))
+                units.append((name or ROOT, module, None, owned))
+    if not any(module is model for _, module, _, _ in units):
+        units.append((ROOT, model, None, []))
 
     parameters: dict[nn.Parameter, list[str]] = {}
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
