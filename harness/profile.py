@@ -24,6 +24,7 @@ from harness.roofs.device import Devices, DeviceSizes
 from harness.roofs.host import HostSizes
 from harness.spec import BadInputError, Device
 from systems.limits import Limits, in_memory, read_limits
+from systems.messages import one_line
 from systems.planning.hardware import HardwareProfile
 from systems.sizes import format_size
 from systems.substrate.adam import cpu_kernel
@@ -164,6 +165,13 @@ def _put_copies(figures: Figures, found: on_device.Copies, devices: int) -> None
 
 def _prepare(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
     """What can be found wrong before any measurement. Raises BadInputError."""
+    try:
+        _check(spec, limits, sizes)
+    except OSError as error:  # such as a name too long
+        raise BadInputError(f"{one_line(str(error))}: name another file or folder") from None
+
+
+def _check(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
     if spec.device == "cuda" and not torch.cuda.is_available():
         raise BadInputError("--device cuda: torch finds no CUDA device here: see harness doctor, or use --device cpu")
     room = limits.available_memory_bytes

@@ -269,7 +269,7 @@ def build_part(part: type[_P], **fields: Any) -> _P:
 
 def build(fields: Mapping[str, Any]) -> Record:
     """A record from nested plain data and models; what `clean` had to change is said in its notes."""
-    notes: list[str] = list(fields.get("notes", []))
+    notes: list[str] = clean(fields.get("notes", []))
     tree = clean({key: item for key, item in fields.items() if key != "notes"}, notes=notes)
     return Record.model_validate({**tree, "notes": notes})
 

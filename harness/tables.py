@@ -268,9 +268,9 @@ def write_tables(spec: TablesSpec, folder: Path = FOLDER) -> int:
         text = read_text(readme, TEXT_LIMIT)
     except (OSError, ValueError) as error:
         raise BadInputError(f"--readme {readme} cannot be read: {one_line(str(error))}") from None
+    records, unreadable = store.read_all(results)
     if not results.is_dir():
         raise BadInputError(f"--results {results} is no folder: name the one that the records are in")
-    records, unreadable = store.read_all(results)
     for one in unreadable:
         complain(f"{one.path} is no record: {one.why}")
     made = replaced(text, rendered(tables, records), spec.readme)

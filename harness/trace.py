@@ -33,10 +33,10 @@ def prepare(path: Path) -> None:
     """Prove that the file can be written, before any work, and leave nothing behind. Raises BadInputError."""
     if not path.name.endswith(SUFFIXES):
         raise BadInputError(f"--trace {path}: name a file that ends in {' or '.join(SUFFIXES)}")
-    if path.is_dir():
-        raise BadInputError(f"--trace {path} is a folder: name a file in it")
     probe = _beside(path)
     try:
+        if path.is_dir():
+            raise BadInputError(f"--trace {path} is a folder: name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(0, "the file is there and must not be written")

@@ -69,7 +69,7 @@ def test_unknown_is_null() -> None:
 
 def test_the_contract_of_the_record() -> None:
     """Readers outside this repository rely on these names."""
-    assert STATUSES == ("ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable")
+    assert STATUSES == ("ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable", "interrupted")
     tree = json.loads(to_json(make_record(reason={"message": "why"})))
     assert set(tree) >= {
         "schema_version", "run_id", "status", "reason", "spec", "resolved", "environment", "samples", "metrics",
