@@ -24,11 +24,13 @@ from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
-from systems.substrate.adoption import initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import bytes_of, initial_values, place_buffers, place_carried, refuse_mixed_dtypes
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
+from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
-from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
+from systems.substrate.parameter_watch import ParameterWatch
+from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
 from systems.substrate.recipe import StepControl
 from systems.substrate.units import FoundModel, find_units, take
 from systems.system import TORCH_DTYPE, Engine, Settings
@@ -53,8 +55,12 @@ class ResidentEngine(Engine):
         self._cleanup = contextlib.ExitStack()
         self._micro_step = 0
         self._fired: set[int] = set()
+        self._in_backward = False
+        self._cast: set[int] = set()
+        self._rounded: dict[int, torch.Tensor] = {}  # gradients of parameters that were read in another dtype
+        self._watch: ParameterWatch | None = None
         try:
-            self._build(find_units(model))
+            self._build(find_units(model, TORCH_DTYPE[settings.dtype]))
         except BaseException:
             self.close()
             raise
@@ -63,7 +69,8 @@ class ResidentEngine(Engine):
 
     def _build(self, found: FoundModel) -> None:
         settings = self.settings
-        refuse_mixed_norms(found, settings.dtype)
+        refuse_mixed_dtypes(found, settings.dtype)
+        self._trains = found.trains
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
@@ -87,9 +94,15 @@ class ResidentEngine(Engine):
         self._cleanup.callback(self._forget)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
-        self.device.account.add_other(place_buffers(self.module, self.device.torch_device), "buffers")
+        carried = place_carried(found, self.device.torch_device)
+        buffers = place_buffers(self.module, self.device.torch_device) + sum(map(bytes_of, carried))
+        self.device.account.add_other(buffers, "buffers")
+        for tensor in carried:
+            self.device.exempt(tensor.untyped_storage())
         self._names = [p.name for p in found.index.parameters]
-        self._watch = ParameterWatch(self._names, self.parameters, lambda there: self._micro_step > 0)
+        self._watch = ParameterWatch(
+            self.module, found, self.parameters, lambda there: self._micro_step > 0, cast=self._take_rounded
+        )
         self._cleanup.callback(self._watch.end)
 
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
@@ -110,7 +123,8 @@ class ResidentEngine(Engine):
                 for module, attribute in found.owners[number]:
                     module._parameters[attribute] = parameter
             else:
-                old.data, old.grad, parameter = compute, None, old
+                set_data(old, compute)
+                old.grad, parameter = None, old
             self.parameters.append(parameter)
             flat = value.reshape(-1) if old.requires_grad else None
             self._masters.append(flat)
@@ -119,36 +133,84 @@ class ResidentEngine(Engine):
             self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
             self.device.exempt(compute.untyped_storage())
 
+    def _take_rounded(self, number: int) -> None:
+        """A parameter is read in another dtype: its gradients are rounded as they come (parameter_watch.py's note)."""
+        if number in self._cast or not self.parameters[number].requires_grad:
+            return
+        self._cast.add(number)
+        dtype = TORCH_DTYPE[self.settings.dtype]
+
+        def take(parameter: torch.Tensor) -> None:
+            if not self._in_backward:
+                return
+            gradient = take_gradient(parameter)
+            if gradient is None:
+                return
+            if number in self._rounded:
+                self._rounded[number].add_(gradient.to(dtype))
+            else:
+                self._rounded[number] = gradient.to(dtype)
+
+        handle = self.parameters[number].register_post_accumulate_grad_hook(take)
+        self._cleanup.callback(handle.remove)
+
+    def _gradient(self, number: int) -> torch.Tensor | None:
+        gradient = take_gradient(self.parameters[number])
+        return self._rounded.pop(number) if number in self._rounded else gradient
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_open()
-        with self._recovering(), ambient(), self.device.metered(), record_function("forward"):
-            if torch.is_grad_enabled() and self._micro_step == 0:
-                self._watch.check()
+        watch = self._open_watch()
+        if not self._trains:
+            refuse_wanted_gradients((args, kwargs))
+        trains = self._trains and torch.is_grad_enabled()
+        with (
+            self._recovering(),
+            watch.call(),
+            ambient(),
+            torch.set_grad_enabled(trains),
+            self.device.metered(),
+            record_function("forward"),
+        ):
+            if self._micro_step == 0 or not trains:
+                watch.check()
+            args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self._check_open()
+        watch = self._open_watch()
+        self._refuse_training_nothing("backward")
         if self._micro_step >= self.settings.accumulate:
             raise ValueError(f"backward was called more than accumulate={self.settings.accumulate} times: call step()")
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
-        with self._recovering(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
+        self._in_backward = True
+        with (
+            self._recovering(),
+            watch.call(),
+            ambient(),
+            self.device.metered(),
+            record_function("backward"),
+            recomputation_in_words(),
+        ):
             (loss if scale == 1.0 else loss * scale).backward()
+        self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
-            for number, parameter in enumerate(self.parameters):
-                gradient, accumulator = take_gradient(parameter), self._accumulators[number]
+            for number, accumulator in enumerate(self._accumulators):
+                gradient = self._gradient(number)
                 if gradient is not None:
                     self._fired.add(number)
                     assert accumulator is not None
                     self.device.kernel.accumulate(accumulator, gradient.reshape(-1))
 
     def step(self) -> None:
-        self._check_open()
+        watch = self._open_watch()
+        self._refuse_training_nothing("step")
         if self._micro_step != self.settings.accumulate:
             raise ValueError(f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward")
         with self._recovering(), record_function("step"):
+            watch.check()
             self._step()
         self._micro_step = 0
 
@@ -167,16 +229,22 @@ class ResidentEngine(Engine):
             if accumulator is not None:
                 accumulator.zero_()
         self._fired.clear()
-        self._micro_step = 0
+        self._rounded.clear()
+        self._micro_step, self._in_backward = 0, False
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _open_watch(self) -> ParameterWatch:
+        if self._closed or self._watch is None:
             raise ValueError("the engine is closed")
+        return self._watch
+
+    def _refuse_training_nothing(self, what: str) -> None:
+        if not self._trains:
+            raise ValueError(f"{what}: no parameter of the model requires a gradient: there is nothing to train")
 
     def _step(self) -> None:
         gradients = {}
-        for number, parameter in enumerate(self.parameters):
-            fresh, accumulator = take_gradient(parameter), self._accumulators[number]
+        for number in range(len(self.parameters)):
+            fresh, accumulator = self._gradient(number), self._accumulators[number]
             if fresh is not None:
                 gradients[number] = fresh.reshape(-1)
             elif number in self._fired and accumulator is not None:
@@ -193,7 +261,7 @@ class ResidentEngine(Engine):
             for number, gradient in gradients.items():
                 master, moments = self._masters[number], self._moments[number]
                 assert master is not None and moments is not None
-                out = self.parameters[number].data.reshape(-1)
+                out = data_of(self.parameters[number]).reshape(-1)
                 ranges = [self._control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
             with labelled("update"):
@@ -225,16 +293,19 @@ class ResidentEngine(Engine):
         self._control.set_lr(lr)
 
     def training_state(self) -> ResidentState:
-        self._check_open()
+        watch = self._open_watch()
         if self._micro_step:
             raise UnsupportedError("checkpoint: a step is in progress: call it before the forward pass or after step()")
+        watch.check()
         self.drain()
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._check_open()
+        watch = self._open_watch()
+        if not write:
+            watch.check()
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             source = parameter.detach() if master is None else master
@@ -245,18 +316,22 @@ class ResidentEngine(Engine):
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             if master is not None:
                 master.copy_(values[name].reshape(-1))
-            parameter.data.copy_(values[name])
+            data_of(parameter).copy_(values[name])
+        watch.accept()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            lost = None if self._watch is None else self._watch.lost()
             self._cleanup.close()
+            if lost is not None:
+                raise lost
 
     def _forget(self) -> None:
         self._masters, self._moments, self._accumulators = [], [], []
         for parameter in self.parameters:
             take_gradient(parameter)
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            set_data(parameter, torch.empty(0, dtype=parameter.dtype))
 
 
 class ResidentState:
@@ -288,7 +363,7 @@ class ResidentState:
             master.copy_(state.value.reshape(-1))
             moments[0].copy_(state.exp_avg.reshape(-1))
             moments[1].copy_(state.exp_avg_sq.reshape(-1))
-        self._weights[parameter].data.copy_(state.value)
+        data_of(self._weights[parameter]).copy_(state.value)
 
 
 class Resident:

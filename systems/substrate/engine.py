@@ -18,7 +18,14 @@ from systems.errors import UnsupportedError
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
-from systems.substrate.adoption import adopt_parameters, initial_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import (
+    adopt_parameters,
+    bytes_of,
+    initial_values,
+    place_buffers,
+    place_carried,
+    refuse_mixed_dtypes,
+)
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
@@ -26,8 +33,10 @@ from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
+from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
-from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
+from systems.substrate.parameter_watch import ParameterWatch
+from systems.substrate.parameters import MovingParameter, data_of, refuse_state_dict
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
@@ -82,8 +91,9 @@ class ManagedEngine(ManagedReports):
         disk_budget: int,
     ) -> None:
         dtype = TORCH_DTYPE[settings.dtype]
-        found = find_units(model)
-        refuse_mixed_norms(found, settings.dtype)
+        found = find_units(model, dtype)
+        refuse_mixed_dtypes(found, settings.dtype)
+        self._trains = found.trains
         device = make_device(self.log)
         files = self._cleanup.enter_context(contextlib.ExitStack())  # closed once all lanes are at rest
         self._cleanup.callback(device.close)
@@ -107,7 +117,10 @@ class ManagedEngine(ManagedReports):
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
         offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
         buffers = place_buffers(model, device.torch_device)
-        device.account.add_other(buffers, "buffers")
+        carried = place_carried(found, device.torch_device)
+        device.account.add_other(buffers + sum(map(bytes_of, carried)), "buffers")
+        for tensor in carried:
+            device.exempt(tensor.untyped_storage())
         host = host_account(host_budget, self.log)
         if layout.on_disk:
             assert settings.disk is not None
@@ -149,9 +162,22 @@ class ManagedEngine(ManagedReports):
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
-        names = [p.name for p in found.index.parameters]
-        self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
+        self._watch = ParameterWatch(
+            model,
+            found,
+            self.parameters,
+            partial(_gradients_pending, self.runtime),
+            MovingParameter,
+            readable=self._readable,
+            restore=self.poison.restore,
+        )
         self._cleanup.callback(self._watch.end)
+
+    def _readable(self, parameter: int) -> bool:
+        """Its values are on the device, and no gradient is written over them."""
+        residency, bundle = self.parts.residency, self.parts.layout.bundle_of_parameter[parameter]
+        there = residency.bundles[bundle].storage.resident
+        return there and not residency.reads_gradient(data_of(self.parameters[parameter]))
 
     def _name_of(self, view: torch.Tensor) -> str:
         """The parameter that a view of a bundle's storage begins in, for a message."""
@@ -164,25 +190,30 @@ class ManagedEngine(ManagedReports):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        runtime = self.runtime
-        with self._recovering():
-            if torch.is_grad_enabled():
+        runtime, device, dtype = self.runtime, self.parts.device, TORCH_DTYPE[self.settings.dtype]
+        if not self._trains:
+            refuse_wanted_gradients((args, kwargs))
+        with self._recovering(), self._watch.call():
+            if torch.is_grad_enabled() and self._trains:
                 first = not runtime.in_step
                 if first:
                     self._watch.check()
                 runtime.planner.meet(batch_shape_of((args, kwargs)), first=first)
                 if first:
                     runtime.begin_step()
-                device = self.parts.device
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
+                    args, kwargs = cast_inputs(args, kwargs, dtype)
                     return self.module(*args, **kwargs)
+            self._watch.check()
             runtime.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=runtime.in_step)
-            with runtime.aside(), ambient(), self.parts.device.metered(), record_function("forward (no grad)"):
+            with runtime.aside(), ambient(), torch.no_grad(), device.metered(), record_function("forward (no grad)"):
+                args, kwargs = cast_inputs(args, kwargs, dtype)
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
         runtime = self.runtime
+        self._refuse_training_nothing("backward")
         if not runtime.in_step:
             raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
         if runtime.micro_step >= self.settings.accumulate:
@@ -190,7 +221,7 @@ class ManagedEngine(ManagedReports):
                 f"backward was called {runtime.micro_step + 1} times in a step with accumulate={self.settings.accumulate}: "
                 "call step(), or set accumulate to the number of micro-batches"
             )
-        with self._recovering():
+        with self._recovering(), self._watch.call():
             runtime.in_backward = True
             scale = self.parts.control.scaler.scale
             device = self.parts.device
@@ -206,12 +237,14 @@ class ManagedEngine(ManagedReports):
 
     def step(self) -> None:
         self._check_open()
+        self._refuse_training_nothing("step")
         if self.runtime.micro_step != self.settings.accumulate or not self.runtime.in_step:
             raise ValueError(
                 f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
                 "micro-batches had their backward: call backward first, or set accumulate"
             )
         with self._recovering(), self.parts.device.phases.of("norm"), record_function("step"):
+            self._watch.check()
             self.runtime.finish_step()
 
     @contextmanager
@@ -227,6 +260,10 @@ class ManagedEngine(ManagedReports):
         self.parts.device.drain()
         self.runtime.ending.settle()
 
+    def _refuse_training_nothing(self, what: str) -> None:
+        if not self._trains:
+            raise ValueError(f"{what}: no parameter of the model requires a gradient: there is nothing to train")
+
     def set_lr(self, lr: float) -> None:
         self.parts.control.set_lr(lr)
 
@@ -234,34 +271,40 @@ class ManagedEngine(ManagedReports):
         self._settle("checkpoint")
         return ManagedState(self.index, self.parts)
 
-    def _settle(self, what: str) -> None:
-        """Wait until nothing moves; UnsupportedError within a step."""
+    def _settle(self, what: str, *, overwrites: bool = False) -> None:
+        """Wait until nothing moves; UnsupportedError within a step. overwrites: edits past the engine do not matter."""
         self._check_open()
         if self.runtime.in_step:
             raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
+        if not overwrites:
+            self._watch.check()
         self.drain()
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.summon. Tied parameters appear once, under their first name."""
-        self._settle("summon")
+        self._settle("summon", overwrites=write)
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values
         if write:
             for p in self.index.parameters:
                 self.parts.residency.overwrite(p.index, values[p.name])
+            self._watch.accept()
             self.drain()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        lost = self._watch.lost()
         with contextlib.suppress(Exception):
             self.parts.device.drain()
         self.runtime.in_step = self.runtime.in_backward = False
         self.parts.residency.release_all()
         self._cleanup.close()
         assert self.parts.device.account.pool == 0, "device pool not empty after close"
+        if lost is not None:
+            raise lost
 
 
 def _gradients_pending(runtime: Runtime, in_place: bool) -> bool:

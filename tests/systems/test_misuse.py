@@ -344,7 +344,7 @@ def test_a_weight_used_by_functional_attention_is_refused_by_name() -> None:
 def test_a_model_without_parameters_or_with_odd_ones() -> None:
     for model, says in (
         (nn.ReLU(), "no parameters"),
-        (nn.Linear(4, 4, dtype=torch.complex64), "only dense floats train"),
+        (nn.Linear(4, 4, dtype=torch.complex64), "only dense floats of 16 bits or more train"),
     ):
         with pytest.raises(UnsupportedError, match=says):
             start(elixir(), model, settings())
