@@ -426,11 +426,6 @@ def test_a_model_that_was_refused_can_be_given_again(system: str) -> None:
         assert one_step(engine, BATCH, LOSS) > 0
 
 
-def test_a_model_in_which_nothing_trains() -> None:
-    with pytest.raises(UnsupportedError, match="no parameter of the model requires a gradient"):
-        started("elixir", build("stack").requires_grad_(False))
-
-
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("averages", [True, False])
 def test_a_batch_norm_with_averages_needs_fp32(system: str, averages: bool) -> None:
