@@ -59,8 +59,10 @@ def steps(engine: Engine, x: torch.Tensor = INPUT) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("dtype", "narrow"), [("fp32", torch.int8), ("bf16", torch.uint8), ("bf16", torch.float8_e4m3fn)])
-@pytest.mark.parametrize("system", SYSTEMS)
+QUANTIZED = [("fp32", torch.int8), ("bf16", torch.uint8), ("bf16", torch.float8_e4m3fn)]
+
+
+@pytest.mark.parametrize(("system", "dtype", "narrow"), [(s, *QUANTIZED[i % 3]) for i, s in enumerate(SYSTEMS)])
 def test_a_quantized_base_is_carried_along(system: str, dtype: str, narrow: torch.dtype) -> None:
     """In bf16 the scales stay as they came: what is trained is in bf16 already."""
 
@@ -117,14 +119,11 @@ def test_a_part_kept_wider_than_the_engine_s_dtype(system: str, dtype: str, one:
         assert steps(engine)[0] > 0
 
 
-@pytest.mark.parametrize("system", names())
+@pytest.mark.parametrize("system", [name for name in names() if name != "dummy"])
 def test_every_system_of_the_registry_refuses_a_part_kept_wider(system: str) -> None:
     chosen = get(system)
-    try:
-        with pytest.raises(UnsupportedError, match="is in torch.float32 beside others|cuda|install|--recompute"):
-            chosen.initialize(half_wide(), settings(dtype="bf16"), chosen.Options()).close()
-    except ValueError as error:
-        pytest.skip(f"{system} cannot be asked here: {error}")
+    with pytest.raises(UnsupportedError, match=r"is in torch\.float32 beside others|runs on CUDA only"):
+        chosen.initialize(half_wide(), settings(dtype="bf16"), chosen.Options())
 
 
 class Given(nn.Module):
@@ -216,29 +215,23 @@ class Adapter(nn.Module):
             nn.utils.parametrize.remove_parametrizations(self.base, "stack", leave_parametrized=False)
 
 
-def adapted() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.blocks = nn.ModuleList(Adapter() for _ in range(4))
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Adapter() for _ in range(4))
 
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = model.blocks
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:  # type: ignore[union-attr]
-                x = block(x)
-            return x
-
-    return Chain()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_frozen_weight_that_is_parametrized_within_forward(system: str) -> None:
-    expected = start(RESIDENT, adapted(), settings())
+    expected = start(RESIDENT, Adapted(), settings())
     reference = finished(expected, steps(expected))
     chosen, options = SYSTEMS[system]
     budget = int(0.8 * (reference.memory.device_peak_bytes or 0))
-    engine = start(chosen, adapted(), settings(device_memory=budget), options)
+    engine = start(chosen, Adapted(), settings(device_memory=budget), options)
     assert_equal(reference, finished(engine, steps(engine)))
