@@ -1,8 +1,11 @@
 # Each target does its own set-up: the environment in .venv is made the first time, and again when pyproject.toml changes.
+# `make test VENV=` takes the python3 and the tools on the PATH as they are instead, and installs nothing.
 
 VENV := .venv
-BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+BIN := $(VENV:%=%/bin/)
+READY := $(VENV:%=%/.ready)
+# At most, and no more than there are cores.
+PROCESSES := 4
 
 # The first of these that is there and is 3.11 or newer.
 PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -13,25 +16,25 @@ PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 
 # Trains a small model on real text under a device budget that its states do not fit, and leaves a record in results/.
 run: $(READY)
-	$(BIN)/harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB
+	$(BIN)python3 -m harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB
 
-# A process for each core, up to four, and all tests of a file in one.
+# All tests of a file in one process. The last lines say what was skipped and why.
 test: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)ruff check .
+	$(BIN)mypy
+	$(BIN)lint-imports
+	$(BIN)python3 -m pytest -n logical --maxprocesses $(PROCESSES) --dist loadfile
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)python3 -m pytest -m slow
 
 $(READY): pyproject.toml constraints-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, none was found" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	test -x $(BIN)python3 || $(PYTHON) -m venv $(VENV)
+	$(BIN)python3 -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
 	touch $@
 
 # Records in results/ stay: they are data.
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,6 +23,7 @@ class Job(BaseModel):
     """What the parent hands to the process of a run, on its standard input.
 
     host_budget_bytes: the smallest limit in force, for a spec that gives none. cgroup_root: where limits are read.
+    advise: look for what would train here where memory is short.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,6 +36,7 @@ class Job(BaseModel):
     descriptor: int
     host_budget_bytes: int | None
     cgroup_root: str
+    advise: bool = False
 
 
 class Channel:

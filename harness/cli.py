@@ -10,6 +10,8 @@ import contextlib
 import gc
 import importlib.util
 import io
+import os
+import signal
 import sys
 import types
 import typing
@@ -18,23 +20,25 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from harness import comparison, scale, store, trace
 from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
-from harness.output import complain, progress_console, say
+from harness.output import complain, fill_standard_streams, progress_console, say
 from harness.plan_spec import PlanSpec
 from harness.record import Record, to_json
 from harness.scale import BatchSpec, ScaleSpec
-from harness.spec import BadInputError, RunSpec, flag
+from harness.spec import BadInputError, RunSpec, flag, in_flags
 from harness.table import show
+from harness.wandb_log import Tracker
 from systems import registry
-from systems.messages import invalid_value, one_line, unknown_name
+from systems.messages import invalid_value, one_line, printable, unknown_name
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
+INTERRUPTED = 128 + signal.SIGINT
 COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
@@ -105,14 +109,23 @@ def _text_rule(spec: type[BaseModel]) -> ConstructorRegistry:
     return rules
 
 
+def _without(spec: type[BaseModel], fields: frozenset[str]) -> type[BaseModel]:
+    """The same for --help, but for flags that are refused."""
+    kept: dict[str, Any] = {name: (field.annotation, field) for name, field in spec.model_fields.items() if name not in fields}
+    return create_model(spec.__name__, __doc__=spec.__doc__, **kept)
+
+
 def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | None) -> list[str]:
     """The same arguments, each flag once, its values behind it. Raises BadInputError for what fits no field."""
     fields = {flag(field): field for field in spec.model_fields if field != positional}
+    left_out = getattr(spec, "left_out", frozenset())
     given: dict[str, list[str]] = {}
     current = ""
     for token in arguments:
         name, equals, value = token.partition("=")
         if name.startswith("--"):
+            if fields.get(name) in left_out:
+                raise BadInputError(f"{name} is of a run and changes nothing here: leave it out")
             if name not in fields:
                 raise BadInputError(unknown_name("flag", name, fields))
             if _is_switch(spec, fields[name]):
@@ -143,11 +156,12 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
 
 def parse(spec: type[_Spec], arguments: Sequence[str], *, prog: str, positional: str | None = None) -> _Spec:
     """Arguments as a spec. Raises BadInputError with one line; --help prints and exits as usual."""
-    tyro_spec: Any = typing.Annotated[spec, tyro.conf.FlagCreatePairsOff]
+    shown = _without(spec, getattr(spec, "left_out", frozenset())) if {"-h", "--help"} & set(arguments) else spec
+    tyro_spec: Any = typing.Annotated[shown, tyro.conf.FlagCreatePairsOff]
     if positional:
         tyro_spec = typing.Annotated[tyro_spec, tyro.conf.PositionalRequiredArgs]
-    if {"-h", "--help"} & set(arguments):
-        with _text_rule(spec):
+    if shown is not spec or {"-h", "--help"} & set(arguments):
+        with _text_rule(shown):
             tyro.cli(tyro_spec, prog=prog, args=["--help"])
     collected = _collect(spec, arguments, positional)
     complaint = io.StringIO()
@@ -175,12 +189,15 @@ def _complaint(error: BaseException, printed: str, positional: str | None) -> st
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[list[int]]:
-    """Tell bad input in one line; the exit code is in the list then."""
+    """Tell bad input, and Ctrl-C, in one line; the exit code is in the list then."""
     code: list[int] = []
     try:
         yield code
+    except KeyboardInterrupt:
+        complain("interrupted")
+        code.append(INTERRUPTED)
     except BadInputError as error:
-        complain(str(error))
+        complain(in_flags(str(error)))
         code.append(BAD_INPUT)
 
 
@@ -203,17 +220,17 @@ def run(spec: RunSpec) -> int:
     """
     _check_before_work(spec)
     console = progress_console()
-    code = OK
+    tracker, code = _tracker(spec, console), OK
     with stop_signals() as stop:
         for replicate in range(spec.repeat):
-            record = launch(spec, replicate=replicate, console=console, stop=stop)
-            kept = _keep(record, spec, console)
+            record = launch(spec, replicate=replicate, console=console, stop=stop, advise=replicate == 0)
+            kept = _keep(record, spec, console, tracker)
             say(to_json(record))
             if record.status != "ok" or not kept:
                 code = FAILED
             if not kept or stop.number is not None:
                 break
-    return code
+    return stop.code or code
 
 
 def compare(spec: CompareSpec) -> int:
@@ -223,24 +240,25 @@ def compare(spec: CompareSpec) -> int:
         _check_before_work(entry.spec)
     check_options(found)
     console = progress_console()
+    tracker = _tracker(spec, console)
     lost: list[Record] = []
     with stop_signals() as stop:
 
         def execute(entry: Entry, replicate: int) -> Record | None:
-            return _execute(entry, replicate, console, stop, lost)
+            return _execute(entry, replicate, console, stop, lost, tracker)
 
         records = collect(found, spec.repeat, execute)
     code = _tell(comparison.compare(records, spec=spec.model_dump(mode="json")), console)
-    return FAILED if lost or stop.number is not None else code
+    return stop.code or (FAILED if lost else code)
 
 
-def _execute(entry: Entry, replicate: int, console: Console, stop: Stop, lost: list[Record]) -> Record | None:
+def _execute(entry: Entry, replicate: int, console: Console, stop: Stop, lost: list[Record], tracker: Tracker) -> Record | None:
     """One run of a comparison; None if there shall be no further one. lost: takes up a record that could not be kept."""
     if lost or stop.number is not None:
         return None
     console.print(f"{entry.label}: run {replicate + 1} of {entry.spec.repeat}", markup=False)
     record = launch(entry.spec, replicate=replicate, console=console, stop=stop)
-    if not _keep(record, entry.spec, console):
+    if not _keep(record, entry.spec, console, tracker):
         say(to_json(record))
         lost.append(record)
     return record
@@ -250,17 +268,20 @@ def search(spec: ScaleSpec | BatchSpec) -> int:
     """Try sizes, each in its own process. The exit code: 0 if one fits."""
     _check_before_work(spec)
     console = progress_console()
+    tracker = _tracker(spec, console)
     with stop_signals() as stop:
 
         def one(asked: RunSpec) -> Record | None:
             record = launch(asked, replicate=0, console=console, stop=stop)
-            kept = _keep(record, asked, console)
+            kept = _keep(record, asked, console, tracker)
+            if not kept:
+                say(to_json(record))
             return record if kept and stop.number is None else None
 
         found = scale.search(spec, one, console)
     scale.show(found, console)
     say(scale.to_json(found))
-    return OK if found.largest is not None and found.failed is None and stop.number is None else FAILED
+    return stop.code or (OK if found.largest is not None and found.failed is None else FAILED)
 
 
 def compare_kept(spec: StoredSpec) -> int:
@@ -274,29 +295,38 @@ def _tell(made: comparison.Comparison, console: Console) -> int:
     return FAILED if made.failed else UNLIKE if made.refusals else OK
 
 
-def _keep(record: Record, spec: RunSpec, console: Console) -> bool:
+def _tracker(spec: RunSpec, console: Console) -> Tracker:
+    return Tracker(spec.wandb, tell=lambda line: console.print(line, markup=False), warn=complain)
+
+
+def _keep(record: Record, spec: RunSpec, console: Console, tracker: Tracker) -> bool:
     """Write a record and tell how the run ended. False if it cannot be kept: then no further run is worth its time."""
     try:
         path = store.write(record, Path(spec.results))
-        if spec.wandb != "off":
-            from harness.wandb_log import log
-
-            log(record, spec.wandb)
     except store.StoreError as error:
         complain(str(error))
         return False
-    except Exception as error:  # noqa: BLE001 - the service's own errors are many; the record is written already
-        complain(f"--wandb {spec.wandb}: {type(error).__name__}: {error}")
-        return False
+    tracker.log(record)
     _tell_end(record, path, console)
     return True
 
 
 def _tell_end(record: Record, path: Path, console: Console) -> None:
     said = f"{record.status}: {record.reason.message}" if record.reason else record.status
-    console.print(f"{said} ({path})", markup=False)
+    console.print(printable(f"{said} ({path})"), markup=False)
+    for line in record.reason.advice if record.reason else ():
+        console.print(printable(f"try: {line}"), markup=False)
     for doubt in record.doubts:
         console.print(f"doubt: {doubt.code}: {doubt.seen}; may be {doubt.cause}; {doubt.advice}", markup=False)
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """A record cannot hold them, nor a process be told them: raises BadInputError for bytes that are no UTF-8."""
+    for token in arguments:
+        try:
+            token.encode()
+        except UnicodeEncodeError:
+            raise BadInputError(f"the argument {os.fsencode(token)!r} is not UTF-8: name it in UTF-8") from None
 
 
 def _usage() -> str:
@@ -317,13 +347,17 @@ def _uncollected() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point. The exit code: 0 ok, 1 a run failed or a plan does not fit, 2 bad input, 3 a comparison refuses."""
+    """The entry point. The exit code: 0 ok, 1 a run failed or a plan does not fit, 2 bad input, 3 a comparison refuses, 130
+    Ctrl-C (128 and the signal's number for any other that ends a run).
+    """
+    fill_standard_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         say(_usage())
         return OK if given else BAD_INPUT
     command, rest = given[0], given[1:]
     with _one_line_errors() as code:
+        _check_text(given)
         if command == "run":
             return run(parse(RunSpec, rest, prog="harness run"))
         if command == "compare":

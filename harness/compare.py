@@ -81,7 +81,7 @@ def entries(spec: CompareSpec) -> list[Entry]:
         try:
             options = split_assignments("option", spec.option) | split_assignments("option", own)
         except ValueError as error:
-            raise BadInputError(f"--system {text}: {str(error).removeprefix('--option ')}") from None
+            raise BadInputError(f"--system {text}: {str(error).removeprefix('`option` ')}") from None
         given = {"system": name.strip(), "option": tuple(f"{key}={value}" for key, value in options.items())}
         found.append(Entry(text, RunSpec.model_validate(work | given)))
     return found

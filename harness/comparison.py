@@ -6,6 +6,7 @@ Nothing here runs anything: records in, a comparison out, the same whether they 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,12 +14,11 @@ from pydantic import Field
 
 from harness.likeness import Difference, differences
 from harness.record import Part, Reason, Record
-from harness.stats import Figure, Ratio, compare_rates, summarize
+from harness.stats import ENOUGH_PROCESSES, LARGEST, Figure, Ratio, compare_rates, summarize
 
 # How far the losses of one training may drift apart between systems, relative: larger and it is another training.
 LOSS_TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
-ENOUGH_PROCESSES = 3
 REGION_SHARE = 0.1  # by which a region's step time may differ from the median step before it is said
 
 
@@ -148,8 +148,9 @@ def _row(
 
 
 def _figures(records: Sequence[Record], metric: str) -> list[float]:
+    """Those that a machine may have: a file may hold any number, and of some no mean can be taken."""
     found = [getattr(record.metrics, metric) for record in records]
-    return [figure for figure in found if figure is not None]
+    return [figure for figure in found if figure is not None and abs(figure) < LARGEST]
 
 
 def _differences(records: Sequence[Record], reference: Sequence[Record], intended: Collection[str]) -> list[Difference]:
@@ -179,7 +180,8 @@ def _losses(records: Sequence[Record], reference: Sequence[Record]) -> Losses:
 def _deviation(record: Record, reference: Record) -> float | None:
     """The largest |loss - reference| / |reference| of a step; a step that only one of the two knows is left out."""
     pairs = zip(record.metrics.loss, reference.metrics.loss, strict=False)
-    return max((abs(a - b) / abs(b) for a, b in pairs if a is not None and b), default=None)
+    deviations = (abs(a - b) / abs(b) for a, b in pairs if a is not None and b)
+    return max((deviation for deviation in deviations if math.isfinite(deviation)), default=None)
 
 
 def _peaks(records: Sequence[Record]) -> Peaks:

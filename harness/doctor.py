@@ -18,6 +18,7 @@ from systems import registry
 from systems.errors import UnavailableError
 from systems.limits import Limits, read_limits
 from systems.sizes import format_size
+from systems.substrate import build
 
 _TIMEOUT_S = 20
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
@@ -54,12 +55,11 @@ def _first_line(command: list[str]) -> str | None:
 
 
 def compiler() -> Finding:
-    path = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    version = _first_line([path, "--version"]) if path else None
-    if version is None:
+    try:
+        return Finding("compiler", build.compiler()[1].partition("\n")[0])
+    except build.BuildError as error:
         advice = "install g++: the C++ Adam kernel needs it, without it a slower torch version runs"
-        return Finding("compiler", "no C++ compiler", advice)
-    return Finding("compiler", version)
+        return Finding("compiler", str(error), advice)
 
 
 def ninja() -> Finding:
@@ -72,10 +72,11 @@ def ninja() -> Finding:
 
 def libaio() -> Finding:
     """DeepSpeed builds its disk operations against it."""
-    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    if path is None:
+    try:
+        compiler = build.compiler()[0]
+    except build.BuildError:
         return Finding("libaio", "not known without a C++ compiler", "install g++, then ask again")
-    command = [path, "-x", "c++", "-", "-laio", "-o", os.devnull]
+    command = [*compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
     try:
         subprocess.run(command, input=_AIO_PROGRAM, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -41,6 +41,10 @@ CLOSED_LIST: Mapping[str, tuple[str, str]] = MappingProxyType(
             "name a folder on a local disk with --disk",
         ),
         "fewer_threads_than_cores": ("OMP_NUM_THREADS, or a limit set by a launcher", "unset OMP_NUM_THREADS"),
+        "more_threads_than_cores": (
+            "OMP_NUM_THREADS, or fewer cores for this process than the machine has",
+            "unset OMP_NUM_THREADS: threads that share a core wait for each other",
+        ),
         "utilisation_above_peak": (
             "a wrong peak for this device, or a wrong FLOPs count",
             "do not use this record's TFLOPS",
@@ -111,6 +115,8 @@ def judge(seen: Seen) -> list[Doubt]:
         found.append(_doubt("page_cache", "optimizer states go through it on their way to the disk"))
     if seen.threads < seen.cores:
         found.append(_doubt("fewer_threads_than_cores", f"{seen.threads} threads on {seen.cores} cores"))
+    if seen.threads > seen.cores:
+        found.append(_doubt("more_threads_than_cores", f"{seen.threads} threads on {seen.cores} cores"))
     if seen.mfu is not None and seen.mfu > 1:
         found.append(_doubt("utilisation_above_peak", f"{seen.mfu:.0%} of the device's peak"))
     return found

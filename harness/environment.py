@@ -17,6 +17,7 @@ import torch
 from harness import nvml
 from harness.record import Code, Environment, Hardware, Threads
 from systems.limits import PROC, Limits
+from systems.messages import one_line
 
 PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe", "numpy", "pydantic", "triton")
 VARIABLES = (
@@ -160,5 +161,5 @@ def describe(device: str, limits: Limits, seed: int, device_nvml: nvml.Nvml | No
         limits=limits,
         threads=Threads(intra_op=torch.get_num_threads(), inter_op=torch.get_num_interop_threads()),
         seeds={"weights": seed, "data": seed, "dropout": seed},
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        variables={name: one_line(os.environ[name]) for name in VARIABLES if name in os.environ},
     )

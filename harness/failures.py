@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.record import Reason, Status
+from harness.spec import in_flags
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 from systems.messages import one_line
 from systems.sizes import format_size, parse_size
@@ -91,7 +92,7 @@ def _missing_package(error: BaseException) -> str | None:
 
 def from_exception(error: BaseException, phase: str, rank: int, *, host_room: int | None = None) -> tuple[Status, Reason]:
     """Status and reason of a run whose own process caught `error` in `phase`. host_room: bytes the host could still give."""
-    message = one_line(str(error)) or type(error).__name__
+    message = in_flags(one_line(str(error))) or type(error).__name__
     status: Status = "failed"
     more: dict[str, Any] = {}
     if isinstance(error, UnavailableError):
@@ -141,7 +142,7 @@ def from_death(death: Death) -> tuple[Status, Reason]:
     status: Status = "failed"
     room: dict[str, Any] = {}
     if death.stopped_by is not None:
-        killed_by = signal.Signals(death.stopped_by).name
+        status, killed_by = "interrupted", signal.Signals(death.stopped_by).name
         message = f"the run was stopped by {killed_by} in phase {death.phase}"
     elif death.timed_out_s is not None:
         status, killed_by = "timeout", None

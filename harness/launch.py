@@ -27,10 +27,12 @@ from typing import Any
 
 from rich.console import Console
 
+from harness import trace
 from harness.channel import Job, Lines
 from harness.doubts import Seen as DoubtsSeen
 from harness.doubts import judge
 from harness.failures import LOG_LINES, Death, from_death, from_exception
+from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
 from harness.spec import BadInputError, RunSpec
 from harness.store import new_run_id
@@ -40,7 +42,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _EXIT_GRACE_S = 30.0
-WORKER = ("-m", "harness.worker")
+WORKER = ("-P", "-m", "harness.worker")  # -P: the folder it starts in comes last, it may have a models or harness of its own
 _GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(0, signal.SIGKILL)"
 
 
@@ -49,6 +51,11 @@ class Stop:
     """Whether this process was told to stop, and by which signal."""
 
     number: int | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code that says so, as shells give it: 130 for Ctrl-C; 0 if it was not."""
+        return 0 if self.number is None else 128 + self.number
 
 
 @contextmanager
@@ -135,7 +142,7 @@ class Worker:
         match message["kind"]:
             case "phase":
                 seen.phase = message["phase"]
-                if seen.phase == "build":
+                if seen.phase not in ("start", "resolve"):
                     self._let_go()
                 self._tell(seen.phase)
             case "step":
@@ -204,7 +211,7 @@ def _start(write_end: int) -> tuple[subprocess.Popen[bytes], subprocess.Popen[by
     """The worker, with one end of the pipe for its messages, and the guard in its group."""
     root = str(Path(__file__).resolve().parents[1])
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")]), os.curdir])
     environment["PYTHONUNBUFFERED"] = "1"
     worker = subprocess.Popen(
         [sys.executable, *WORKER],
@@ -231,10 +238,20 @@ def _start(write_end: int) -> tuple[subprocess.Popen[bytes], subprocess.Popen[by
 
 
 def launch(
-    spec: RunSpec, *, replicate: int = 0, console: Console, stop: Stop | None = None, cgroup_root: Path = CGROUP_ROOT
+    spec: RunSpec,
+    *,
+    replicate: int = 0,
+    console: Console,
+    stop: Stop | None = None,
+    cgroup_root: Path = CGROUP_ROOT,
+    advise: bool = False,
 ) -> Record:
-    """Run a spec in a fresh process and return its record, whatever becomes of the process. Raises BadInputError."""
+    """Run a spec in a fresh process and return its record, whatever becomes of the process. Raises BadInputError.
+
+    advise: where memory is short, look for what would train here.
+    """
     now, started_s = datetime.now(UTC), time.monotonic()
+    fill_standard_streams()
     messages = os.pipe()
     job = Job(
         spec=spec,
@@ -245,6 +262,7 @@ def launch(
         descriptor=messages[1],
         host_budget_bytes=read_limits(cgroup_root=cgroup_root).host_budget_bytes,
         cgroup_root=str(cgroup_root),
+        advise=advise,
     )
     kills_before = oom_kills(cgroup_root=cgroup_root)
     stop = stop or Stop()
@@ -259,6 +277,8 @@ def launch(
         exited = worker.process.poll() is not None
     finally:
         code = worker.put_away()
+        if spec.trace is not None:
+            trace.clear(Path(spec.trace), worker.process.pid)
     seen = worker.seen
     if seen.bad_input is not None:
         raise BadInputError(seen.bad_input)
@@ -316,7 +336,7 @@ def _finish(job: Job, seen: Seen, death: Death, *, exited: bool, wall_s: float) 
         return build({**_identity(job), **seen.partial, **own, "memory": memory, "notes": notes})
     changes: dict[str, Any] = {"wall_s": wall_s, "doubts": _swap_doubt(seen)}
     if seen.record.reason is not None:
-        changes["reason"] = seen.record.reason.model_copy(update={"log": death.log})
+        changes["reason"] = seen.record.reason.model_copy(update={"log": [*death.log, *seen.record.reason.log]})
     if not exited:
         why = "was stopped" if death.stopped_by else f"did not end within {_EXIT_GRACE_S:g} s of its result and was killed"
         changes["notes"] = [*seen.record.notes, f"the process {why}"]

@@ -10,6 +10,7 @@ from harness.availability import load_all
 from harness.output import complain, say
 from systems import registry
 from systems.errors import UnavailableError
+from systems.messages import printable
 
 if TYPE_CHECKING:
     from models.shape import ModelShape
@@ -21,7 +22,8 @@ COUNTED_AT = (1, 2)  # layers
 
 
 def list_what(what: str, results: Path) -> int:
-    rows = {"systems": _systems, "models": _models, "runs": lambda: _runs(results)}[what]()
+    found = {"systems": _systems, "models": _models, "runs": lambda: _runs(results)}[what]()
+    rows = [tuple(map(printable, row)) for row in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -76,6 +78,8 @@ def _models() -> list[tuple[str, ...]]:
 
 def _runs(results: Path) -> list[tuple[str, ...]]:
     records, unreadable = store.read_all(results)
+    if not results.is_dir():
+        complain(f"--results {results} is no folder: no run is kept there")
     rows: list[tuple[str, ...]] = [("run", "status", "device", "step s", "tokens/s", "tag")]
     for record in records:
         figures = ((record.metrics.mean_step_time_s, ".4g"), (record.metrics.tokens_per_s, ",.1f"))

@@ -12,9 +12,18 @@ from typing import IO, TextIO, cast
 
 from rich.console import Console
 
-from systems.messages import one_line
+from systems.messages import one_line, printable
 
 PLAIN_WIDTH = 160  # columns of a table that goes to a file or a pipe
+
+
+def fill_standard_streams() -> None:
+    """Whichever of stdin, stdout and stderr is closed leads nowhere, so that no pipe or file gets its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
 
 
 class Tolerant:
@@ -28,6 +37,8 @@ class Tolerant:
         if self._stream is not None:
             try:
                 self._stream.write(text)
+            except UnicodeEncodeError:  # of one text and not of the stream: the next one may be written
+                return self.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
             except (OSError, ValueError):
                 self._let_go()
         return len(text)
@@ -61,7 +72,7 @@ class Tolerant:
 def progress_console() -> Console:
     stream = Tolerant(sys.stderr)
     width = None if stream.isatty() else PLAIN_WIDTH
-    return Console(file=cast(IO[str], stream), highlight=False, soft_wrap=True, width=width)
+    return Console(file=cast(IO[str], stream), highlight=False, emoji=False, soft_wrap=True, width=width)
 
 
 def say(line: str) -> None:
@@ -72,7 +83,7 @@ def say(line: str) -> None:
 
 
 def complain(message: str) -> None:
-    """One line on stderr."""
+    """One line on stderr, with nothing in it that a terminal would obey."""
     stream = Tolerant(sys.stderr)
-    stream.write(f"harness: {one_line(message)}\n")
+    stream.write(f"harness: {printable(one_line(message))}\n")
     stream.flush()

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from harness import trace
 from harness.availability import load
+from harness.command import command
 from harness.output import progress_console, say
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking
-from harness.spec import BadInputError
+from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
+from models.loss import token_loss
+from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
 from systems.planning import hardware
@@ -24,7 +28,7 @@ from systems.planning.allowance import CUDA, EXACT
 from systems.planning.perfetto import to_json
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.meta_step import Unfilled
-from systems.prediction.remedies import Remedy, remedies
+from systems.prediction.remedies import LAYERS, Depths, Remedy, Room, remedies
 from systems.system import System
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -35,7 +39,7 @@ def plan(spec: PlanSpec) -> int:
     if spec.trace is not None:
         trace.prepare(Path(spec.trace))
     try:
-        question, observations = _question(spec)
+        question, observations = question_of(spec)
         return _plan_all(spec, question, observations) if spec.system == ALL else _plan_one(spec, question, observations)
     except UnavailableError as error:
         raise BadInputError(str(error)) from None
@@ -43,7 +47,7 @@ def plan(spec: PlanSpec) -> int:
         raise error if isinstance(error, BadInputError) else BadInputError(str(error)) from None
 
 
-def _question(spec: PlanSpec) -> tuple[Question, Observations]:
+def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
     """What is asked about, and the model it is asked of."""
     profile = hardware.load(spec.hardware)
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
@@ -64,9 +68,24 @@ def _question(spec: PlanSpec) -> tuple[Question, Observations]:
         allowance=EXACT if spec.device == "cpu" else CUDA,
         disk_memory=_disk_memory(spec, profile),
     )
+    return question, _observations(shape)
+
+
+def _observations(shape: ModelShape) -> Observations:
     with Unfilled():
         model = models_registry.build(shape)
-    return question, Observations(model, shape.objective)
+    return Observations(model, partial(token_loss, objective=shape.objective))
+
+
+def depths_of(spec: PlanSpec) -> Depths:
+    """The same model with fewer layers, each built and observed once."""
+    given = registry.split_assignments("set", spec.set)
+
+    @cache
+    def at(layers: int) -> Observations:
+        return _observations(models_registry.resolve(spec.model, given | {LAYERS: str(layers)}))
+
+    return Depths(models_registry.resolve(spec.model, given).num_layers, at)
 
 
 def _disk_memory(spec: PlanSpec, profile: hardware.HardwareProfile) -> int:
@@ -87,15 +106,21 @@ def _plan_one(spec: PlanSpec, question: Question, observations: Observations) ->
     try:
         found = forecast(system, options, question, observations)
     except UnsupportedError as error:
-        console.print(str(error), markup=False)
+        console.print(in_flags(str(error)), markup=False)
         say(json.dumps({**_asked(spec, question), **_refused(system.name, str(error))}))
         return DOES_NOT_FIT
-    helpful = remedies(system, options, found, observations)
+    helpful = list(remedies(system, options, found, observations, depths=depths_of(spec), disk=_room(system, question)))
     show(found, helpful, console, title=_title(spec, question, system.name))
     if spec.trace is not None:
         _write_trace(Path(spec.trace), found)
-    say(json.dumps({**_asked(spec, question), **_told(found, helpful)}))
+    say(json.dumps({**_asked(spec, question), **_told(found, spec, helpful)}))
     return FITS if found.fits else DOES_NOT_FIT
+
+
+def _room(system: System, question: Question) -> Room | None:
+    """The profile's disk, under any name."""
+    there = question.profile.disk_bytes
+    return None if there is None or not getattr(system, "uses_disk", False) else Room("disk", there.value)
 
 
 def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:
@@ -110,7 +135,7 @@ def _plan_all(spec: PlanSpec, question: Question, observations: Observations) ->
             refused[system.name] = str(error)
     found.sort(key=lambda f: (not f.fits, f.simulation.step_time_s if f.fits else f.least_device_bytes))
     show_ranking(found, refused, console, title=_title(spec, question, "every system"))
-    ranking = [_told(one, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
+    ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
     say(json.dumps({**_asked(spec, question), **best, "ranking": ranking}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
@@ -150,7 +175,7 @@ def _asked(spec: PlanSpec, question: Question) -> dict[str, Any]:
     return {"spec": spec.model_dump(mode="json"), "resolved": resolved}
 
 
-def _told(found: Forecast, helpful: list[Remedy]) -> dict[str, Any]:
+def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, Any]:
     simulation = found.simulation
     return {
         "plan": {
@@ -159,7 +184,7 @@ def _told(found: Forecast, helpful: list[Remedy]) -> dict[str, Any]:
         },
         "system": found.system,
         "fits": found.fits,
-        "why_not": found.why_not,
+        "why_not": None if found.why_not is None else in_flags(found.why_not),
         "least_device_bytes": found.least_device_bytes,
         "tokens_per_s": found.tokens_per_s,
         "bound": simulation.bound,
@@ -175,10 +200,12 @@ def _told(found: Forecast, helpful: list[Remedy]) -> dict[str, Any]:
             }
             for tier, need in found.tiers.items()
         },
-        "remedies": [vars(remedy) for remedy in helpful],
+        "remedies": [
+            {"what": r.what, "changes": dict(r.changes), "command": command("plan", spec, r.changes)} for r in helpful
+        ],
     }
 
 
 def _refused(system: str, why: str) -> dict[str, Any]:
     nothing = {"predicted_step_time_s": None, "predicted_device_peak_bytes": None}
-    return {"plan": nothing, "system": system, "fits": False, "why_not": why}
+    return {"plan": nothing, "system": system, "fits": False, "why_not": in_flags(why)}

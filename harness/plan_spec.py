@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field, field_validator, model_validator
 
 from harness.spec import RunSpec
@@ -16,6 +18,12 @@ class PlanSpec(RunSpec):
     --disk (any name) or a budget says that the disk is used. With --device cpu the
     device is the emulated one, whose memory is counted exactly; else a part of it is left to its allocator.
     """
+
+    left_out: ClassVar[frozenset[str]] = frozenset(
+        {"steps", "warmup", "lr", "weight_decay", "schedule", "data", "eval_every", "repeat", "timeout", "results", "tag"}
+        | {"checkpoint", "save_every", "resume", "phases", "wandb"}
+    )
+    """Flags of a run that would change nothing here."""
 
     system: str = Field(description="name of a system, or all: every one that makes plans, the fastest that fits first")
     ranks: int | None = Field(None, ge=1, description="data-parallel ranks; default: all devices of the profile")  # type: ignore[assignment]

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from harness.command import flags
+from harness.spec import in_flags
 from systems.prediction.forecast import Forecast
 from systems.prediction.needs import TierNeed
 from systems.prediction.remedies import Remedy
@@ -42,10 +44,10 @@ def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title:
     if found.why_not is None:
         console.print(f"fits: a device of {format_size(found.least_device_bytes)} would be enough", markup=False)
     else:
-        console.print(f"does not fit: {found.why_not}", markup=False)
+        console.print(f"does not fit: {in_flags(found.why_not)}", markup=False)
     _show_speed(found, console)
     for remedy in helpful:
-        console.print(f"would fit: {remedy.what} ({remedy.flag} {remedy.value})", markup=False)
+        console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
 
 
 def _verdict(need: TierNeed) -> str:
@@ -84,6 +86,6 @@ def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console:
     console.print(table)
     for one in found:
         if one.why_not is not None:
-            console.print(f"{one.system} does not fit: {one.why_not}", markup=False)
+            console.print(f"{one.system} does not fit: {in_flags(one.why_not)}", markup=False)
     for name, why in refused.items():
-        console.print(f"{name} cannot: {why}", markup=False)
+        console.print(f"{name} cannot: {in_flags(why)}", markup=False)

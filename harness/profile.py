@@ -23,7 +23,7 @@ from harness.roofs import host
 from harness.roofs.device import Devices, DeviceSizes
 from harness.roofs.host import HostSizes
 from harness.spec import BadInputError, Device
-from systems.limits import Limits, read_limits
+from systems.limits import Limits, in_memory, read_limits
 from systems.planning.hardware import HardwareProfile
 from systems.sizes import format_size
 from systems.substrate.adam import cpu_kernel
@@ -171,6 +171,8 @@ def _prepare(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
         raise BadInputError(f"harness profile needs {format_size(sizes.need)} of host memory, {format_size(room)} are free")
     if spec.disk is not None and not Path(spec.disk).is_dir():
         raise BadInputError(f"--disk {spec.disk} is no folder: name one on the disk to measure")
+    if spec.disk is not None and (memory := in_memory(spec.disk)) is not None:
+        raise BadInputError(f"--disk {spec.disk} is in memory ({memory}): name a folder on the disk to measure")
     if spec.out is not None:
         out = Path(spec.out)
         if out.suffix != ".json":

@@ -19,7 +19,7 @@ from systems.limits import Limits
 
 SCHEMA_VERSION = 1
 
-Status = Literal["ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable"]
+Status = Literal["ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable", "interrupted"]
 STATUSES: tuple[str, ...] = get_args(Status)
 _P = TypeVar("_P", bound="Part")
 
@@ -34,7 +34,7 @@ class Reason(Part):
     """Why a run did not end well. tier, need and have are of a memory budget, in bytes."""
 
     message: str
-    phase: str | None = Field(None, description="start, resolve, build, initialize, warm-up, step, eval, trace or close")
+    phase: str | None = Field(None, description="start, resolve, room, build, initialize, warm-up, step, eval, trace or close")
     tier: Literal["device", "host", "disk"] | None = None
     need: int | None = None
     have: int | None = None
@@ -43,7 +43,8 @@ class Reason(Part):
     exit_code: int | None = None
     last_known_bytes: int | None = Field(None, description="resident memory of the process when last looked at")
     install: str | None = Field(None, description="the command that brings what an unavailable system lacks")
-    log: list[str] = Field([], description="the last lines the process wrote")
+    advice: list[str] = Field([], description="where memory was short: what was planned and would work here, as commands")
+    log: list[str] = Field([], description="the last lines the process wrote, and the traceback of an error")
 
 
 class DataSource(Part):
@@ -238,12 +239,14 @@ def clean(value: Any, where: str = "", notes: list[str] | None = None) -> Any:
     notes = [] if notes is None else notes
     if isinstance(value, Enum):
         value = value.value
-    if value is None or isinstance(value, bool | str) or type(value) is int:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()  # of bytes that are no UTF-8 the system makes half letters
+    if value is None or isinstance(value, bool) or type(value) is int:
         return value
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, Mapping):
-        return {str(key): clean(item, f"{where}.{key}" if where else str(key), notes) for key, item in value.items()}
+        return {clean(str(key)): clean(item, f"{where}.{key}" if where else str(key), notes) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         items = sorted(value) if isinstance(value, set | frozenset) else value
         return [clean(item, f"{where}[{index}]", notes) for index, item in enumerate(items)]

@@ -16,22 +16,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from harness import derive, doubts, environment, record, trace
 from harness.channel import Channel, Job
 from harness.failures import from_exception
 from harness.measure import Batch, Measured, Measurement, Work
 from harness.nvml import Watch
+from harness.output import complain
 from harness.record import Memory, PlanFigures, Reason, Record, Status
 from harness.request import Request, choose_device, resolve, set_threads
-from harness.spec import BadInputError
+from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.flops import count
 from models.loss import count_labels, token_loss
 from systems import checkpoint
 from systems.limits import Limits, process_memory, raise_open_files, read_limits
 from systems.messages import one_line
-from systems.system import Engine
+from systems.prediction.meta_step import Unfilled
+from systems.system import Engine, Settings
+
+SAID_IN_ONE_LINE = ("refused", "unavailable", "oom")  # the traceback goes into the record
+EMULATED = (
+    "no CUDA device is here, so the device is emulated, as with --device cpu: its memory and traffic are counted, its times "
+    "say nothing of a GPU"
+)
+LookForRoom = Callable[[torch.nn.Module, Settings, BaseModel], Settings]
 
 
 @dataclass
@@ -111,7 +121,9 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes the record's reason
         status, reason = from_exception(error, channel.phase, rank=0, host_room=host_room(known.limits))
-        if status not in ("refused", "unavailable"):  # there the message says it all
+        if status in SAID_IN_ONE_LINE or isinstance(error, checkpoint.SaveError):
+            reason = reason.model_copy(update={"log": traceback.format_exc().splitlines()})
+        else:
             traceback.print_exc()
     try:
         _close(channel, known)
@@ -119,7 +131,24 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
         traceback.print_exc()
         if status == "ok":
             status, reason = from_exception(error, channel.phase, rank=0)
+    if reason is not None and reason.tier is not None and job.advise:
+        reason = reason.model_copy(update={"advice": _advice(job, channel, known)})
     return _record(job, known, status, reason)
+
+
+def _advice(job: Job, channel: Channel, known: Known) -> list[str]:
+    """What would work where memory was short. A run that has an end set gets none: the looking takes a while."""
+    if known.request is None or not known.request.needs_model or job.spec.timeout is not None:
+        return []
+    channel.enter("advise")
+    try:
+        with known.timing("advise"):
+            from harness.advice import advise  # what plans is imported by those who need it
+
+            return advise(job.spec, known.request)
+    except Exception as error:  # noqa: BLE001 - the run's own end is the news
+        known.notes.append(one_line(f"what would work here was not found: {type(error).__name__}: {error}"))
+        return []
 
 
 def _train(job: Job, channel: Channel, known: Known) -> None:
@@ -130,23 +159,33 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
         try:
             known.request = request = resolve(job, device)
         except ValueError as error:
-            raise BadInputError(one_line(str(error))) from error
+            raise BadInputError(in_flags(one_line(str(error)))) from error
+    if job.spec.device is None and device == "cpu":
+        complain(EMULATED)
     device_nvml = environment.open_nvml() if device == "cuda" else None
     known.watch = Watch(device_nvml)
     known.environment = environment.describe(device, known.limits, job.spec.seed, device_nvml)
     torch.manual_seed(job.spec.seed)
 
+    channel.enter("room")
+    with known.timing("room"):
+        model, settings = _look_for_room(known, request)
+        _check_room(job, request, model)
     channel.enter("build")
     with known.timing("build"):
-        model = _build(job, known, request)
+        _count(job, known, request, model)
+        if request.shape.family == "folder" and request.shape.notes:  # that it begins with random weights
+            known.notes.append(request.shape.notes)
+            complain(request.shape.notes)
     _tell(channel, known)
 
     channel.enter("initialize")
     with known.timing("initialize"):
-        known.engine = engine = request.system.initialize(model, request.settings, request.options)
+        known.engine = engine = request.system.initialize(model, settings, request.options)
     known.found = _look_at_model(engine.module, request.resolved)
     if job.spec.checkpoint is not None:
         engine.training_state()  # where there is none, that is told before the work and not after
+        _check_room(job, request, engine.module)  # with --disk's files there
     if job.spec.resume is not None:
         channel.enter("resume")
         with known.timing("resume"):
@@ -180,8 +219,17 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
                 take(job, measurement, known)
         except Exception as error:  # noqa: BLE001 - what was measured stands, whatever befalls one more step
             traceback.print_exc()
-            known.notes.append(f"--{name}: none was taken: {one_line(str(error)) or type(error).__name__}")
+            known.notes.append(f"--{name}: none was taken: {in_flags(one_line(str(error))) or type(error).__name__}")
             broken = True
+
+
+def _check_room(job: Job, request: Request, model: torch.nn.Module) -> None:
+    """For the run's checkpoints, where it writes any."""
+    spec, resolved = job.spec, request.resolved
+    if spec.checkpoint is not None:
+        steps, before = resolved.steps or 0, resolved.steps_before or 0
+        within = (steps - 1) // spec.save_every - before // spec.save_every if spec.save_every else 0
+        checkpoint.check_room(model, spec.checkpoint, saves=1 + within)
 
 
 def _save(job: Job, engine: Engine) -> None:
@@ -233,12 +281,22 @@ def _look_at_model(module: torch.nn.Module, resolved: record.Resolved) -> dict[s
     }
 
 
-def _build(job: Job, known: Known, request: Request) -> torch.nn.Module:
-    """The model on the meta device, its parameters and FLOPs counted."""
+def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Settings]:
+    """The model on the meta device, without values, and the settings with the budgets that hold. Raises BudgetError."""
+    if not request.needs_model:
+        return torch.nn.Module(), request.settings
+    with Unfilled():
+        model = models_registry.build(request.shape)
+    known.work = derive.StepWork(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    look: LookForRoom | None = getattr(request.system, "look_for_room", None)
+    return model, request.settings if look is None else look(model, request.settings, request.options)
+
+
+def _count(job: Job, known: Known, request: Request, model: torch.nn.Module) -> None:
+    """Parameters and FLOPs of a step."""
     spec, resolved = job.spec, request.resolved
     if not request.needs_model:
-        return torch.nn.Module()
-    model = models_registry.build(request.shape)
+        return
     assert resolved.batch_size is not None and resolved.seq_len is not None
     try:
         flops = count(model, batch_size=resolved.batch_size, seq_len=resolved.seq_len, objective=request.shape.objective)
@@ -246,12 +304,11 @@ def _build(job: Job, known: Known, request: Request) -> torch.nn.Module:
         flops = None
         known.notes.append(one_line(str(error)))
     known.work = derive.StepWork(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=known.work.parameters,
         flops=flops,
         accumulate=spec.accumulate,
         recompute=spec.recompute,
     )
-    return model
 
 
 def _work(job: Job, request: Request) -> Work:

@@ -289,4 +289,3 @@ def _lack(what: str) -> str:
 
 def to_json(found: Found) -> str:
     return found.model_dump_json()
-

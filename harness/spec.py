@@ -6,12 +6,14 @@ None means "not said": the worker resolves it from the model, the machine or the
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from systems.messages import ARGUMENT
 from systems.registry import split_assignments
 from systems.sizes import Size
 
@@ -103,7 +105,10 @@ class RunSpec(BaseModel):
     @field_validator("set", "option")
     @classmethod
     def _assignments(cls, texts: tuple[str, ...], info: Any) -> tuple[str, ...]:
-        split_assignments(info.field_name, texts)
+        try:
+            split_assignments(info.field_name, texts)
+        except ValueError as error:
+            raise ValueError(in_flags(str(error))) from None
         return texts
 
     @model_validator(mode="after")
@@ -149,3 +154,29 @@ class RunSpec(BaseModel):
 def flag(field: str) -> str:
     """'batch_size' -> '--batch-size'."""
     return "--" + field.replace("_", "-")
+
+
+def in_flags(message: str) -> str:
+    """A message of `systems` in the words of this command line.
+
+    There an argument of `systems.initialize` stands in backquotes, with a value as it would be written in Python:
+    `device_memory` becomes --device-memory, `dtype='bf16'` --dtype bf16, `options=dict(prefetch=4)` --option prefetch=4.
+    What is no flag stays as it is.
+    """
+    return ARGUMENT.sub(_in_flag, message)
+
+
+def _in_flag(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    name = "option" if name == "options" else name
+    if name not in RunSpec.model_fields:
+        return found[0]
+    if value is None:
+        return flag(name)
+    try:
+        given = ast.parse(value, mode="eval").body
+        keywords = given.keywords if isinstance(given, ast.Call) else ()
+        texts = [f"{each.arg}={ast.literal_eval(each.value)}" for each in keywords] or [f"{ast.literal_eval(given)}"]
+    except (SyntaxError, ValueError):
+        return f"{flag(name)} {value}"
+    return " ".join(f"{flag(name)} {text}" for text in texts)

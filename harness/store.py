@@ -24,11 +24,13 @@ from harness.record import SCHEMA_VERSION, Record, to_json
 from harness.spec import BadInputError
 from systems.files import flush
 from systems.messages import invalid_value, one_line
+from systems.reading import read_json
 
 if TYPE_CHECKING:
     import pandas
 
-_ROOM_BYTES = 1 << 20  # far more than one record
+_ROOM_BYTES = 1 << 20  # far more than most records
+_MOST_BYTES = 256 << 20  # of a record: over a million steps
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType({})  # version n -> n + 1
 
 
@@ -54,10 +56,10 @@ def prepare(folder: Path) -> None:
     """Create the folder if need be and prove that a record can be written there. Raises StoreError."""
     if folder.name.endswith(".json"):
         raise StoreError(f"--results {folder} names a file, records go one a file into a folder: use {folder.parent}")
-    if folder.exists() and not folder.is_dir():
-        raise StoreError(f"--results {folder} is a file, not a folder: name another folder")
     probe = folder / f".probe-{secrets.token_hex(4)}"
     try:
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"--results {folder} is a file, not a folder: name another folder")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             _write_flushed(probe, b"\0" * _ROOM_BYTES)
@@ -65,6 +67,12 @@ def prepare(folder: Path) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(_explain(folder, error)) from None
+
+
+def _make(folder: Path) -> None:
+    """It may be gone since `prepare`: what was measured meanwhile is worth a new one."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
 
 
 def _explain(folder: Path, error: OSError) -> str:
@@ -94,6 +102,10 @@ def _write_flushed(path: Path, data: bytes) -> None:
 def write(record: Record, folder: Path) -> Path:
     """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
     path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{secrets.token_hex(4)}.tmp"
+    try:
+        _make(folder)
+    except OSError as error:
+        raise StoreError(_explain(folder, error)) from None
     try:
         try:
             _write_flushed(beside, to_json(record).encode() + b"\n")
@@ -137,7 +149,7 @@ def upgrade(tree: dict[str, Any]) -> dict[str, Any]:
 def read(path: Path) -> Record | Unreadable:
     """One file. A broken or foreign one is told, not raised: one bad file must not hide the others."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path, _MOST_BYTES)
         if not isinstance(tree, dict):
             raise ValueError("it is not a JSON object")
         return Record.model_validate(upgrade(tree))
@@ -149,15 +161,27 @@ def read(path: Path) -> Record | Unreadable:
         return Unreadable(path, one_line(str(error)))
 
 
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".json"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StoreError(f"--results {folder} cannot be read: {error.strerror}") from None
+
+
 def read_all(folder: Path) -> tuple[list[Record], list[Unreadable]]:
-    """Every record of a folder by run_id, and every file that is none. A missing folder is an empty one."""
-    found = [read(path) for path in sorted(folder.glob("*.json"))]
+    """Every record of a folder by run_id, and every file that is none. A missing folder is an empty one.
+
+    Raises StoreError for a folder that cannot be looked into.
+    """
+    found = [read(path) for path in _files(folder)]
     return [one for one in found if isinstance(one, Record)], [one for one in found if isinstance(one, Unreadable)]
 
 
 def find(folder: Path, wanted: Sequence[str]) -> list[Record]:
     """The records of these runs, in this order. wanted: run ids, or parts of ids. Raises BadInputError, one line."""
-    names = sorted(path.stem for path in folder.glob("*.json"))
+    names = [path.stem for path in _files(folder)]
     found: list[Record] = []
     for part in wanted:
         hits = [part] if part in names else [name for name in names if part in name]

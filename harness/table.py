@@ -8,6 +8,7 @@ from rich.table import Table
 
 from harness.comparison import Comparison, Configuration, Row
 from harness.stats import Figure
+from systems.messages import printable
 from systems.sizes import format_size
 
 _NONE = "-"
@@ -17,17 +18,22 @@ def show(comparison: Comparison, console: Console) -> None:
     speed = Table("system", "status", "n", "step s", "range", "tokens/s", "speed", "interval", "verdict")
     beside = Table("system", "loss first", "last", "max deviation", "device peak", "host peak", "process RSS", "runs on")
     for row in comparison.rows:
-        speed.add_row(*map(escape, _speed(row, comparison.reference)))
-        beside.add_row(*map(escape, _beside(row)))
+        speed.add_row(*map(_plain, _speed(row, comparison.reference)))
+        beside.add_row(*map(_plain, _beside(row)))
     console.print(speed)
     console.print(beside)
     for row in comparison.rows:
         if row.reason is not None:
-            console.print(f"{row.label}: {row.status}: {row.reason.message}", markup=False)
+            console.print(printable(f"{row.label}: {row.status}: {row.reason.message}"), markup=False)
     for line in comparison.refusals:
-        console.print(f"refused: {line}", markup=False)
+        console.print(printable(f"refused: {line}"), markup=False)
     for line in comparison.marks:
-        console.print(f"mark: {line}", markup=False)
+        console.print(printable(f"mark: {line}"), markup=False)
+
+
+def _plain(text: str) -> str:
+    """As it is, for a table that takes markup."""
+    return escape(printable(text))
 
 
 def _speed(row: Row, reference: str) -> list[str]:

@@ -23,12 +23,14 @@ from harness.output import complain, say
 from harness.record import Reason, Record
 from harness.spec import BadInputError, RunSpec
 from harness.stats import Figure
-from systems.messages import invalid_value, one_line
+from systems.messages import invalid_value, one_line, printable
+from systems.reading import read_text
 from systems.sizes import format_size
 
 FOLDER = Path(__file__).with_name("results_tables")
 BEGIN, END = "<!-- harness tables: begin -->", "<!-- harness tables: end -->"
 UP_TO_DATE, STALE = 0, 1
+TEXT_LIMIT = 16 << 20  # bytes
 NONE = "-"
 COLUMNS = (
     "system",
@@ -107,11 +109,11 @@ class ResultsTable:
 def read_table(path: Path) -> ResultsTable:
     """Raises ValueError, one line that names the file, for a table that cannot be read."""
     try:
-        data = TableData.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        data = TableData.model_validate(tomllib.loads(read_text(path, TEXT_LIMIT)))
         return ResultsTable(data.title, data.hardware, tuple(_group(data, group) for group in data.groups))
     except ValidationError as error:
         raise ValueError(f"{path.name}: {invalid_value(error, lambda field, _: field)}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {one_line(str(error))}") from None
 
 
@@ -224,7 +226,7 @@ def _notes(rows: Sequence[Row], reference: str) -> list[str]:
         for doubt in row.doubts:
             doubts.setdefault(doubt, []).append(row.label)
     if doubts:
-        told = "; ".join(f"{doubt} ({', '.join(dict.fromkeys(labels))})" for doubt, labels in doubts.items())
+        told = "; ".join(f"{printable(doubt)} ({', '.join(dict.fromkeys(labels))})" for doubt, labels in doubts.items())
         found.append(f"Doubts in these records: {told}.")
     return found
 
@@ -260,11 +262,12 @@ def write_tables(spec: TablesSpec, folder: Path = FOLDER) -> int:
     readme, results = Path(spec.readme), Path(spec.results)
     try:
         tables = [read_table(path) for path in sorted(folder.glob("*.toml"))]
-        text = readme.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"--readme {readme} cannot be read: {one_line(str(error))}") from None
     except ValueError as error:
         raise BadInputError(str(error)) from None
+    try:
+        text = read_text(readme, TEXT_LIMIT)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"--readme {readme} cannot be read: {one_line(str(error))}") from None
     if not results.is_dir():
         raise BadInputError(f"--results {results} is no folder: name the one that the records are in")
     records, unreadable = store.read_all(results)
@@ -291,4 +294,4 @@ def _tell_runs(tables: Sequence[ResultsTable], records: Sequence[Record]) -> Non
             for cell in group.cells:
                 runs = [record.run_id for record in replicates(records, cell, table.hardware)]
                 if runs:
-                    say(f"{group.title}: {cell.label}: {' '.join(runs)}")
+                    say(printable(f"{group.title}: {cell.label}: {' '.join(runs)}"))

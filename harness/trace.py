@@ -48,7 +48,13 @@ def prepare(path: Path) -> None:
 
 def _beside(path: Path) -> Path:
     """A name for what is not finished yet, in the same folder; torch writes plain JSON where it ends in .json."""
-    return path.parent / f".{secrets.token_hex(4)}.json"
+    return path.parent / f".{os.getpid()}-{secrets.token_hex(4)}.json"
+
+
+def clear(path: Path, pid: int) -> None:
+    """Remove what a process that is gone did not finish."""
+    for left in path.parent.glob(f".{pid}-*.json"):
+        left.unlink(missing_ok=True)
 
 
 def take(step: Callable[[], None], path: Path, device: str) -> None:

@@ -145,12 +145,16 @@ def _library() -> tuple[bytes, str]:
 
 def _user_text(source: str) -> tuple[bytes, str]:
     path = Path(source)
-    if not source or not path.exists():
-        raise ValueError(f"--data {source}: no such file or folder (or give text or synthetic)")
-    files = (p for p in sorted(path.rglob("*")) if p.is_file()) if path.is_dir() else [path]
     try:
+        if not source or not path.exists():
+            raise FileNotFoundError
+        if not path.is_dir() and not path.is_file():
+            raise ValueError("it is a pipe, a socket or a device, not a file or folder")
+        files = (p for p in sorted(path.rglob("*")) if p.is_file()) if path.is_dir() else [path]
         return _read(files, limit=_USER_LIMIT), str(path)
-    except OSError as error:
+    except FileNotFoundError:
+        raise ValueError(f"--data {source}: no such file or folder (or give text or synthetic)") from None
+    except (OSError, ValueError) as error:
         raise ValueError(f"--data {source} cannot be read: {error}") from error
 
 

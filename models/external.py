@@ -1,14 +1,13 @@
 """Models from outside the tables: a user's own `module:function`, and a folder in transformers' format.
 
 A function brings its module as it is: weights it holds are kept, parameters it left on the meta device start by a
-general law. A folder's config.json is built without memory; its *.safetensors, where there are any, are read tensor
-by tensor when asked for, and otherwise the general law holds. Only language models: token ids in, logits out.
+general law. A folder's config.json is built without memory; its weights, where there are any, are read tensor by tensor when
+asked for (folder_weights.py), and otherwise the general law holds. Only language models: token ids in, logits out.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from models.blocks import find_blocks
 from models.family import Family, FillWeights, from_config, parameters_on_meta
+from models.folder_weights import FolderWeights, fill_buffers, stored_tensors
 from models.shape import ModelShape, ObjectiveName
 from models.weights import InitialWeights, law_of
+from systems.blocks import find_blocks
 
 # Our names for what transformers' configs call by several.
 _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -136,9 +135,7 @@ def _config(folder: str) -> Any:
 def _folder_shape(folder: str) -> ExternalShape:
     config = _config(folder)
     if _from(config, "hidden_size") is None or _from(config, "vocab_size") is None:
-        raise ValueError(
-            f"--model {folder}: {config.model_type} is not a language model by itself, it has no vocabulary"
-        )
+        raise ValueError(f"--model {folder}: {config.model_type} is not a language model by itself, it has no vocabulary")
     max_positions = _from(config, "max_positions")
     return ExternalShape(
         name=folder,
@@ -152,6 +149,7 @@ def _folder_shape(folder: str) -> ExternalShape:
         max_positions=max_positions,
         seq_len=min(1024, max_positions or 1024),
         tied=bool(_from(config, "tied")),
+        notes="" if stored_tensors(Path(folder)) is not None else f"{folder} holds no weights: they start from random ones",
     )
 
 
@@ -192,54 +190,24 @@ def _build_folder(shape: ExternalShape) -> nn.Module:
         raise ValueError(
             f"--model {shape.name}: transformers has no {shape.objective} language model of type {config.model_type}"
         )
-    return from_config(model_class, config)
+    model = from_config(model_class, config)
+    if _has_persistent_buffers(model):
+        fill_buffers(model, stored_tensors(Path(shape.name)) or {})
+    return model
+
+
+def _has_persistent_buffers(model: nn.Module) -> bool:
+    return any(m._buffers.keys() - m._non_persistent_buffers_set for m in model.modules())
 
 
 def _folder_weights(shape: ExternalShape, seed: int) -> FillWeights:
     with parameters_on_meta():
         model = _build_folder(shape)
-    if any(Path(shape.name).glob("*.safetensors")):
-        return FolderWeights(Path(shape.name), base_prefix=str(getattr(model, "base_model_prefix", "")))
+    stored = stored_tensors(Path(shape.name))
+    if stored is not None:
+        return FolderWeights(Path(shape.name), model, stored)
     std = next((getattr(model.config, n) for n in ("initializer_range", "init_std") if hasattr(model.config, n)), 0.02)
     return InitialWeights(law_of(model, std=std), seed)
-
-
-class FolderWeights:
-    """Fills parameters from a folder's safetensors files, one tensor at a time.
-
-    base_prefix: transformers' name of the model under its head; files leave it out or not.
-    """
-
-    def __init__(self, folder: Path, *, base_prefix: str) -> None:
-        self._folder, self._prefix = folder, f"{base_prefix}."
-        self._files = _files_by_tensor(folder)
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill `tensor` in place. Raises ValueError for a tensor that is missing or of another shape."""
-        from safetensors import safe_open
-
-        stored = next((n for n in (name, name.removeprefix(self._prefix)) if n in self._files), None)
-        if stored is None:
-            raise ValueError(f"{self._folder} holds no weights for {name}")
-        with safe_open(self._files[stored], framework="pt") as file:
-            value = file.get_tensor(stored)
-        if value.shape != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)} in {self._folder}, {tuple(tensor.shape)} here")
-        with torch.no_grad():
-            tensor.copy_(value)
-
-
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    return found
 
 
 def _config_name(config: Any, field: str) -> str:

@@ -18,9 +18,8 @@ Note [What a step costs]
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,11 +27,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.attention import FusedAttention
-from models.blocks import find_blocks
 from models.objective import OBJECTIVES
 from models.registry import build
 from models.shape import ModelShape, ObjectiveName
+from systems.attention import FusedAttention
+from systems.blocks import find_blocks
+from systems.meta_copy import on_meta
+from systems.products import BATCHED, PRODUCTS
 
 FORMULA_VERSION = "matmul-1"
 
@@ -154,16 +155,6 @@ def _stand_for(module: nn.Module, value: Any, stack: list[Any]) -> None:
     module.register_forward_hook(pop)
 
 
-def on_meta(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are meta tensors, shared where the original's are; no weight is copied."""
-    memo: dict[int, Any] = {}
-    for p in module.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in module.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(module, memo)
-
-
 class _Counter(TorchDispatchMode):
     """Adds up matrix products under the number of the block they run in, 0 outside.
 
@@ -208,22 +199,3 @@ class _Counter(TorchDispatchMode):
             else:
                 self.add(ForwardFlops(other=spent))
         return func(*args, **(kwargs or {}))
-
-
-def _mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
-    return 2 * math.prod(a.shape) * b.shape[-1]
-
-
-def _addmm(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any) -> int:
-    return _mm(a, b)
-
-
-PRODUCTS: Mapping[Any, Callable[..., int]] = {
-    _aten.mm.default: _mm,
-    _aten.bmm.default: _mm,
-    _aten.addmm.default: _addmm,
-    _aten.baddbmm.default: _addmm,
-    _aten.mv.default: lambda a, b: 2 * math.prod(a.shape),
-    _aten.dot.default: lambda a, b: 2 * math.prod(a.shape),
-}
-BATCHED = frozenset({_aten.bmm.default, _aten.baddbmm.default})

@@ -16,9 +16,9 @@ from torch import nn
 
 import models
 from models import external
-from models.blocks import find_blocks
 from models.family import Family, FillWeights, parameters_on_meta
 from models.shape import ModelShape, did_you_mean
+from systems.blocks import find_blocks
 
 
 @cache

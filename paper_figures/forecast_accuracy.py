@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -27,6 +28,7 @@ from harness.plan import Unfilled
 from harness.record import Record
 from harness.tables import Cell, replicates
 from models import registry as models_registry
+from models.loss import token_loss
 from systems import registry
 from systems.planning import hardware
 from systems.planning.allowance import CUDA
@@ -123,7 +125,8 @@ def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
         allowance=CUDA,
     )
     system = registry.get(spec.system)
-    found = forecast(system, registry.parse_options(system, spec.option), question, Observations(model, shape.objective))
+    observations = Observations(model, partial(token_loss, objective=shape.objective))
+    found = forecast(system, registry.parse_options(system, spec.option), question, observations)
     return Compared(
         system=spec.system,
         model=spec.model,

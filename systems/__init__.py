@@ -18,12 +18,12 @@ def initialize(
     *,
     system: str = "elixir",
     optimizer: torch.optim.Optimizer | None = None,
-    device: Literal["cuda", "cpu"] = "cuda",
+    device: str | torch.device = "cuda",
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     disk: str | os.PathLike[str] | None = None,
     disk_memory: int | str | None = None,
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    dtype: str | torch.dtype = "bf16",
     accumulate: int = 1,
     clip: float = 0.0,
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
@@ -33,20 +33,19 @@ def initialize(
     """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
 
     optimizer: a fresh torch.optim.AdamW or Adam over model.parameters(); its groups are read at every step, so schedulers
-    work on it. device_memory, host_memory: budgets, bytes or "40GiB"; None takes the smallest limit of the machine.
+    work on it. device: "cuda", the process's current one, "cpu" for the emulated one, or such a torch.device. dtype: of
+    weights and gradients: "bf16", "fp16", "fp32", or as torch calls it. device_memory, host_memory: budgets, bytes or
+    "40GiB"; None takes the smallest limit of the machine.
     disk: a folder for optimizer states that the host has no room for. disk_memory: budget of the files there.
     accumulate: backward passes a step. clip: norm to clip gradients to, 0 for off. recompute: as in Settings.
-    options: the system's own, as --option takes them, e.g. {"prefetch": 4}.
+    options: the system's own, by name, e.g. {"prefetch": 4}.
     Raises ValueError for a bad argument, BudgetError and UnsupportedError (ValueErrors too) if it cannot be done.
     """
     from torch import nn
 
+    from systems.arguments import device_of, dtype_of, size_of
     from systems.registry import get, parse_options
-    from systems.sizes import parse_size
     from systems.system import Settings
-
-    def size(value: int | str | None) -> int | None:
-        return parse_size(value) if isinstance(value, str) else value
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
@@ -56,19 +55,21 @@ def initialize(
     if disk is not None and not getattr(chosen, "uses_disk", False):
         raise ValueError(f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies")
     settings = Settings(
-        device=device,
-        device_memory=size(device_memory),
-        host_memory=size(host_memory),
+        device=device_of(device),
+        device_memory=size_of(device_memory),
+        host_memory=size_of(host_memory),
         disk=disk,
-        disk_memory=size(disk_memory),
-        dtype=dtype,
+        disk_memory=size_of(disk_memory),
+        dtype=dtype_of(dtype),
         accumulate=accumulate,
         clip=clip,
         recompute=recompute,
         seed=seed,
         optimizer=optimizer,
     )
-    return chosen.initialize(model, settings, parse_options(chosen, [f"{k}={v}" for k, v in (options or {}).items()]))
+    asked = parse_options(chosen, [f"{k}={v}" for k, v in (options or {}).items()])
+    look = getattr(chosen, "look_for_room", None)
+    return chosen.initialize(model, settings if look is None else look(model, settings, asked), asked)
 
 
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:

@@ -21,7 +21,7 @@ def limit_device_memory(budget: int) -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory
     if budget > total:
-        message = f"--device-memory is {budget} bytes, the device has {total}: lower it"
+        message = f"`device_memory` is {budget} bytes, the device has {total}: lower it"
         raise BudgetError(message, tier="device", need=budget, have=total)
     if not any(os.environ.get(name) for name in SETTINGS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

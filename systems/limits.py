@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OPEN_FILES = 1 << 20  # more than anything here needs; some programs walk through all that they may have
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+MEMORY_DEVICES = ("/dev/ram", "/dev/zram")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
@@ -51,7 +53,7 @@ class Cgroups:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return None
 
@@ -164,6 +166,14 @@ def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> Limits:
     )
 
 
+def free_host_memory(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int | None:
+    """Bytes that this process can take beside what it has: what the machine has free, and what its limits leave over."""
+    limits = read_limits(proc, cgroup_root)
+    budget, free = limits.host_budget_bytes, limits.available_memory_bytes
+    left = None if budget is None else max(0, budget - process_memory("self", proc).get("VmRSS", 0))
+    return min((each for each in (free, left) if each is not None), default=None)
+
+
 def oom_kills(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int | None:
     """Processes of this process's own group that the kernel has killed for memory so far; None if no counter is readable.
 
@@ -183,3 +193,27 @@ def process_memory(pid: int | str, proc: Path = PROC) -> dict[str, int]:
     """VmRSS, VmHWM (peak) and VmSwap of a process in bytes; empty if it is gone."""
     table = _table(_read(proc / str(pid) / "status"))
     return {key: int(table[key]) * 1024 for key in ("VmRSS", "VmHWM", "VmSwap") if table.get(key, "").isdigit()}
+
+
+def in_memory(folder: str | os.PathLike[str], proc: Path = PROC) -> str | None:
+    """What a folder's file system is kept in, if that is the host's memory (`tmpfs`); None for a disk, and where nothing says.
+
+    Raises OSError for a folder that is not there.
+    """
+    device = os.stat(folder).st_dev
+    for line in (_read(proc / "self" / "mountinfo") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        where, what = left.split(), right.split()
+        if len(what) < 3 or where[2:3] != [f"{os.major(device)}:{os.minor(device)}"]:
+            continue
+        kind, source, options = what[:3]
+        if kind in MEMORY_FILE_SYSTEMS:
+            return kind
+        if source.startswith(MEMORY_DEVICES):
+            return f"{kind} on {source}"
+        upper = next(
+            (option.removeprefix("upperdir=") for option in options.split(",") if option.startswith("upperdir=")), None
+        )
+        if upper is not None and os.path.isdir(upper) and os.stat(upper).st_dev != device:
+            return in_memory(upper, proc)
+    return None

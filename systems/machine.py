@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from systems.errors import BudgetError, UnsupportedError
-from systems.limits import read_limits
+from systems.limits import in_memory, read_limits
 from systems.substrate.device import CudaDevice, Device, EmulatedDevice
 from systems.substrate.events import EventLog
 from systems.system import Settings
@@ -20,7 +20,7 @@ def host_budget(settings: Settings) -> int:
         return settings.host_memory
     limit = read_limits().host_budget_bytes
     if limit is None:
-        raise UnsupportedError("this machine's memory limit cannot be read: give it with --host-memory")
+        raise UnsupportedError("this machine's memory limit cannot be read: give it with `host_memory`")
     return limit
 
 
@@ -31,23 +31,29 @@ def device_budget(settings: Settings) -> int:
     if settings.device == "cpu":
         return read_limits().host_budget_bytes or host_budget(settings)
     if not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
+        raise UnsupportedError("no CUDA device is visible: use `device='cpu'` for the emulated one")
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def disk_budget(settings: Settings) -> int:
-    """Bytes that files in the settings' folder may take, 0 without one. Raises BudgetError if there is no such folder."""
+    """Bytes that files in the settings' folder may take, 0 without one. Raises BudgetError if there is no such folder, and
+    UnsupportedError for one in memory: what lies there is host memory that no budget counts."""
     if settings.disk is None:
         return 0
     try:
-        free = shutil.disk_usage(settings.disk).free
+        free, memory = shutil.disk_usage(settings.disk).free, in_memory(settings.disk)
     except OSError as error:
         raise BudgetError(
-            f"--disk {os.fspath(settings.disk)} cannot be used ({error.strerror}): name a folder on a disk",
+            f"`disk` {os.fspath(settings.disk)} cannot be used ({error.strerror}): name a folder on a disk",
             tier="disk",
             need=settings.disk_memory or 0,
             have=0,
         ) from None
+    if memory is not None:
+        raise UnsupportedError(
+            f"`disk` {os.fspath(settings.disk)} is in memory ({memory}), so what is written there takes host memory that no "
+            "budget counts: name a folder on a disk, or leave it out and raise `host_memory`"
+        )
     return free if settings.disk_memory is None else settings.disk_memory
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
-from systems.errors import UnsupportedError
+from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, disk_budget, host_budget, make_device
 from systems.planning.strategy import Strategy
+from systems.room import look
+from systems.sizes import format_size
 from systems.substrate.device import Device
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.events import EventLog
@@ -28,6 +32,10 @@ class ManagedSystem:
         self.strategy = strategy
         self.name, self.summary, self.Options = strategy.name, strategy.summary, strategy.Options
 
+    def look_for_room(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Settings:
+        """See systems.room.look."""
+        return look(self.strategy, model, settings, options)
+
     def initialize(
         self,
         model: torch.nn.Module,
@@ -38,7 +46,7 @@ class ManagedSystem:
     ) -> Engine:
         """device: makes the device instead of the settings' own (tests inject jitter and faults this way)."""
         if settings.ranks != 1:
-            raise UnsupportedError(f"{self.name} runs on one rank so far: leave --ranks at 1")
+            raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
         budget, disk = device_budget(settings), disk_budget(settings)
 
         def make(log: EventLog) -> Device:
@@ -47,4 +55,10 @@ class ManagedSystem:
         def strategy(context: Any) -> Strategy:
             return self.strategy(options, context)
 
-        return ManagedEngine(model, settings, strategy, make, host_budget(settings), disk)
+        try:
+            return ManagedEngine(model, settings, strategy, make, host_budget(settings), disk)
+        except BudgetError as error:
+            if settings.disk is not None and error.tier == "host":  # with more room there it may have done
+                free = format_size(shutil.disk_usage(settings.disk).free)
+                error.args = (f"{error} ({free} are free on the disk of {os.fspath(settings.disk)})",)
+            raise

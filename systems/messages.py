@@ -1,12 +1,22 @@
-"""How bad input is told: one line that says what was given, what is allowed and which name was probably meant."""
+"""How bad input is told: one line that says what was given, what is allowed and which name was probably meant.
+
+Note [Words of arguments]
+    What a message asks its reader to change it names as an argument of `systems.initialize`, in backquotes, with a value as
+    Python writes it: `device_memory`, `dtype='bf16'`, `options=dict(prefetch=4)`. A command line that has flags for
+    arguments finds them by ARGUMENT and says its own words.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
+
+ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
 
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
@@ -20,8 +30,20 @@ def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with every run of white space, line ends included, made one blank."""
-    return " ".join(text.split())
+    """Text with every run of white space, line ends included, made one blank, and bytes that are no UTF-8 as escapes."""
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+
+
+def printable(text: str) -> str:
+    """Text in which escapes stand for all that a terminal obeys or cannot show: control characters, line ends, directions
+    of writing, and bytes that are no UTF-8."""
+    if text.isprintable():
+        return text
+    return "".join(one if _shows(one) else one.encode("unicode_escape").decode() for one in text)
+
+
+def _shows(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def invalid_value(error: ValidationError, label: Callable[[str, Any], str]) -> str:

@@ -106,15 +106,15 @@ def split_assignments(kind: str, texts: Sequence[str]) -> dict[str, str]:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key:
-            raise ValueError(f"--{kind} {text}: write it as key=value")
+            raise ValueError(f"`{kind}` {text}: write it as key=value")
         if key in assignments:
-            raise ValueError(f"--{kind} {key} is given twice: {assignments[key]} and {value}")
+            raise ValueError(f"`{kind}` {key} is given twice: {assignments[key]} and {value}")
         assignments[key] = value.strip()
     return assignments
 
 
 def parse_options(system: System, texts: Sequence[str]) -> BaseModel:
-    """`--option key=value ...` checked by the system's own Options. ValueError says in one line what is allowed."""
+    """Texts such as key=value checked by the system's own Options. ValueError says in one line what is allowed."""
     given = split_assignments("option", texts)
     fields = system.Options.model_fields
     for key in given:
@@ -123,4 +123,4 @@ def parse_options(system: System, texts: Sequence[str]) -> BaseModel:
     try:
         return system.Options.model_validate(given)
     except ValidationError as error:
-        raise ValueError(invalid_value(error, lambda field, value: f"--option {field}={value}")) from None
+        raise ValueError(invalid_value(error, lambda field, value: f"`options=dict({field}={value!r})`")) from None

@@ -70,4 +70,4 @@ class Reports(ABC):
 
         Only of systems whose `tells_phases` is true; UnsupportedError from all others.
         """
-        raise UnsupportedError(f"{type(self).__name__} cannot be run phase by phase: leave out --phases")
+        raise UnsupportedError(f"{type(self).__name__} cannot be run phase by phase: only this project's own strategies can")

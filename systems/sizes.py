@@ -38,6 +38,12 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def exact_size(size: int) -> str:
+    """Without a fraction, so that it is read as the same number again: 64MiB, 1792KiB, 17B."""
+    unit, factor = next(((unit, factor) for unit, factor in _UNITS if size and size % factor == 0), ("B", 1))
+    return f"{size // factor}{unit}"
+
+
 def format_need(need: int, have: int) -> str:
     """The same of a need, with what tells it from what there is where both are written alike."""
     text = format_size(need)

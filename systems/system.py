@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel
 
+from systems import export
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 from systems.reports import Reports
@@ -144,8 +145,37 @@ class Engine(Reports):
         raise UnsupportedError(f"{type(self).__name__} keeps its state in its own package: save it by that package's means")
 
     @abstractmethod
-    def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
-        """All parameters by name as fp32 master values on the CPU; with write=True changes are taken over on exit."""
+    def masters(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Every parameter once, under its first name, as an fp32 value on the CPU; with write=True changes are taken over on
+        exit.
+        """
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Parameters as fp32 master values and persistent buffers, on the CPU, by all names that the model has for them.
+
+        Without write a tied weight is one tensor under its names. With write=True what has changed is taken over on exit; each
+        name then has a tensor of its own, one edited name speaks for all, and several have to agree (ValueError).
+        """
+        with self.masters(write=write) as values, export.by_all_names(self.module, values, write=write) as found:
+            yield found
+
+    def state_dict(self, *, dtype: DType | torch.dtype = "fp32") -> dict[str, Any]:
+        """What the model's own state_dict() would give, on the CPU: every name of tied weights, buffers, extra state.
+
+        dtype: of the parameters; fp32 gives the masters as they are. It takes as much host memory as it holds: BudgetError
+        where that is not free. UnsupportedError within a step.
+        """
+        return export.state_dict(self, dtype)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, dtype: DType | torch.dtype = "fp32", **more: Any) -> None:
+        """Have a transformers model write itself into a folder; dtype: as in state_dict, and what the folder's config says.
+
+        more: arguments of the model's own save_pretrained. Until they are written the values are in host memory if half of what
+        is free there holds them, otherwise in a scratch file in the folder, as large as the result. BudgetError (disk) where
+        the folder lacks the room, UnsupportedError for a model that has no such method, and within a step.
+        """
+        export.save_pretrained(self, folder, dtype, more)
 
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)
@@ -166,6 +196,8 @@ class System(Protocol):
     `can_trace = True` says that its engines label their phases for a profile (systems/substrate/labels.py).
     `tells_phases = True` says that its engines know Engine.phases_s.
     `uses_disk = True` says that it can keep optimizer states in Settings.disk.
+    `look_for_room(model, settings, options)` raises BudgetError where memory is certain to be short, before anything is built,
+    and returns the settings with the budgets that hold.
     """
 
     name: str

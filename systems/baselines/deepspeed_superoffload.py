@@ -11,6 +11,6 @@ from systems.baselines.external.deepspeed_system import DeepSpeedSystem
 
 SYSTEM = DeepSpeedSystem(
     "deepspeed-superoffload",
-    "DeepSpeed SuperOffload, updates during backward; needs --clip 0",
+    "DeepSpeed SuperOffload, updates during backward; no clipping",
     Variant(stage=3, optimizer="cpu", super_offload=True, sub_group=400_000_000),
 )

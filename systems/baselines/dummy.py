@@ -172,7 +172,7 @@ class DummyEngine(Engine):
             self._thread.join()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         yield {}
 
 
@@ -190,9 +190,9 @@ class Dummy:
         if options.refuse == "budget" or (have is not None and options.host_need > have):
             need, have = options.host_need, have or 0
             message = f"the script needs {format_size(need)} of host memory, the budget is {format_size(have)}"
-            raise BudgetError(message + ": raise --host-memory or lower host_need", tier="host", need=need, have=have)
+            raise BudgetError(message + ": raise `host_memory` or lower host_need", tier="host", need=need, have=have)
         if options.refuse == "unsupported":
-            raise UnsupportedError("the script cannot do this: leave out --option refuse=unsupported")
+            raise UnsupportedError("the script cannot do this: leave out `options=dict(refuse='unsupported')`")
         if options.refuse == "unavailable":
             raise UnavailableError("the script needs the package offload-parts", install="pip install offload-parts")
         if options.refuse == "missing-package":

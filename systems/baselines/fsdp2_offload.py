@@ -111,7 +111,7 @@ class FsdpEngine(PackageEngine):
         return self._statistics
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
@@ -150,7 +150,7 @@ class Fsdp2Offload:
         assert isinstance(options, FsdpOptions)
         budget.refuse_ranks_and_optimizer(settings, self.name)
         if settings.dtype == "fp16":
-            raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use --dtype bf16")
+            raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use `dtype='bf16'`")
         cuda = settings.device == "cuda"
         found = find_weights(model, settings, self.name)
         ours: Config = {

@@ -24,9 +24,18 @@ from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
-from systems.substrate.adoption import bytes_of, initial_values, place_buffers, place_carried, refuse_mixed_dtypes
+from systems.substrate.adoption import (
+    bytes_of,
+    initial_values,
+    keeping_values,
+    place_buffers,
+    place_carried,
+    refuse_mixed_dtypes,
+)
+from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
+from systems.substrate.hooks import tensors_in
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.parameter_watch import ParameterWatch
@@ -48,10 +57,10 @@ class ResidentEngine(Engine):
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         started = time.perf_counter()
         if settings.ranks != 1:
-            raise UnsupportedError("resident runs on one rank: leave --ranks at 1")
+            raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
-        self._closed = False
+        self._closed = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
         self._micro_step = 0
         self._fired: set[int] = set()
@@ -59,11 +68,12 @@ class ResidentEngine(Engine):
         self._cast: set[int] = set()
         self._rounded: dict[int, torch.Tensor] = {}  # gradients of parameters that were read in another dtype
         self._watch: ParameterWatch | None = None
-        try:
-            self._build(find_units(model, TORCH_DTYPE[settings.dtype]))
-        except BaseException:
-            self.close()
-            raise
+        with keeping_values(model):
+            try:
+                self._build(find_units(model, TORCH_DTYPE[settings.dtype]))
+            except BaseException:
+                self.close()
+                raise
         take(model)
         self._startup = {"initialize": time.perf_counter() - started}
 
@@ -72,25 +82,14 @@ class ResidentEngine(Engine):
         refuse_mixed_dtypes(found, settings.dtype)
         self._trains = found.trains
         self._cleanup.callback(apply_recompute(found, settings.recompute))
+        for module in {self.module, *found.modules}:
+            self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
+        states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
-        dtype = TORCH_DTYPE[settings.dtype]
-        numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
-        accumulator = 4 if settings.accumulate > 1 else 0
-        states = numel * dtype.itemsize + trainable * (12 + accumulator)
-        need = states + trainable * dtype.itemsize
-        if need > self.device.account.budget:
-            have = self.device.account.budget
-            raise BudgetError(
-                f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
-                "raise --device-memory, take a smaller model, or a system that offloads",
-                tier="device",
-                need=need,
-                have=have,
-            )
         self._control = StepControl(settings, found.index, found.parameters)
         self.outcomes = self._control.outcomes
-        self._place(found, settings, dtype)
+        self._place(found, settings, TORCH_DTYPE[settings.dtype])
         self._cleanup.callback(self._forget)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
@@ -174,7 +173,16 @@ class ResidentEngine(Engine):
             if self._micro_step == 0 or not trains:
                 watch.check()
             args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
-            return self.module(*args, **kwargs)
+            made = self.module(*args, **kwargs)
+            for tensor in tensors_in(made):
+                if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                    tensor.register_hook(self._arrived)
+            return made
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        """At what a forward pass made: the backward pass has come to this engine's model."""
+        if not self._in_backward:
+            raise RuntimeError(FOREIGN_BACKWARD)
 
     def backward(self, loss: torch.Tensor) -> None:
         watch = self._open_watch()
@@ -184,7 +192,6 @@ class ResidentEngine(Engine):
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
         scale = self._control.scaler.scale
-        self._in_backward = True
         with (
             self._recovering(),
             watch.call(),
@@ -193,6 +200,7 @@ class ResidentEngine(Engine):
             record_function("backward"),
             recomputation_in_words(),
         ):
+            self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
         self._in_backward = False
         self._micro_step += 1
@@ -295,14 +303,14 @@ class ResidentEngine(Engine):
     def training_state(self) -> ResidentState:
         watch = self._open_watch()
         if self._micro_step:
-            raise UnsupportedError("checkpoint: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError("checkpoint or export: a step is in progress: do it before the forward pass or after step()")
         watch.check()
         self.drain()
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         watch = self._open_watch()
         if not write:
             watch.check()
@@ -332,6 +340,23 @@ class ResidentEngine(Engine):
         for parameter in self.parameters:
             take_gradient(parameter)
             set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+def _state_bytes(found: FoundModel, settings: Settings) -> int:
+    """Of parameters, master weights, moments and accumulators. BudgetError if those and gradients exceed the budget."""
+    itemsize, have = TORCH_DTYPE[settings.dtype].itemsize, device_budget(settings)
+    numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
+    states = numel * itemsize + trainable * (16 if settings.accumulate > 1 else 12)
+    need = states + trainable * itemsize
+    if need > have:
+        raise BudgetError(
+            f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
+            "raise `device_memory`, take a smaller model, or a system that offloads",
+            tier="device",
+            need=need,
+            have=have,
+        )
+    return states
 
 
 class ResidentState:
@@ -373,6 +398,11 @@ class Resident:
     summary = "reference recipe, everything on the device"
     Options = ResidentOptions
     can_trace = True
+
+    def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
+        """The settings. Raises BudgetError where model states alone exceed the device."""
+        _state_bytes(find_units(model), settings)
+        return settings
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         return ResidentEngine(model, settings)

@@ -180,7 +180,7 @@ class RoundPipeEngine(PackageEngine):
         return self._statistics
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         named = list(zip(self._names, self._values, self._parameters, strict=True))
         values = {name: value.detach().float().clone() for name, value, _ in named}
@@ -216,7 +216,7 @@ class RoundPipeSystem:
     """See the module's docstring."""
 
     name = "roundpipe"
-    summary = "RoundPipe: layers stream through the device, the optimizer in a CPU thread; needs --recompute full"
+    summary = "RoundPipe: layers stream through the device, the optimizer in a CPU thread; recomputes every block"
     package = "roundpipe"
     install = INSTALL
     Options: type[BaseModel] = RoundPipeOptions
@@ -261,14 +261,14 @@ class RoundPipeSystem:
     def _check(self, settings: Settings) -> None:
         budget.refuse_ranks_and_optimizer(settings, self.name)
         if settings.device != "cuda":
-            raise UnsupportedError(f"{self.name} runs on CUDA only: take another system with --device cpu")
+            raise UnsupportedError(f"{self.name} runs on CUDA only: take another system with `device='cpu'`")
         if torch.cuda.device_count() != 1:
             count = torch.cuda.device_count()
             raise UnsupportedError(f"{self.name} takes all {count} CUDA devices that it sees: set CUDA_VISIBLE_DEVICES to one")
         if settings.recompute != "full":
-            raise UnsupportedError(f"{self.name} recomputes every block, and cannot do otherwise: use --recompute full")
+            raise UnsupportedError(f"{self.name} recomputes every block, and cannot do otherwise: use `recompute='full'`")
         if settings.dtype == "fp16":
-            raise UnsupportedError(f"{self.name} is run without a loss scale: use --dtype bf16")
+            raise UnsupportedError(f"{self.name} is run without a loss scale: use `dtype='bf16'`")
 
 
 def _host_need(found: FoundModel, settings: Settings, config: Config) -> int:

@@ -124,7 +124,7 @@ class DdpEngine(PackageEngine):
         return self._statistics
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         named = list(zip(self._names, self._updates.values, strict=True))
         values = {name: value.detach().float().cpu().clone() for name, value in named}
@@ -153,7 +153,7 @@ class TorchDdp:
         assert isinstance(options, DdpOptions)
         budget.refuse_ranks_and_optimizer(settings, self.name)
         if settings.dtype == "fp16" and options.weights != "autocast":
-            raise UnsupportedError("torch-ddp has a loss scale under autocast only: with fp16 use --option weights=autocast")
+            raise UnsupportedError("torch-ddp scales fp16's loss under autocast only: use `options=dict(weights='autocast')`")
         found = find_weights(model, settings, self.name)
         ours: Config = {
             "ddp": {"gradient_as_bucket_view": True, "find_unused_parameters": False, "static_graph": False},

@@ -12,7 +12,6 @@ Note [Bandwidths]
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from systems.messages import invalid_value, one_line, unknown_name
+from systems.reading import read_json
 
 FOLDER = Path(__file__).with_name("hardware")
 MAX_CHAIN = 4  # profiles that one is like, one through the other
@@ -157,8 +157,8 @@ class HardwareProfile(BaseModel):
         for name, rate in self.matmul_flops_per_s.items():
             if name == dtype:
                 return rate.value * self.matmul_efficiency.value
-        allowed = " or ".join(sorted(self.matmul_flops_per_s))
-        raise ValueError(f"{self.device_name} has no matmul rate for {dtype}: use --dtype {allowed}")
+        allowed = " or ".join(f"`dtype={name!r}`" for name in sorted(self.matmul_flops_per_s))
+        raise ValueError(f"{self.device_name} has no matmul rate for {dtype}: use {allowed}")
 
     def copy_overhead_s(self, size: float) -> float:
         """Seconds of a host copy of this size beside its bytes at full bandwidth."""
@@ -197,8 +197,8 @@ def _read(given: str, depth: int = 0) -> dict[str, Any]:
     if not given.endswith(".json") and given not in names():
         raise ValueError(unknown_name("hardware profile", given, names()))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"hardware profile {given} cannot be read: {one_line(str(error))}") from None
     if not isinstance(content, dict):
         raise ValueError(f"hardware profile {given}: the file must hold one JSON object")

@@ -119,13 +119,13 @@ def _refusal(layout: Layout, context: PlanningContext, *, missing: bool) -> Budg
     need = HostNeed.of(layout, context)
     total, have = need.total, context.host_budget
     if missing:
-        why = "parameters have a place there whatever device and disk hold: raise --host-memory"
+        why = "parameters have a place there whatever device and disk hold: raise `host_memory`"
     else:
-        why = "the device has no room for the difference: raise --host-memory or --device-memory"
+        why = "the device has no room for the difference: raise `host_memory` or `device_memory`"
         if context.disk_budget:
-            why += f" or --disk-memory ({format_size(disk_bytes(layout))} of {format_size(context.disk_budget)} are taken)"
+            why += f" or `disk_memory` ({format_size(disk_bytes(layout))} of {format_size(context.disk_budget)} are taken)"
         else:
-            why += ", give room on a disk with --disk"
+            why += ", give room on a disk with `disk`"
     return BudgetError(
         f"the model needs {format_need(total, have)} of host memory ({format_size(need.slots)} for parameters, the "
         f"rest for master weights and moments), {format_size(have)} are there, and {why}, or take a smaller model",

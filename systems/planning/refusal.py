@@ -33,13 +33,13 @@ def check_need(
         parts.append(f"{format_size(need.static_bytes)} that never moves")
     if need.non_model_bytes and measured is not False:
         parts.append(f"{format_size(need.non_model_bytes)} of activations")
-        advice = "raise --device-memory, lower --batch-size or --seq-len, or recompute activations"
+        advice = "raise `device_memory`, lower the batch or the sequence length, or recompute activations"
     else:
         if need.non_model_bytes:
             parts[1] = f"{format_size(need.gradient_bytes + need.non_model_bytes)} of gradients"
-        advice = "activations come on top: raise --device-memory well above this"
+        advice = "activations come on top: raise `device_memory` well above this"
         if smaller is not None:
-            advice += f", or give a smaller --option {smaller}"
+            advice += f", or give a smaller {smaller} in `options`"
     raise refusal(need.total_bytes, need.unit, parts, advice, context, system, unit_name)
 
 

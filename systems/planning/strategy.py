@@ -101,6 +101,6 @@ def check_update_rule(rule: UpdateRule, *, clip: float, dtype: str) -> None:
     """UnsupportedError where updates that begin during backward would need the norm first."""
     if rule is UpdateRule.WHEN_REDUCED and (clip > 0 or dtype == "fp16"):
         raise UnsupportedError(
-            "updates that do not wait for the norm (nonfinite=stop) can neither clip nor run fp16's loss scaling: "
-            "leave --clip at 0 and take bf16, or use nonfinite=skip"
+            "updates that do not wait for the norm (`options=dict(nonfinite='stop')`) can neither clip nor run fp16's loss "
+            "scaling: use `clip=0` and `dtype='bf16'`, or `options=dict(nonfinite='skip')`"
         )

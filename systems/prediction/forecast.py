@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel
 from torch import nn
 
-from models.shape import ObjectiveName
 from systems.errors import BudgetError, UnsupportedError
 from systems.managed import ManagedSystem
 from systems.planning.activations import under
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.demand import Residence, unmovable
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import Layout, ModelIndex
-from systems.planning.overflow import within_host
+from systems.planning.layout import Layout, ModelIndex, round_up
+from systems.planning.overflow import PAGE, within_host
 from systems.planning.plan import Plan
 from systems.planning.rates import Rates
 from systems.planning.schedule import Schedule, expand
@@ -44,7 +44,8 @@ class Question:
     """What is asked about, but for the system. Budgets in bytes: of one device, and of one node's host and disk (0: none).
 
     ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch. allowance: for the allocator of the
-    device that is meant.
+    device that is meant. shared_memory: bytes that both are part of, as the emulated device's and the host's are; None: each
+    has its own.
     """
 
     profile: HardwareProfile
@@ -60,10 +61,11 @@ class Question:
     seed: int = 0
     allowance: Allowance = EXACT
     disk_memory: int = 0
+    shared_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks > self.profile.devices:
-            raise ValueError(f"--ranks {self.ranks} is more than the {self.profile.devices} devices of the profile: lower it")
+            raise ValueError(f"`ranks={self.ranks}` is more than the {self.profile.devices} devices of the profile: lower it")
         self.profile.matmul_rate(self.dtype)
 
     @property
@@ -78,10 +80,10 @@ class Question:
 
 @dataclass
 class Observations:
-    """Micro-steps of one model, each observed once. model: parameters may be on the meta device."""
+    """Micro-steps of one model, each observed once. model: parameters may be on the meta device. loss: as in `observe`."""
 
     model: nn.Module
-    objective: ObjectiveName
+    loss: Callable[..., torch.Tensor]
     _known: dict[Any, tuple[ModelIndex, StepWork]] = field(default_factory=dict)
 
     def of(self, question: Question) -> tuple[ModelIndex, StepWork]:
@@ -89,10 +91,10 @@ class Observations:
         if key not in self._known:
             self._known[key] = observe(
                 self.model,
+                self.loss,
                 batch_size=question.batch_size,
                 seq_len=question.seq_len,
                 dtype=TORCH_DTYPE[question.dtype],
-                objective=self.objective,
                 recompute=question.recompute,
             )
         return self._known[key]
@@ -127,13 +129,16 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _Planned:
-    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them."""
+    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them. inputs_away: bytes of
+    blocks' inputs that may wait on the host, in whole pages.
+    """
 
     layout: Layout
     trace: Trace
     plan: Plan
     context: PlanningContext
     warm_up_peak_bytes: int = 0
+    inputs_away: int = 0
 
 
 def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
@@ -158,12 +163,12 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     device = device_need(
         schedule, simulation.memory, buffer_bytes=buffers, allocator_bytes=kept, have_bytes=question.device_memory
     )
-    host = planner.host_need(schedule)
+    host = planner.host_need(planned, schedule)
     why_not = refusal
     if why_not is None and not host.fits:
         why_not = (
             f"{system.name} needs {format_size(host.need_bytes)} of host memory on a node of {question.ranks_on_node} ranks, "
-            f"{format_size(host.have_bytes)} is there: raise --host-memory, use more nodes, or take a smaller model"
+            f"{format_size(host.have_bytes)} is there: raise `host_memory`, use more nodes, or take a smaller model"
         )
     steady = planned.plan.predicted_device_peak_bytes
     assert steady is not None, "every policy predicts it"
@@ -181,7 +186,13 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     planned = planner.at(question.device_memory, any_plan=True)
     if not isinstance(planned, _Planned):
         return False
-    return planner.host_need(expand(planned.layout, planned.trace, planned.plan, planned.context)).fits
+    host = planner.host_need(planned, expand(planned.layout, planned.trace, planned.plan, planned.context))
+    if not host.fits or question.shared_memory is None:
+        return host.fits
+    left = question.shared_memory - host.need_bytes
+    return left > 0 and fits(
+        system, options, replace(question, device_memory=min(question.device_memory, left), shared_memory=None), observations
+    )
 
 
 class _Planner:
@@ -247,7 +258,7 @@ class _Planner:
         """A strategy that chooses what is recomputed sees a step under each plan that it calls provisional, as at run time."""
         plan: Plan | None = None
         warm_up: int | None = None
-        units, away = strategy.rematerialised, frozenset[int]()
+        units, away, leaving = strategy.rematerialised, frozenset[int](), strategy.offloaded_inputs
         for _ in range(MAX_ROUNDS):
             assert units is not None, "its plans say what is recomputed"
             blocks = tuple(unit.block for unit in index.units if unit.index in units and unit.block is not None)
@@ -256,7 +267,8 @@ class _Planner:
             trace = self._trace(question, layout, self._observations.of(question)[1])
             trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
             if plan is not None and not plan.provisional:
-                return _Planned(layout, trace, plan, context, max(warm_up or 0, plan.provisional_peak_bytes))
+                inputs = sum(round_up(size, PAGE) for unit, size in trace.input_bytes if unit in leaving)
+                return _Planned(layout, trace, plan, context, max(warm_up or 0, plan.provisional_peak_bytes), inputs)
             seen = self._warm_up(strategy, layout, trace, context)
             warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
             plan = strategy.plan(layout, trace)
@@ -284,20 +296,21 @@ class _Planner:
             return layout
         if strategy.offloaded_inputs and strategy.rematerialised is None:
             raise ValueError(
-                "--option activations=host is not part of forecasts: leave it out of harness plan, which then tells of more "
+                "`options=dict(activations='host')` is not part of forecasts: leave it out; the forecast then tells of more "
                 "device memory and less host memory than such a run takes"
             )
         kept = within_host(layout, context, strategy.update_rule)
         self._overflows = any(b.movable is not c.movable for b, c in zip(layout.bundles, kept.bundles, strict=True))
         return kept
 
-    def host_need(self, schedule: Schedule) -> TierNeed:
+    def host_need(self, planned: _Planned, schedule: Schedule) -> TierNeed:
         question = self.question
         return host_need(
             schedule,
             ranks_on_node=question.ranks_on_node,
             have_bytes=question.host_memory,
             copies=self._keeps_host_copies,
+            inputs=planned.inputs_away,
         )
 
 

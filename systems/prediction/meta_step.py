@@ -21,14 +21,13 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from models.attention import FusedAttention
-from models.flops import PRODUCTS, on_meta
-from models.loss import token_loss
-from models.shape import ObjectiveName
+from systems.attention import FusedAttention
 from systems.errors import UnsupportedError
+from systems.meta_copy import on_meta
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.trace import NO_UNIT, Phase
 from systems.planning.work import Interval, StepWork
+from systems.products import PRODUCTS
 from systems.substrate.activations import Recomputation, recomputed_units
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.runtime import Runtime
@@ -42,15 +41,16 @@ _FLASH_BACKWARD = 5, 2  # products of a fused attention's backward, which makes 
 
 def observe(
     model: nn.Module,
+    loss: Callable[..., torch.Tensor],
     *,
     batch_size: int,
     seq_len: int,
     dtype: torch.dtype,
-    objective: ObjectiveName = "causal",
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
 ) -> tuple[ModelIndex, StepWork]:
     """A micro-step on token ids (batch_size, seq_len). `model` is left as it is.
 
+    loss: called with (model, batch of input_ids and labels, label_count), as in Engine.forward_backward.
     Raises UnsupportedError, one line, if the model cannot run on the meta device.
     """
     module = on_meta(model).train()
@@ -66,9 +66,9 @@ def observe(
     hooks.watch(found.parameters)
     try:
         with observer.meter, FusedAttention(observer.meter.attend):
-            loss = token_loss(module, {"input_ids": ids, "labels": ids}, batch_size * seq_len, objective=objective)
+            value = loss(module, {"input_ids": ids, "labels": ids}, batch_size * seq_len)
             with observer.backward():
-                _run_backward(loss)
+                _run_backward(value)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise UnsupportedError(
@@ -219,7 +219,7 @@ class _Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            return True  # as in models.flops: a model asks whether all is as usual
+            return True  # a model asks whether all is as usual
         out = self._run(func, args, kwargs or {})
         made = _tensors(out)
         for tensor in made:

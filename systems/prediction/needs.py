@@ -94,8 +94,8 @@ def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int
     return found
 
 
-def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies: bool) -> TierNeed:
-    """copies: False for a system that keeps no parameters on the host at all."""
+def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies: bool, inputs: int = 0) -> TierNeed:
+    """copies: False for a system that keeps no parameters on the host at all. inputs: bytes of a rank's that wait there."""
     residence = schedule.residence
     layout = residence.layout
     slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize if copies else 0
@@ -104,7 +104,7 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies
     parts = {"weights": slots, **_states(states, residence.context.accumulator_itemsize)}
     beside = sum(residence.host_state_bytes(b) for b in bundles if b in layout.on_disk)
     parts["accumulators"] += beside
-    parts["buffers"] = buffer_bytes(layout)
+    parts["buffers"], parts["activations"] = buffer_bytes(layout), inputs
     parts = {name: size * ranks_on_node for name, size in parts.items()}
     return TierNeed(sum(parts.values()), have_bytes, _present(parts))
 

@@ -21,7 +21,7 @@ class ResidentPolicy:
 
     def __init__(self, options: BaseModel, context: PlanningContext) -> None:
         if context.ranks != 1:
-            raise UnsupportedError("resident runs on one rank: leave --ranks at 1")
+            raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self._context = context
         self._unit_names: tuple[str, ...] = ()
 
@@ -55,7 +55,7 @@ class ResidentPolicy:
             raise BudgetError(
                 f"resident needs {format_need(needed, given)} of device memory for {where} "
                 f"({format_size(memory.pool_peak)} of it for model states), {format_size(given)} is given: raise "
-                "--device-memory, lower --batch-size, recompute activations, or take a system that offloads",
+                "`device_memory`, lower the batch, recompute activations, or take a system that offloads",
                 tier="device",
                 need=needed,
                 have=given,

@@ -19,8 +19,8 @@ import torch
 from systems.substrate.adam import AdamTask, TorchKernel, check_squares, coefficients
 
 try:
-    import triton  # type: ignore[import-not-found]
-    import triton.language as tl  # type: ignore[import-not-found]
+    import triton
+    import triton.language as tl
 
     HAS_TRITON = True
 except ImportError:

@@ -7,14 +7,15 @@ Note [Identity of parameters]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
-from systems.substrate.parameters import set_data
+from systems.substrate.parameters import ManagedParameter, set_data
 from systems.substrate.residency import Residency
 from systems.substrate.units import COMPUTED, FoundModel, loses
 from systems.system import TORCH_DTYPE, Settings
@@ -53,7 +54,7 @@ def refuse_mixed_dtypes(found: FoundModel, dtype: str) -> None:
 
 
 def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torch.Tensor], None]:
-    """Fills a parameter's first fp32 value, and frees the model's own copy of it once read."""
+    """Fills a parameter's first fp32 value."""
     names = [p.name for p in found.index.parameters]
     given = settings.initial_weights
     if given is None:
@@ -69,6 +70,24 @@ def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torc
             out.copy_(parameter.detach())
 
     return fill
+
+
+@contextmanager
+def keeping_values(model: nn.Module) -> Iterator[None]:
+    """Around the making of an engine: its model keeps what it came with, and is as it was if that fails."""
+    kept = [
+        (module, attribute, parameter, parameter.data, parameter.grad)
+        for module in model.modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and not isinstance(parameter, ManagedParameter)  # of another engine, which is refused
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, attribute, parameter, data, gradient in kept:
+            module._parameters[attribute] = parameter
+            parameter.data, parameter.grad = data, gradient
+        raise
 
 
 def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dtype: torch.dtype) -> tuple[nn.Parameter, ...]:

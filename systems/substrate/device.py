@@ -245,7 +245,7 @@ class CudaDevice(Device):
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
         if not torch.cuda.is_available():
-            raise UnsupportedError("no CUDA device is visible: use --device cpu for the emulated one")
+            raise UnsupportedError("no CUDA device is visible: use `device='cpu'` for the emulated one")
         raise_open_files()
         self.torch_device = limit_device_memory(budget)
         self.name = torch.cuda.get_device_name(self.torch_device)

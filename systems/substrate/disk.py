@@ -11,10 +11,12 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -65,15 +67,16 @@ class Disk:
 
     def __init__(self, folder: str | os.PathLike[str], layout: Layout, *, budget: int, host: Account, log: EventLog) -> None:
         self.account, self._layout, self._log = Account(Tier.DISK, budget, log), layout, log
-        self.direct = True
+        self._folder, self.direct = Path(folder), True
         self._files: list[int] = []
         self._buffers: HostMapping | None = None
         self._threads = ThreadPoolExecutor(2 * PARTS, thread_name_prefix="disk")
         try:
-            self._open_files(Path(folder), disk_bytes(layout))
+            self._open_files(self._folder, disk_bytes(layout))
             self.account.add_pool(disk_bytes(layout), "disk")
             longest = max(map(part_bytes, segments_on_disk(layout)))
             self._buffers = HostMapping("disk-buffers", BUFFERS * PARTS * longest, host, pinned=False)
+            self._buffers.touch()
             self.buffers = [self._buffer(self._buffers, longest, number) for number in range(BUFFERS)]
         except BaseException:
             self.close()
@@ -89,9 +92,9 @@ class Disk:
                 self._open(folder, role, need // PARTS)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                advice = "make room there, name another folder with --disk, or raise --host-memory"
+                advice = "make room there, name another folder with `disk`, or raise `host_memory`"
             elif not self._files:
-                advice = f"no file can be made there ({error.strerror}): name one that can be written to with --disk"
+                advice = f"no file can be made there ({error.strerror}): name one that can be written to with `disk`"
             else:
                 raise
             raise BudgetError(
@@ -154,8 +157,18 @@ class Disk:
             for file, part in zip(self._files, parts, strict=True)
         ]
         wait(jobs)
-        for job in jobs:
-            job.result()
+        with self._telling():
+            for job in jobs:
+                job.result()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Whose disk it was: the files have no name."""
+        try:
+            yield
+        except OSError as error:
+            said = f"{error.strerror or error}, with optimizer states on the disk"
+            raise OSError(error.errno, said, str(self._folder)) from error
 
     def load(self, place: DiskPlace, role: str, *, settled: bool = False) -> torch.Tensor:
         """A copy of one part, once what is on its way there has come: `settled`, it has. For start-up and what is rare."""
@@ -163,7 +176,8 @@ class Disk:
             _settle(place)
         with _disable_current_modes():  # the emulated device would count it as an activation
             part = _aligned(place.nbytes)
-        _all_of(os.preadv, self._files[ROLES.index(role)], _bytes(part), place.offset)
+        with self._telling():
+            _all_of(os.preadv, self._files[ROLES.index(role)], _bytes(part), place.offset)
         return part[: place.numel]
 
     def save(self, place: DiskPlace, role: str, values: torch.Tensor) -> None:
@@ -172,7 +186,8 @@ class Disk:
         with _disable_current_modes():
             part = _aligned(place.nbytes)
             part[: place.numel].copy_(values)
-        _all_of(os.pwritev, self._files[ROLES.index(role)], _bytes(part), place.offset)
+        with self._telling():
+            _all_of(os.pwritev, self._files[ROLES.index(role)], _bytes(part), place.offset)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -217,7 +232,8 @@ def _aligned(nbytes: int) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy before 2.4 does not say so
+    array: Any = tensor.numpy()  # of which not every numpy says that it is a buffer
+    return memoryview(array).cast("B")
 
 
 def _all_of(move: Callable[[int, Sequence[memoryview], int], int], file: int, data: memoryview, offset: int) -> None:

@@ -22,6 +22,7 @@ from systems.substrate.adoption import (
     adopt_parameters,
     bytes_of,
     initial_values,
+    keeping_values,
     place_buffers,
     place_carried,
     refuse_mixed_dtypes,
@@ -42,7 +43,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
-from systems.substrate.store import Store
+from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
 from systems.substrate.units import find_units, take
 from systems.substrate.updates import Updates
@@ -71,11 +72,13 @@ class ManagedEngine(ManagedReports):
         self.disk: Disk | None = None
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
-        try:
-            self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
-        except BaseException:
-            self._cleanup.close()
-            raise
+        with keeping_values(model):
+            try:
+                self._build(model, settings, make_strategy, make_device, host_budget, disk_budget)
+            except BaseException:
+                self._cleanup.close()
+                raise
+        take_rest(self.parts.store)
         take(model)
         refuse_state_dict(model)
         self.outcomes: list[StepOutcome] = self.parts.control.outcomes
@@ -268,21 +271,21 @@ class ManagedEngine(ManagedReports):
         self.parts.control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
-        self._settle("checkpoint")
+        self._settle("checkpoint or export")
         return ManagedState(self.index, self.parts)
 
     def _settle(self, what: str, *, overwrites: bool = False) -> None:
         """Wait until nothing moves; UnsupportedError within a step. overwrites: edits past the engine do not matter."""
         self._check_open()
         if self.runtime.in_step:
-            raise UnsupportedError(f"{what}: a step is in progress: call it before the forward pass or after step()")
+            raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         if not overwrites:
             self._watch.check()
         self.drain()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """See Engine.summon. Tied parameters appear once, under their first name."""
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """See Engine.masters."""
         self._settle("summon", overwrites=write)
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values

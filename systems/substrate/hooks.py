@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
+from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.parameters import take_gradient
 from systems.substrate.runtime import Runtime
 from systems.substrate.units import FoundModel
@@ -130,8 +130,7 @@ class UnitHooks:
     def _before_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             runtime = self._runtime
-            if module._compiled_call_impl is not None:
-                raise UnsupportedError("torch.compile fixes the addresses of weights: leave managed modules uncompiled")
+            refuse_compiled(module)
             if runtime.in_backward:
                 self._enter_backward(unit)
             else:
@@ -186,9 +185,7 @@ class UnitHooks:
     def _enter_backward(self, unit: int) -> None:
         runtime = self._runtime
         if not runtime.in_backward:
-            raise RuntimeError(
-                "call engine.backward(loss) instead of loss.backward(), and not torch.autograd.grad: it has to be seen to begin"
-            )
+            raise RuntimeError(FOREIGN_BACKWARD)
         if not runtime.holds_backward(unit):
             self._missing[unit] = set(self._waiting[unit])
         runtime.backward_enter(unit)

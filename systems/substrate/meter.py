@@ -42,8 +42,10 @@ class ActivationMeter(TorchDispatchMode):
         self._make_room, self._check = make_room, check
 
     def exempt(self, storage: torch.UntypedStorage) -> None:
-        """Never count this storage: its bytes are in the account already."""
-        self._exempt.add(storage._cdata)
+        """Never count this storage: its bytes are in the account already. When it dies, another may get its address."""
+        key = storage._cdata
+        self._exempt.add(key)
+        weakref.finalize(storage, self._exempt.discard, key)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

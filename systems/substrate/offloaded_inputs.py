@@ -36,6 +36,8 @@ from systems.substrate.host import HostSlot, HostSlots
 from systems.substrate.transfers import Memory
 from systems.substrate.units import FoundModel
 
+CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: called with what to run, and its arguments
+
 
 def offloadable(found: FoundModel, units: frozenset[int], recomputed: frozenset[int]) -> frozenset[int]:
     """Those of `units` that are recomputed. recomputed: by the engine; a model may do so itself, as transformers' models do.
@@ -45,8 +47,8 @@ def offloadable(found: FoundModel, units: frozenset[int], recomputed: frozenset[
     chosen = frozenset(unit for unit in units if unit in recomputed or _recomputes_itself(found.modules[unit]))
     if units and not chosen:
         raise UnsupportedError(
-            "activations=host moves the inputs of recomputed blocks, and no block is recomputed: use --recompute full "
-            "(or block numbers), or leave activations on the device"
+            "`options=dict(activations='host')` moves the inputs of recomputed blocks, and no block is recomputed: use "
+            "`recompute='full'` (or block numbers), or leave activations on the device"
         )
     return chosen
 
@@ -109,10 +111,12 @@ class OffloadedInputs:
         return detach
 
     def _wrap(self, unit: int, module: nn.Module) -> Callable[[], None]:
-        before, inner = module.__dict__.get("forward"), module.forward
+        """Around what saves the input: the model's own way to recompute, which may lie outside of `forward`, or `forward`."""
+        name = CHECKPOINT if _recomputes_itself(module) and CHECKPOINT in vars(module) else "forward"
+        before, inner = module.__dict__.get(name), getattr(module, name)
 
         @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def saving_input(*args: Any, **kwargs: Any) -> Any:
             hidden = _hidden_state(args, self._device.torch_device) if self._takes(unit) else None
             if hidden is None:
                 return inner(*args, **kwargs)
@@ -121,12 +125,12 @@ class OffloadedInputs:
             with saved_tensors_hooks(saving.pack, saving.unpack), saving:
                 return inner(*args, **kwargs)
 
-        module.forward = forward
+        setattr(module, name, saving_input)
 
         def undo() -> None:
-            module.__dict__.pop("forward", None)
+            module.__dict__.pop(name, None)
             if before is not None:
-                module.forward = before
+                setattr(module, name, before)
 
         return undo
 

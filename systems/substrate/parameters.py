@@ -9,13 +9,17 @@ no_grad, and is not set to other values: see parameter_watch.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
 
+_WITH_VALUES: WeakSet[nn.Module] = WeakSet()
 _GRAD: Any = torch._C.TensorBase.grad  # the descriptors behind Tensor.grad and Tensor.data
 _DATA: Any = torch._C.TensorBase.data
 
@@ -54,8 +58,8 @@ class ManagedParameter(nn.Parameter):
             return None
         if watched.gradients_pending(gradient is not None):
             raise RuntimeError(
-                "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument clip of "
-                "initialize (--clip), read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
+                "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument `clip` of "
+                "initialize, read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
             )
         return gradient
 
@@ -88,8 +92,8 @@ class ManagedParameter(nn.Parameter):
 
 
 COPY = (
-    "the engine keeps this model's weights, and what the model shows of them is not all there: take them out of "
-    "engine.summon() while the engine is open, instead of "
+    "the engine keeps this model's weights, and what the model shows of them is not all there: engine.state_dict() and "
+    "engine.save_pretrained(folder) have them while the engine is open, use these instead of "
 )
 
 
@@ -110,11 +114,23 @@ def refuse_state_dict(model: nn.Module) -> None:
     """For good: when its engine is closed, a model has no weights left."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        raise UnsupportedError(f"{COPY}state_dict()")
+        if module in _WITH_VALUES:
+            return
+        raise UnsupportedError(f"{COPY}the model's state_dict()")
 
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(refuse)
+
+
+@contextmanager
+def with_values(model: nn.Module) -> Iterator[None]:
+    """While parameters that have their values stand in for those of the model, it may be asked for its state dict."""
+    _WITH_VALUES.update(model.modules())
+    try:
+        yield
+    finally:
+        _WITH_VALUES.difference_update(model.modules())
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

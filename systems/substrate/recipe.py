@@ -103,7 +103,7 @@ class StepControl:
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise DivergedError(
                 f"{self._skips_in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
-                f"{outcome.step}: lower --lr, set --clip, or check the data"
+                f"{outcome.step}: lower the learning rate, set `clip`, or check the data"
             )
 
     def begin_updates(self, fired: Sequence[int]) -> None:

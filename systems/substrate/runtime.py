@@ -75,7 +75,7 @@ class Runtime:
         if self._half_updated:
             raise RuntimeError(
                 "the last step broke off after some of its updates had begun, so that parameters belong to two steps: "
-                "initialize anew from a checkpoint, or use --option nonfinite=skip"
+                "initialize anew from a checkpoint, or use `options=dict(nonfinite='skip')`"
             )
         self.in_step, self.micro_step = True, 0
         self._pending.clear()
@@ -159,7 +159,7 @@ class Runtime:
         """Autograd finished a parameter's gradient."""
         if bundle in self.ending.updated:
             raise DivergedError(
-                f"a gradient for bundle {bundle} arrived after its update had begun: use --option nonfinite=skip"
+                f"a gradient for bundle {bundle} arrived after its update had begun: use `options=dict(nonfinite='skip')`"
             )
         gradients = self.parts.gradients
         if parameter not in gradients.bundles[bundle].fired_in_step:

@@ -90,8 +90,8 @@ class StepEnding:
             outcome = self.parts.control.decide(read())
         if outcome.skipped:
             raise DivergedError(
-                f"step {outcome.step}: a gradient is not finite and was applied already: use --option nonfinite=skip to "
-                "skip such steps exactly"
+                f"step {outcome.step}: a gradient is not finite and was applied already: use `options=dict(nonfinite='skip')` "
+                "to skip such steps exactly"
             )
         self.parts.control.record(outcome)
 

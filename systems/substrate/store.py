@@ -22,12 +22,13 @@ from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
 from systems.substrate.disk import Disk, DiskPlace
-from systems.substrate.host import HostMapping
+from systems.substrate.host import HostMapping, release_freed
 from systems.substrate.runs import Run, runs_of
 from systems.substrate.tiers import Account, Allocation
 from systems.substrate.transfers import Memory
 
 FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device while they are made
+TAKEN_FIRST = ("slots", "master")
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
 
 
@@ -119,8 +120,10 @@ class Store:
             for part, size in sizes.items():
                 if size:
                     self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
-            for mapping in self._mappings.values():
+            for part, mapping in self._mappings.items():
                 device.exempt(mapping.storage)
+                if part in TAKEN_FIRST:
+                    mapping.touch()
             for segment in layout.segments:
                 self.segments.append(self._place(segment, parts, settled=segment.index in settled))
             for bundle in layout.bundles:
@@ -137,7 +140,7 @@ class Store:
             raise BudgetError(
                 f"the model needs {format_need(need, have)} of host memory ({format_size(slot_bytes)} for parameters, "
                 f"{format_size(state_bytes)} for master weights and moments), {format_size(have)} are there: raise "
-                "--host-memory or take a smaller model",
+                "`host_memory` or take a smaller model",
                 tier="host",
                 need=need,
                 have=have,
@@ -152,7 +155,7 @@ class Store:
                 need = segment.shard_numel * 4 * len(parts)
                 raise BudgetError(
                     f"the optimizer state of segment {segment.index}, which stays on the device, needs {format_size(need)} "
-                    f"there, {format_size(max(self.device.account.room, 0))} are free: raise --device-memory",
+                    f"there, {format_size(max(self.device.account.room, 0))} are free: raise `device_memory`",
                     tier="device",
                     need=need,
                     have=max(self.device.account.room, 0),
@@ -412,3 +415,11 @@ def _on_host(state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]
     """Its tensors there, each with its mapping."""
     names = STATE_PARTS[3:] if isinstance(state, DiskState) else STATE_PARTS
     return list(zip(names, state.tensors(), strict=False))
+
+
+def take_rest(store: Store) -> None:
+    """Once nothing of the model's own memory is held any more: see Note [When memory is taken] in host.py."""
+    release_freed()
+    for part, mapping in store._mappings.items():
+        if part not in TAKEN_FIRST:
+            mapping.touch()

@@ -180,8 +180,8 @@ class Pool:
         have = max(self.account.room, 0)
         return OutOfMemoryError(
             f"out of device memory: {what} needs {format_size(nbytes)}, {format_size(have)} of "
-            f"{format_size(self.account.budget)} are free and nothing more can be evicted: raise --device-memory, or lower "
-            "--batch-size or --seq-len",
+            f"{format_size(self.account.budget)} are free and nothing more can be evicted: raise `device_memory`, or lower "
+            "the batch or the sequence length",
             tier=self.account.tier.value,
             need=nbytes,
             have=have,

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from models.blocks import find_blocks, has_forward
+from systems.blocks import find_blocks, has_forward
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 from systems.substrate.shared_memory import refuse_shared_memory
@@ -118,7 +118,7 @@ def _refuse_modules(model: nn.Module) -> None:
         if module in _TAKEN:
             raise UnsupportedError(
                 f"{f'module {name}' if name else 'the model'} was given to an engine before, which took its values: build the "
-                "model anew, and copy values out of the engine with summon()"
+                "model anew, and take values out of the engine with engine.state_dict()"
             )
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"

@@ -122,7 +122,7 @@ def test_a_users_file_goes_over_ours_key_by_key(tmp_path: Path) -> None:
     assert config["zero_optimization"]["stage3_max_live_parameters"] == BILLION
     assert config["bf16"] == {"enabled": True, "check_grad_overflow": False}
     assert config["gradient_clipping"] == 0.5 and "train_batch_size" not in config
-    assert notes == [f"{path}: train_batch_size is not used, --batch-size decides"]
+    assert notes == [f"{path}: train_batch_size is not used, the run's batch size decides"]
 
 
 Keys = st.sampled_from("abc")

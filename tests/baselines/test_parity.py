@@ -46,6 +46,13 @@ def test_fp32_is_the_reference(job: Job, trained: Trained) -> None:
     assert _largest_difference(ours.end, theirs.end) < 5e-5
 
 
+@pytest.mark.parametrize("job", EVERY, ids=_name)
+def test_a_state_dict_is_the_model_s(job: Job, trained: Trained) -> None:
+    result = trained(job)
+    assert list(result.exported) == result.names == list(result.end)
+    assert _largest_difference(result.exported, result.end) == 0.0
+
+
 @pytest.mark.parametrize("job", BF16, ids=_name)
 def test_bf16_agrees(job: Job, trained: Trained) -> None:
     ours, theirs = trained(job), trained(reference(job))

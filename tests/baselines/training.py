@@ -46,11 +46,16 @@ class Job:
 
 @dataclass
 class Result:
-    """What a job came to. written_loss: of the first batch once the first values were written back."""
+    """What a job came to. written_loss: of the first batch once the first values were written back.
+
+    names: of the state dict of the model before a package had it. exported: what the engine gave for it, with `end`.
+    """
 
     error: str | None = None
     start: dict[str, torch.Tensor] = field(default_factory=dict)
     end: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    exported: dict[str, torch.Tensor] = field(default_factory=dict)
     after_lr_0: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -135,12 +140,13 @@ def train(job: Job) -> Result:
     result = Result()
     work = work_of(job)
     steps = batches(job, work.vocabulary)
+    result.names = list(work.model.state_dict())
     engine = start(job, work)
     result.start = _values(engine)
     result.losses = [_step(engine, work, step) for step in steps[:-1]]
     engine.drain()
     result.eval_loss = _evaluate(engine, work, steps[0][0])
-    result.end = _values(engine)
+    result.end, result.exported = _values(engine), dict(engine.state_dict())
     engine.set_lr(0.0)
     result.losses.append(_step(engine, work, steps[-1]))
     result.after_lr_0 = _values(engine)

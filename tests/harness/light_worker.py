@@ -7,6 +7,7 @@ initialize.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -58,6 +59,7 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
         {"resolved": {"steps": steps}, "environment": {"threads": {"intra_op": 1}}, "phases_s": {"import": import_s}}
     )
     channel.enter("initialize")
+    importlib.import_module(script.get("import", "sys"))
     misbehave(0, script)
     for step in range(1, steps + 1):
         if step in (1, warmup + 1):

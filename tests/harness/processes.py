@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness import launch
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "HARNESS_TEST_MARK"
 START_S = 60.0  # a loaded machine takes its time
-LIGHT = ("-m", "tests.harness.light_worker")
+LIGHT = (*launch.WORKER[:-1], "tests.harness.light_worker")
 _HARNESS_WITH_LIGHT_WORKER = f"""
 import sys
 from harness import cli, launch

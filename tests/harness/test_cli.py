@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,9 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         cli.main([command, "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in FLAGS)
+    left_out = {flag(field) for field in getattr(spec, "left_out", ())}
+    words = set(re.findall(r"--[a-z-]+", shown))
+    assert words >= set(FLAGS) - left_out and not words & left_out - {"--steps"}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,19 @@ def test_bad_input_is_one_line(
     assert said in err
 
 
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run its record says so, see test_launch; what makes none ends as quietly."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("harness.plan.plan", stopped)
+    assert cli.main(("plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", "h100-80g-x1")) == 130
+    monkeypatch.setattr("harness.listing.list_what", stopped)
+    assert cli.main(("ls", "systems")) == 130
+    assert capsys.readouterr() == ("", "harness: interrupted\n" * 2)
+
+
 def test_a_wrong_results_folder_is_found_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,43 +146,6 @@ def test_wandb_missing_is_found_before_the_work(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main([*GOOD, "--results", str(tmp_path), "--wandb", "offline"]) == 2
     assert capsys.readouterr().err == "harness: --wandb needs the package wandb: pip install wandb, or use --wandb off\n"
-
-
-class FakeWandb:
-    """Takes the place of the package and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.summary: dict[str, Any] = {}
-        self.started: dict[str, Any] = {}
-
-    def init(self, **started: Any) -> FakeWandb:
-        self.started = started
-        return self
-
-    def log(self, row: dict[str, float], step: int) -> None:
-        self.rows.append((step, row))
-
-    def __enter__(self) -> FakeWandb:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def test_a_kept_record_goes_to_wandb(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = make_record(metrics={"loss": [2.0, None, 1.0], "tokens_per_s": 5.0, "eval_step": [2], "eval_loss": [1.5]})
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: record)
-    assert cli.main([*GOOD, "--results", str(tmp_path), "--wandb", "offline"]) == 0
-    assert fake.rows == [(1, {"loss": 2.0}), (2, {"eval_loss": 1.5}), (3, {"loss": 1.0})]
-    assert (fake.summary["tokens_per_s"], fake.summary["status"]) == (5.0, "ok")
-    assert fake.started["mode"] == "offline"
-    assert store.read_all(tmp_path)[0] == [record]
 
 
 def test_a_record_that_cannot_be_kept_is_fatal_but_printed(

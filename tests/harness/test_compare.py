@@ -58,18 +58,26 @@ def test_processes_are_interleaved_and_the_first_system_is_the_reference(scripte
     assert reference["median_step_time_s"]["median"] == pytest.approx(32 / 105)
     assert other["runs"] == ["run-02", "run-04", "run-06"]
     assert other["speed_ratio"] == {
-        "value": pytest.approx(2.0), "low": pytest.approx(200 / 110), "high": pytest.approx(2.2),
-        "spread": "min-max", "verdict": "faster",
+        "value": pytest.approx(2.0), "low": pytest.approx(1.69166, rel=1e-4), "high": pytest.approx(2.36454, rel=1e-4),
+        "spread": "t 95 %", "verdict": "faster",
     }  # fmt: skip
     assert made["spec"]["repeat"] == 3
 
 
-def test_inside_the_spread_there_is_no_difference(scripted: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    rates = {"dummy": [100.0, 120.0], "resident": [110.0, 115.0]}
-    _, made, _ = scripted(lambda spec, n: speed(rates[spec.system][n]), A, C, flags=("--repeat", "2"))
+def test_inside_the_interval_there_is_no_difference(scripted: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"dummy": [100.0, 120.0, 110.0], "resident": [110.0, 115.0, 120.0]}
+    _, made, _ = scripted(lambda spec, n: speed(rates[spec.system][n]), A, C)
     assert made["rows"][1]["speed_ratio"]["verdict"] == "no difference"
+    assert "no difference" in capsys.readouterr().err
+
+
+def test_two_processes_have_a_range_and_no_verdict(scripted: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"dummy": [100.0, 101.0], "resident": [110.0, 115.0]}
+    _, made, _ = scripted(lambda spec, n: speed(rates[spec.system][n]), A, C, flags=("--repeat", "2"))
+    ratio = made["rows"][1]["speed_ratio"]
+    assert (ratio["spread"], ratio["verdict"]) == ("min-max", "too few runs")
     shown = capsys.readouterr().err
-    assert "no difference" in shown
+    assert "too few runs" in shown
     assert "fewer than 3 processes of dummy, resident" in shown
 
 
@@ -179,7 +187,7 @@ def test_a_stop_ends_the_runs_and_still_compares(scripted: Callable[..., Any], m
         return {}
 
     code, made, calls = scripted(script, A, C)
-    assert code == 1
+    assert code == 128 + 15
     assert len(calls) == 1
     assert (made["rows"][1]["n"], made["rows"][1]["status"]) == (0, "failed")
     assert "was stopped before" in made["rows"][1]["reason"]["message"]

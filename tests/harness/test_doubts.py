@@ -37,6 +37,7 @@ def test_a_good_run_raises_none() -> None:
         ("swap_in_use", {"swap_bytes": 4096}),
         ("page_cache", {"disk_direct": False}),
         ("fewer_threads_than_cores", {"threads": 1}),
+        ("more_threads_than_cores", {"threads": 3}),
         ("utilisation_above_peak", {"mfu": 1.01}),
     ],
 )

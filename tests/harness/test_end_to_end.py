@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ def test_a_machine_with_nothing_but_cores(tmp_path: Path, reference: str) -> Non
     """Case C52: no CUDA device, no network, a HOME that cannot be written to; the comparison runs on the emulated device."""
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
     results = tmp_path / "results"
-    hostile = {"CUDA_VISIBLE_DEVICES": "", "HOME": "/proc/nowhere", "PYTHONPATH": str(tmp_path), "HF_HOME": "/proc/nowhere"}
+    packages = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hostile = {"CUDA_VISIBLE_DEVICES": "", "HOME": "/proc/nowhere", "PYTHONPATH": packages, "HF_HOME": "/proc/nowhere"}
     flags = [
         "--model",
         "opt-tiny",

@@ -102,7 +102,8 @@ def test_the_first_of_wrapped_errors_decides() -> None:
         ({"exit_code": 3}, "failed", "exit code 3"),
         ({"exit_code": 0}, "failed", "left no result"),
         ({"exit_code": -9, "timed_out_s": 5.0, "oom_kills": 0}, "timeout", "no end within 5 s"),
-        ({"exit_code": -9, "stopped_by": signal.SIGTERM, "oom_kills": 0}, "failed", "stopped by SIGTERM"),
+        ({"exit_code": -9, "stopped_by": signal.SIGTERM, "oom_kills": 0}, "interrupted", "stopped by SIGTERM"),
+        ({"exit_code": -9, "stopped_by": signal.SIGINT, "oom_kills": 0}, "interrupted", "stopped by SIGINT"),
     ],
 )
 def test_deaths(death: dict[str, Any], status: str, said: str) -> None:

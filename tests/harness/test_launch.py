@@ -71,6 +71,17 @@ def test_a_process_that_dies_without_a_record(
         assert reason.log[-1] == "RuntimeError: the script says that step 2 crashes"
 
 
+def test_a_folder_with_packages_of_the_same_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what else is in it can be imported, as a user's own model may have to."""
+    for name in ("harness", "models", "systems"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('these are the user\\'s own')")
+    (tmp_path / "of_the_user.py").touch()
+    monkeypatch.chdir(tmp_path)
+    record = run_apart("import=of_the_user")
+    assert record.status == "ok", record.reason
+
+
 def test_bad_input_that_only_the_worker_sees_is_one_line_too(tmp_path: Path) -> None:
     with start(*dummy(tmp_path, options=("bad_input=a_word",)), light=True) as process:
         out, err = process.communicate(timeout=START_S)
@@ -176,9 +187,9 @@ def test_no_process_outlives_its_parent(tmp_path: Path, number: signal.Signals) 
         assert process.returncode == -signal.SIGKILL
         assert list(tmp_path.iterdir()) == []
         return
-    assert process.returncode == 1
+    assert process.returncode == 128 + number
     record = json.loads(out.splitlines()[-1])
-    assert (record["status"], record["reason"]["signal"]) == ("failed", number.name)
+    assert (record["status"], record["reason"]["signal"]) == ("interrupted", number.name)
     assert record["reason"]["phase"] == "step"
     assert len(list(tmp_path.iterdir())) == 1
 

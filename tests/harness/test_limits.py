@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from systems.limits import oom_kills, read_limits
+from systems.limits import free_host_memory, in_memory, oom_kills, read_limits
 
 GIB = 1 << 30
 
@@ -78,6 +79,16 @@ def test_ulimit_v_counts(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyP
     assert (limits.host_budget_bytes, limits.rlimit_as_bytes) == (GIB, GIB)
 
 
+def test_what_is_free_is_the_least_that_machine_and_limits_leave(machine: tuple[Path, Path]) -> None:
+    proc, root = machine
+    assert free_host_memory(*machine) == 60 * GIB
+    write(proc, {"self/cgroup": "0::/pod\n", "self/status": f"VmRSS: {3 << 20} kB\n"})
+    write(root, {"pod/memory.max": f"{8 * GIB}\n"})
+    assert free_host_memory(*machine) == 5 * GIB
+    write(proc, {"self/status": f"VmRSS: {9 << 20} kB\n"})
+    assert free_host_memory(*machine) == 0
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
@@ -123,3 +134,30 @@ def test_as_many_files_may_be_open_as_the_hard_limit_says() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert told.split() == ["64", "96", "96"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "options", "found"),
+    [
+        ("tmpfs", "tmpfs", "rw,size=1g", "tmpfs"),
+        ("ramfs", "none", "rw", "ramfs"),
+        ("ext4", "/dev/zram0", "rw", "ext4 on /dev/zram0"),
+        ("ext4", "/dev/nvme0n1p1", "rw", None),
+        ("overlay", "overlay", "rw,lowerdir=/a,upperdir=/proc/none,workdir=/c", None),
+        ("overlay", "overlay", "rw,lowerdir=/a,upperdir=/dev/shm,workdir=/c", "tmpfs"),
+    ],
+)
+def test_what_a_folder_is_kept_in(kind: str, source: str, options: str, found: str | None, tmp_path: Path) -> None:
+    device, shm = os.stat(tmp_path).st_dev, os.stat("/dev/shm").st_dev
+    if shm == device:
+        shm += 1  # void there, and still right
+    lines = [
+        "20 1 0:0 / /else rw - tmpfs tmpfs rw",
+        f"21 1 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 master:2 - {kind} {source} {options}",
+        f"22 1 {os.major(shm)}:{os.minor(shm)} / /dev/shm rw - tmpfs shm rw",
+    ]
+    write(tmp_path / "proc", {"self/mountinfo": "short\n" + "\n".join(lines) + "\n"})
+    assert in_memory(tmp_path, tmp_path / "proc") == found
+    assert in_memory(tmp_path, tmp_path / "nowhere") is None
+    with pytest.raises(FileNotFoundError):
+        in_memory(tmp_path / "none", tmp_path / "proc")

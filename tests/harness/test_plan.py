@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from harness import cli
-from harness.spec import RunSpec
+from harness.plan_spec import PlanSpec
+from harness.spec import RunSpec, flag
 from systems import registry
 from systems.planning.perfetto import read_chrome_trace
 
@@ -52,7 +53,7 @@ def test_what_does_not_fit_is_exit_code_1_with_the_minimum_and_who_sets_it(capsy
     assert found["tiers"]["device"]["need_bytes"] == least
     assert "needs at least" in found["why_not"] and "unit 'model.decoder" in found["why_not"]
     assert "does not fit" in shown and "too much" in shown and "would fit" in shown
-    assert any(remedy["flag"] == "--device-memory" and remedy["value"] == least for remedy in found["remedies"])
+    assert any(remedy["changes"] == {"device_memory": least} for remedy in found["remedies"])
     assert told(capsys, *TINY, "--system", "elixir", "--device-memory", str(least), "--batch-size", "8")[0] == 0
 
 
@@ -150,6 +151,11 @@ def broken(tmp_path: Path) -> str:
         ((*TINY, "--system", "all", "--trace", "x.json"), "--trace is of one system"),
         ((*TINY, "--system", "elixir", "--trace", "/proc/x.json"), "--trace /proc/x.json cannot be written"),
         ((*TINY, "--system", "elixir", "--trace", "x.txt"), "--trace x.txt: name a file that ends in .json or .json.gz"),
+        *(
+            ((*TINY, "--system", "elixir", flag(field)), f"{flag(field)} is of a run and changes nothing here: leave it out")
+            for field in sorted(PlanSpec.left_out)
+        ),
+        ((*TINY, "--system", "elixir", "--lr=1e-4"), "--lr is of a run and changes nothing here"),
         ((*TINY, "--system", "elixir", "--batch-size", "99999999"), "tokens at once on a device"),
         ((*TINY, "--system", "elixir", "--option", "activations=host", "--recompute", "full"), "is not part of forecasts"),
     ],

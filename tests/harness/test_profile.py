@@ -64,6 +64,7 @@ def test_a_host_alone_is_a_profile_like_another(tmp_path: Path, capsys: pytest.C
     ("arguments", "said"),
     [
         (("--disk", "/no/such/folder"), "--disk /no/such/folder is no folder: name one on the disk to measure"),
+        (("--disk", "{here}"), "is in memory (tmpfs): name a folder on the disk to measure"),
         (("--out", "profile.txt"), "a hardware profile is a file that ends in .json"),
         (("--out", "/no/such/folder/p.json"), "is no folder that this user may write to"),
         (("--out", "{here}/there.json"), "is there already, and measured numbers are never overwritten"),
@@ -74,6 +75,7 @@ def test_bad_input_is_found_before_any_measurement(
     arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "measure_host", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(profile, "in_memory", lambda folder: "tmpfs")
     (tmp_path / "there.json").touch()
     assert cli.main(["profile", "--device", "cpu", *(argument.format(here=tmp_path) for argument in arguments)]) == 2
     out, err = capsys.readouterr()

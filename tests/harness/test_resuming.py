@@ -14,6 +14,7 @@ from harness import cli, running
 from harness.record import Record
 from harness.spec import BadInputError, RunSpec
 from harness.wandb_log import _curves
+from models.registry import parameter_count, resolve
 from systems import checkpoint
 from tests.harness.conftest import make_spec
 
@@ -109,12 +110,41 @@ def test_a_disk_that_fills_up_at_the_end_keeps_what_was_measured(
     run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "Error while serializing: I/O error: No space left on device (os error 28)"
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(SafetensorError(said)))
+    monkeypatch.setattr(checkpoint.tensors, "save_file", lambda *_: (_ for _ in ()).throw(SafetensorError(said)))
     record = run_here(make_spec(system="resident", checkpoint=str(tmp_path / "x")))
     assert record.status == "oom" and record.reason is not None
     assert (record.reason.phase, record.reason.tier) == ("save", "disk")
     assert record.metrics.tokens_per_s is not None and len(record.metrics.loss) == 4
     assert list(tmp_path.iterdir()) == []
+
+
+def test_room_is_looked_for_before_training(run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two checkpoints where the last is replaced on the way; nothing is trained and nothing is left behind."""
+    need = 12 * parameter_count(resolve("opt-tiny"))
+    for every, free, said in ((2, need + need // 2, "each save writes a checkpoint of"), (4, need - 1, "the checkpoint takes")):
+        monkeypatch.setattr(checkpoint.saving.shutil, "disk_usage", lambda _, f=free: shutil._ntuple_diskusage(f, 0, f))
+        asked = make_spec(system="resident", model="opt-tiny", checkpoint=str(tmp_path / "x"), steps=4, save_every=every)
+        record = run_here(asked)
+        assert record.status == "refused" and record.reason is not None and record.metrics.loss == []
+        assert (record.reason.phase, record.reason.tier, record.reason.have) == ("room", "disk", free)
+        assert said in record.reason.message and str(tmp_path / "x") in record.reason.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_removed_during_a_save(
+    run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = checkpoint.tensors.save_file
+
+    def save_file(held: Any, path: Path) -> None:
+        shutil.rmtree(path.parent.parent)
+        write(held, path)
+
+    monkeypatch.setattr(checkpoint.tensors, "save_file", save_file)
+    record = run_here(make_spec(system="resident", checkpoint=str(tmp_path / "x")))
+    assert record.status == "failed" and record.reason is not None and record.reason.phase == "save"
+    assert "was not written: No such file or directory" in record.reason.message
+    assert len(record.metrics.loss) == 4 and "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

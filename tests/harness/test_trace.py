@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -155,3 +156,11 @@ def test_streams_are_called_what_they_carry() -> None:
         17: "copy engine d2h (stream 17)",
         21: "stream 21",
     }
+
+
+def test_what_a_killed_process_did_not_finish_is_removed(tmp_path: Path) -> None:
+    mine, other = trace._beside(tmp_path / "step.json"), tmp_path / ".1-0123abcd.json"
+    for path in (mine, other):
+        path.touch()
+    trace.clear(tmp_path / "step.json", os.getpid())
+    assert list(tmp_path.iterdir()) == [other]

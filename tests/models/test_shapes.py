@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from models import registry
-from models.blocks import find_blocks
 from models.objective import OBJECTIVES
 from models.shape import ModelShape
+from systems.blocks import find_blocks
 
 # As counted from the checkpoints their authors published, or by the closed form for sizes never published.
 PUBLISHED = {

@@ -10,7 +10,7 @@ import pytest
 from harness import store
 from harness.record import Record
 from paper_figures import forecast_accuracy
-from paper_figures.forecast_accuracy import cells_of, compare, counts, main
+from paper_figures.forecast_accuracy import Compared, cells_of, compare, counts, main
 from systems.planning import hardware
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -19,6 +19,22 @@ RESULTS = Path(__file__).parents[2] / "results"
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
     return store.read_all(RESULTS)[0]
+
+
+@pytest.fixture(scope="module")
+def cells(records: list[Record]) -> list[list[Record]]:
+    return cells_of(records, hardware.load("h100-80g-x1"))
+
+
+@pytest.fixture(scope="module")
+def resident_cell(cells: list[list[Record]]) -> list[Record]:
+    return next(c for c in cells if (c[-1].spec.system, c[-1].spec.model) == ("resident", "opt-1.3b"))
+
+
+@pytest.fixture(scope="module")
+def compared(resident_cell: list[Record]) -> Compared:
+    """A forecast takes ten seconds: one serves all tests."""
+    return compare(resident_cell, hardware.load("h100-80g-x1"))
 
 
 def test_runs_that_count(records: list[Record]) -> None:
@@ -33,13 +49,12 @@ def test_runs_that_count(records: list[Record]) -> None:
     assert not any(counts(r, profile) for r in (short, ranks, package, record.model_copy(update={"status": "failed"})))
 
 
-def test_a_cell_is_its_last_runs_and_is_compared_as_it_was_run(records: list[Record]) -> None:
-    profile = hardware.load("h100-80g-x1")
-    cells = cells_of(records, profile)
+def test_a_cell_is_its_last_runs_and_is_compared_as_it_was_run(
+    cells: list[list[Record]], resident_cell: list[Record], compared: Compared
+) -> None:
     runs = [run.run_id for cell in cells for run in cell]
     assert len(cells) >= 3 and len(runs) == len(set(runs))
-    cell = next(cell for cell in cells if (cell[-1].spec.system, cell[-1].spec.model) == ("resident", "opt-1.3b"))
-    found = compare(cell, profile)
+    cell, found = resident_cell, compared
     assert found.runs == len(cell) and found.tokens == cell[-1].resolved.tokens_per_step
     assert min(run.metrics.mean_step_time_s or 0 for run in cell) <= found.measured_s
     assert found.device_budget == cell[-1].memory.device_budget_bytes
@@ -47,26 +62,35 @@ def test_a_cell_is_its_last_runs_and_is_compared_as_it_was_run(records: list[Rec
 
 
 def test_it_writes_what_it_shows(
-    records: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    resident_cell: list[Record],
+    compared: Compared,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    profile = hardware.load("h100-80g-x1")
-    cell = cells_of(records, profile)[0]
-    monkeypatch.setattr(forecast_accuracy, "cells_of", lambda *_: [cell])
+    monkeypatch.setattr(forecast_accuracy, "cells_of", lambda *_: [resident_cell])
+    monkeypatch.setattr(forecast_accuracy, "compare", lambda *_: compared)
     out = tmp_path / "cells.csv"
     assert main(["--out", str(out), "--results", str(RESULTS)]) == 0
     rows = pd.read_csv(out)
-    assert list(rows["model"]) == [cell[-1].spec.model] and {"step_error", "peak_error"} <= set(rows)
+    assert list(rows["model"]) == [resident_cell[-1].spec.model] and {"step_error", "peak_error"} <= set(rows)
     shown = capsys.readouterr().out
-    assert "1 cells" in shown and cell[-1].spec.model in shown
+    assert "1 cells" in shown and resident_cell[-1].spec.model in shown
 
 
 def test_a_cell_without_a_forecast_is_named_and_left_out(
-    records: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cells: list[list[Record]],
+    resident_cell: list[Record],
+    compared: Compared,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    runs = next(c for c in cells_of(records, hardware.load("h100-80g-x1")) if c[-1].spec.system == "elixir")
+    runs = next(c for c in cells if c[-1].spec.system == "elixir")
     spec = runs[-1].spec.model_copy(update={"option": ("no_such_option=1",)})
     old = runs[-1].model_copy(update={"spec": spec, "run_id": "an-old-run"})
-    monkeypatch.setattr(forecast_accuracy, "cells_of", lambda *_: [[old], runs])
+    monkeypatch.setattr(forecast_accuracy, "cells_of", lambda *_: [[old], resident_cell])
+    known = lambda cell, profile: compared if cell is resident_cell else compare(cell, profile)  # noqa: E731
+    monkeypatch.setattr(forecast_accuracy, "compare", known)
     assert main(["--results", str(RESULTS)]) == 0
     shown = capsys.readouterr().out
     assert "left out: an-old-run: " in shown and "no_such_option" in shown and "1 cells" in shown

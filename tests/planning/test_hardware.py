@@ -147,7 +147,7 @@ def test_a_path_is_a_profile_too(tmp_path: Path) -> None:
 
 
 def test_a_type_without_a_rate_is_refused() -> None:
-    with pytest.raises(ValueError, match="no matmul rate for bf16: use --dtype fp16 or fp32"):
+    with pytest.raises(ValueError, match="no matmul rate for bf16: use `dtype='fp16'` or `dtype='fp32'`"):
         hardware.load("yard-v100-32g-x8").matmul_rate("bf16")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ STRATEGIES = [name for name, entry in registry.find().items() if entry.exposes =
 @cache
 def observations(model: str, layers: int | None = None) -> Observations:
     shape = models_registry.resolve(model, {} if layers is None else {"num_layers": str(layers)})
-    return Observations(models_registry.build(shape), shape.objective)
+    return Observations(models_registry.build(shape), partial(token_loss, objective=shape.objective))
 
 
 def question(profile: HardwareProfile | str = "h100-80g-x1", **given: Any) -> Question:
@@ -69,7 +69,7 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
         initial_weights=models_registry.initial_weights(shape, 0),
         log_events=True,
     )
-    ids = torch.randint(0, shape.vocab_size, (4, 32))
+    ids = torch.randint(0, shape.vocab_size, (2, 16))
     engine: Any = chosen.initialize(models_registry.build(shape), settings, chosen.Options())
     with engine:
         events, begin = engine.log.bytes, 0
@@ -90,7 +90,7 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
     assert found.memory.pool_peak == max(event.pool for event in live)
     assert max(event.live for event in live) <= found.device_peak_bytes <= budget
     assert {lane: found.bytes.get(lane, 0) for lane in moved} == moved
-    about = question(device_memory=budget, host_memory=8 * GIB, accumulate=accumulate)
+    about = question(device_memory=budget, host_memory=8 * GIB, accumulate=accumulate, batch_size=2, seq_len=16)
     before_any_ran = asked(system, "opt-tiny", about)
     assert before_any_ran.fits
     assert before_any_ran.simulation.device_peak_bytes >= max(event.live for event in live)
@@ -158,7 +158,7 @@ class WideHead(nn.Module):
 @pytest.mark.parametrize("layers", [0, 1, 3])
 @pytest.mark.parametrize("system", STRATEGIES)
 def test_the_least_device_is_the_least_where_the_loss_sets_it(system: str, layers: int) -> None:
-    chosen, seen = registry.get(system), Observations(WideHead(layers), "causal")
+    chosen, seen = registry.get(system), Observations(WideHead(layers), token_loss)
     about = question(batch_size=4, seq_len=32)
     least = forecast(chosen, chosen.Options(), about, seen).least_device_bytes
     for budget in (least, least - 1, least // 2):
@@ -195,17 +195,14 @@ def test_what_is_said_to_help_helps_and_no_larger_batch_would(system: str) -> No
     about = question(batch_size=16, seq_len=64)
     small = replace(about, device_memory=asked(system, "opt-tiny", replace(about, batch_size=6)).least_device_bytes)
     found = forecast(chosen, options, small, seen)
-    helpful = {remedy.flag: remedy.value for remedy in remedies(chosen, options, found, seen)}
-    assert helpful["--batch-size"] == 6 and helpful["--device-memory"] == found.least_device_bytes
-    changes: Mapping[str, Mapping[str, Any]] = {
-        "--batch-size": {"batch_size": 6},
-        "--device-memory": {"device_memory": found.least_device_bytes},
-        "--recompute": {"recompute": "full"},
+    helpful = {
+        name: value for r in remedies(chosen, options, found, seen) if len(r.changes) == 1 for name, value in r.changes.items()
     }
-    for flag in helpful:
-        assert fits(chosen, options, replace(small, **changes[flag]), seen)
+    assert helpful["batch_size"] == 6 and helpful["device_memory"] == found.least_device_bytes
+    for name, value in helpful.items():
+        assert fits(chosen, options, replace(small, **{name: value}), seen)
     assert not fits(chosen, options, replace(small, batch_size=7), seen)
-    assert remedies(chosen, options, asked(system, "opt-tiny", about), seen) == []
+    assert not list(remedies(chosen, options, asked(system, "opt-tiny", about), seen))
 
 
 def test_too_little_host_memory_says_what_a_node_needs() -> None:
@@ -213,8 +210,8 @@ def test_too_little_host_memory_says_what_a_node_needs() -> None:
     need = found.tiers["host"].need_bytes
     assert not found.fits and found.why_not is not None and "of host memory on a node of 4 ranks" in found.why_not
     chosen = registry.get("elixir")
-    remedy = remedies(chosen, chosen.Options(), found, observations("opt-tiny"))[-1]
-    assert (remedy.flag, remedy.value) == ("--host-memory", need)
+    *_, remedy = remedies(chosen, chosen.Options(), found, observations("opt-tiny"))
+    assert remedy.changes == {"host_memory": need}
     assert fits(chosen, chosen.Options(), replace(found.question, host_memory=need), observations("opt-tiny"))
 
 
@@ -256,7 +253,7 @@ def test_the_measured_proof_is_met_within_a_tenth() -> None:
 
 
 def test_more_ranks_than_devices_is_bad_input() -> None:
-    with pytest.raises(ValueError, match="--ranks 5 is more than the 4 devices of the profile"):
+    with pytest.raises(ValueError, match="`ranks=5` is more than the 4 devices of the profile"):
         question("h100-80g-x4", ranks=5)
     with pytest.raises(ValueError, match="no matmul rate for bf16"):
         question("yard-v100-32g-x8")
@@ -267,10 +264,9 @@ def test_where_both_memories_are_short_more_of_both_is_one_remedy_and_helps(syst
     chosen, seen = registry.get(system), observations("opt-tiny")
     about = question(device_memory=1 << 20, host_memory=1 << 20)
     found = forecast(chosen, chosen.Options(), about, seen)
-    flags = [f"{remedy.flag} {remedy.value}" for remedy in remedies(chosen, chosen.Options(), found, seen)]
-    _, device, _, host = flags[-1].split()
-    enough = replace(about, device_memory=int(device), host_memory=int(host))
-    assert "--device-memory" in flags[-1] and "--host-memory" in flags[-1]
+    *_, both = remedies(chosen, chosen.Options(), found, seen)
+    assert both.changes.keys() == {"device_memory", "host_memory"}
+    enough = replace(about, **both.changes)  # type: ignore[arg-type]
     assert forecast(chosen, chosen.Options(), enough, seen).fits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ TINY = ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny"]
 def observed(shape: ModelShape, dtype: DType, recompute: Any, **more: int) -> tuple[ModelIndex, StepWork]:
     given = {"batch_size": BATCH, "seq_len": LENGTH} | more
     model = models_registry.build(shape)
-    return observe(model, dtype=TORCH_DTYPE[dtype], objective=shape.objective, recompute=recompute, **given)
+    loss = partial(token_loss, objective=shape.objective)
+    return observe(model, loss, dtype=TORCH_DTYPE[dtype], recompute=recompute, **given)
 
 
 def traced(shape: ModelShape, dtype: DType, recompute: Any, accumulate: int) -> tuple[Layout, Trace]:
@@ -117,7 +119,7 @@ def test_the_model_is_left_as_it_was() -> None:
     before = {name: (p, p.dtype, p.device) for name, p in model.named_parameters()}
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     with pytest.raises(UnsupportedError):
-        observe(model, batch_size=1, seq_len=4, dtype=torch.bfloat16)
+        observe(model, token_loss, batch_size=1, seq_len=4, dtype=torch.bfloat16)
     assert {name: (p, p.dtype, p.device) for name, p in model.named_parameters()} == before
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == hooks
 
@@ -136,7 +138,7 @@ class Asks(nn.Module):
 
 def test_a_model_that_depends_on_values_is_refused_in_one_line() -> None:
     with pytest.raises(UnsupportedError, match="Asks cannot be planned: it does not run on the meta device") as refused:
-        observe(Asks(), batch_size=1, seq_len=4, dtype=torch.float32)
+        observe(Asks(), token_loss, batch_size=1, seq_len=4, dtype=torch.float32)
     assert "\n" not in str(refused.value)
 
 

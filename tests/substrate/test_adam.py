@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -353,43 +350,6 @@ def test_an_instruction_set_the_processor_lacks_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(build, "adam_library", Old)
     with pytest.raises(UnsupportedError, match="no avx2"):
         cpu_kernel("avx2")
-
-
-# --- the build ---
-
-
-def test_libraries_are_cached_and_concurrent_builds_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "tiny.cpp").write_text('extern "C" int answer() { return 42; }')
-    monkeypatch.setattr(build, "CSRC", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(build._built("tiny", ("tiny.cpp",), ()))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(paths) == 4 and len(set(paths)) == 1
-    assert ctypes.CDLL(str(paths[0])).answer() == 42
-    assert list(paths[0].parent.iterdir()) == [paths[0]]  # nothing left over
-    (tmp_path / "tiny.cpp").write_text('extern "C" int answer() { return 43; }')
-    assert build._built("tiny", ("tiny.cpp",), ()) != paths[0]
-    (tmp_path / "tiny.cpp").write_text("int broken(")
-    with pytest.raises(build.BuildError, match=r"tiny.cpp.*error") as raised:
-        build._built("tiny", ("tiny.cpp",), ())
-    assert "\n" not in str(raised.value)
-
-
-def test_where_home_cannot_be_written_the_cache_is_in_a_private_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
-    where = build.cache_directory()
-    assert where.parent == tmp_path and where.stat().st_mode & 0o777 == 0o700
-    where.chmod(0o777)
-    with pytest.raises(build.BuildError, match="XDG_CACHE_HOME"):
-        build.cache_directory()
 
 
 # --- CUDA ---

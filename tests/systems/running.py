@@ -148,7 +148,8 @@ def finished(engine: Engine, losses: list[float], per_step: list[dict[str, int]]
 
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
-    with engine.summon() as values:
+    """Masters, each once; what summon adds to them: tests/systems/test_export.py."""
+    with engine.masters() as values:
         return {name: value.clone() for name, value in values.items()}
 
 

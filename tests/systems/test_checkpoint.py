@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import systems
 from systems import checkpoint
-from systems.checkpoint import CheckpointError
+from systems.checkpoint import CheckpointError, SaveError
 from systems.errors import BudgetError, UnsupportedError
 from systems.system import Engine
 from tests.paged import paged
@@ -143,14 +144,14 @@ def test_the_loss_scale_and_skips_go_on(tmp_path: Path) -> None:
 
 
 def test_large_models_take_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
-    own, written, save_one = {"random": torch.arange(5, dtype=torch.uint8)}, [], checkpoint.save_file
+    monkeypatch.setattr(checkpoint.tensors, "FILE_BYTES", 100_000)
+    own, written, save_one = {"random": torch.arange(5, dtype=torch.uint8)}, [], checkpoint.tensors.save_file
 
     def save_file(held: dict[str, torch.Tensor], path: Path) -> None:
         written.append([tensor.nbytes for tensor in held.values()])
         save_one(held, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    monkeypatch.setattr(checkpoint.tensors, "save_file", save_file)
     with begin("elixir") as engine:
         checkpoint.save(engine, tmp_path / "here", beside=own)
         values = parameters_of(engine)
@@ -215,6 +216,7 @@ def test_persistent_buffers_are_in_it(system: str, tmp_path: Path) -> None:
     ):
         spoil()
         save_file(saved, data(tmp_path / "here") / checkpoint.BUFFERS)
+        rehash(tmp_path / "here")
         with pytest.raises(CheckpointError, match=message):
             run(2, 3, tmp_path / "here")
 
@@ -232,17 +234,28 @@ NAME = "model.decoder.layers.0.fc1.weight"
 
 
 def edit(folder: Path, change: Any) -> None:
+    """Of the manifest, with a seal that is right."""
     path = folder / checkpoint.MANIFEST
     manifest = json.loads(path.read_text())
+    del manifest["seal"]
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    content = json.dumps(manifest, indent=1).removesuffix("\n}")
+    path.write_text(content + f',\n "seal": "{hashlib.sha256(content.encode()).hexdigest()}"\n}}')
+
+
+def rehash(folder: Path) -> None:
+    found = {path.name: path.read_bytes() for path in data(folder).glob("*.safetensors")}
+    hashes = {name: {"nbytes": len(held), "sha256": hashlib.sha256(held).hexdigest()} for name, held in found.items()}
+    edit(folder, lambda manifest: manifest.update(hashes=hashes))
 
 
 def rewrite(folder: Path, change: Any) -> None:
+    """Of the first file, with a hash that is right."""
     path = data(folder) / "state-00000.safetensors"
     held = load_file(path)
     change(held)
     save_file(held, path)
+    rehash(folder)
 
 
 def cut(folder: Path) -> None:
@@ -254,10 +267,11 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("no folder", shutil.rmtree, "there is no checkpoint in"),
     ("no manifest", lambda f: (f / checkpoint.MANIFEST).unlink(), "checkpoint.json is not there"),
     ("no json", lambda f: (f / checkpoint.MANIFEST).write_text("{"), "is broken"),
-    ("later format", lambda f: edit(f, lambda m: m.update(format=2)), "broken at format: input should be 1"),
+    ("later format", lambda f: edit(f, lambda m: m.update(format=3)), "broken at format: input should be 1 or 2"),
     ("negative", lambda f: edit(f, lambda m: m.update(steps=-1)), "broken at steps"),
     ("foreign file", lambda f: edit(f, lambda m: m["parameters"][NAME]["files"].update(value="../x.safetensors")), "broken at"),
     ("no parameter", lambda f: edit(f, lambda m: m["parameters"].pop(NAME)), f"lacks {NAME}"),
+    ("no hashes", lambda f: edit(f, lambda m: m.pop("hashes")), "hashes are not those of its files"),
     ("another", lambda f: edit(f, lambda m: m["parameters"].update(x=m["parameters"][NAME])), "is of another model: it has x"),
     ("shape", lambda f: edit(f, lambda m: m["parameters"][NAME].update(shape=[1])), f"{NAME} has the shape"),
     (
@@ -310,10 +324,11 @@ def test_a_failed_write_leaves_the_last_checkpoint(tmp_path: Path, good: Path, m
     before = contents(folder)
     with begin("elixir") as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            with pytest.raises(OSError, match="No space left"):
+            fails = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # noqa: E731
+            patch.setattr(checkpoint.tensors, "save_file", fails)
+            with pytest.raises(SaveError, match="No space left .* the one before it is still there"):
                 systems.save_checkpoint(engine, folder)
-            patch.setattr(checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
+            patch.setattr(checkpoint.saving.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
             with pytest.raises(BudgetError, match=r"the checkpoint takes .*, 5B are free in"):
                 systems.save_checkpoint(engine, folder)
         steps_of(engine, 0, 1)
@@ -344,10 +359,9 @@ def test_what_a_killed_save_left_goes_with_the_next_and_all_else_stays(
         assert (elsewhere / "notes").read_text() == "mine"
         assert (checkpoint.position(link).steps, checkpoint.position(link / "inner").steps) == (1, 0)
         before = contents(elsewhere)
-        for interrupted in (Path.replace, checkpoint.save_file, checkpoint.flush):
+        for owner, name in ((Path, "replace"), (checkpoint.tensors, "save_file"), (checkpoint.tensors, "flush")):
             with monkeypatch.context() as patch:
-                owner = Path if interrupted is Path.replace else checkpoint
-                patch.setattr(owner, interrupted.__name__, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+                patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
                 with pytest.raises(KeyboardInterrupt):
                     systems.save_checkpoint(engine, link)
             assert contents(elsewhere) == before
@@ -357,7 +371,7 @@ def test_what_a_killed_save_left_goes_with_the_next_and_all_else_stays(
 def test_one_that_is_being_read_is_not_replaced(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def tensor(path: Path, key: str, read: Any = checkpoint._tensor) -> torch.Tensor:
+    def tensor(path: Path, key: str, read: Any = checkpoint.loading.tensor) -> torch.Tensor:
         descriptor = os.open(good, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -368,7 +382,7 @@ def test_one_that_is_being_read_is_not_replaced(tmp_path: Path, good: Path, monk
         found: torch.Tensor = read(path, key)
         return found
 
-    monkeypatch.setattr(checkpoint, "_tensor", tensor)
+    monkeypatch.setattr(checkpoint.loading, "tensor", tensor)
     with begin("elixir") as engine:
         systems.load_checkpoint(engine, good)
     assert f"value/{NAME}" in tried

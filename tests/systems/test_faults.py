@@ -238,7 +238,7 @@ def test_an_allocation_that_keeps_failing_is_said_and_forgotten(system: str, fir
         except OutOfMemoryError as error:
             caught = error
         if caught is not None:
-            assert caught.tier == "device" and "--device-memory" in str(caught) and caught.need > 0
+            assert caught.tier == "device" and "`device_memory`" in str(caught) and caught.need > 0
             refused += 1
             engine.drain()
             check_accounts(engine)

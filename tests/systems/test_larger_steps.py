@@ -33,6 +33,7 @@ from tests.systems.running import (
 )
 
 SYSTEMS = {"angel-ptm": angel_ptm(), "elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t()}
+FILL = ("angel-ptm", "elixir")  # the device, with states that stay there
 BUDGET = 6_000_000  # bytes: what a plan for short steps takes leaves too little of it for the longest
 
 
@@ -142,8 +143,16 @@ def test_the_shape_of_a_batch() -> None:
     assert batch_shape_of(long).join(batch_shape_of([wide, wide])) == BatchShape(128, 64)
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "between micro-batches"])
+@pytest.mark.parametrize(
+    ("system", "in_step"),
+    [
+        *(pytest.param(system, True, id=f"{system}-between micro-batches") for system in SYSTEMS),
+        *(
+            pytest.param(system, False, id=f"{system}-between steps", marks=() if system in FILL else pytest.mark.slow)
+            for system in SYSTEMS
+        ),
+    ],
+)
 def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_step: bool) -> None:
     """The plan rests meanwhile, and holds again in the next step."""
     devices: list[SlabDevice] = []

@@ -57,7 +57,7 @@ def engine_of(setup: Setup, system: str, budget: int, **more: Any) -> Engine:
 def test_a_refusal_names_no_option_that_the_system_has_not(system: str) -> None:
     with pytest.raises(BudgetError) as refused:
         engine_of(Setup("opt"), system, 10_000)
-    named = re.findall(r"--option (\w+)", str(refused.value))
+    named = re.findall(r"a smaller (\w+) in `options`", str(refused.value))
     assert set(named) <= SYSTEMS[system][0].Options.model_fields.keys()
 
 

@@ -74,12 +74,12 @@ def test_options_are_read_by_the_systems_own_types() -> None:
     ("texts", "said"),
     [
         (["dept=3"], "unknown option of toy 'dept': did you mean depth?"),
-        (["depth"], "--option depth: write it as key=value"),
-        (["depth=1", "depth=2"], "--option depth is given twice: 1 and 2"),
-        (["depth=deep"], "--option depth=deep: input should be a valid integer"),
-        (["variant=fany"], "--option variant=fany: input should be 'plain' or 'fancy'; did you mean fancy?"),
-        (["chunk_bytes=4XB"], "--option chunk_bytes=4XB: '4XB' is not a size"),
-        (["chunk_bytes=-4"], "--option chunk_bytes=-4"),
+        (["depth"], "`option` depth: write it as key=value"),
+        (["depth=1", "depth=2"], "`option` depth is given twice: 1 and 2"),
+        (["depth=deep"], "`options=dict(depth='deep')`: input should be a valid integer"),
+        (["variant=fany"], "`options=dict(variant='fany')`: input should be 'plain' or 'fancy'; did you mean fancy?"),
+        (["chunk_bytes=4XB"], "`options=dict(chunk_bytes='4XB')`: '4XB' is not a size"),
+        (["chunk_bytes=-4"], "`options=dict(chunk_bytes='-4')`"),
     ],
 )
 def test_wrong_options_are_told_in_one_line(texts: list[str], said: str) -> None:

@@ -78,7 +78,7 @@ def test_neither_memory_has_room(system: str) -> None:
     chosen, options = ALL[system]
     host = int(host_bytes(setup, system) * 0.5)
     tight = settings(host_memory=host, device_memory=budget_of(setup, "tight"), recompute="full")
-    with pytest.raises(BudgetError, match="raise --host-memory or --device-memory") as refused:
+    with pytest.raises(BudgetError, match="raise `host_memory` or `device_memory`") as refused:
         start(chosen, setup.build(), tight, options)
     assert refused.value.tier == "host"
     assert refused.value.need > refused.value.have == host

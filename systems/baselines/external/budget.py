@@ -16,7 +16,7 @@ from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.system import Settings
 
-ONE_MEMORY = "device and host are one memory here: --device-memory does not bind this package, and its device peak is unknown"
+ONE_MEMORY = "device and host are one memory here: `device_memory` does not bind this package, and its device peak is unknown"
 
 
 def pinned_bytes(nbytes: int) -> int:
@@ -30,7 +30,7 @@ def check_host(settings: Settings, *, system: str, need: int) -> None:
     if need > have:
         raise BudgetError(
             f"{system} needs about {format_need(need, have)} of host memory for model states, {format_size(have)} are allowed: "
-            "lower the model, raise --host-memory, or take more of the device",
+            "lower the model, raise `host_memory`, or take more of the device",
             tier="host",
             need=need,
             have=have,
@@ -86,6 +86,6 @@ class Limits:
 
 def refuse_ranks_and_optimizer(settings: Settings, system: str) -> None:
     if settings.ranks != 1:
-        raise UnsupportedError(f"{system} runs on one rank here: leave --ranks at 1")
+        raise UnsupportedError(f"{system} runs on one rank here: leave `ranks` at 1")
     if settings.optimizer is not None:
         raise UnsupportedError(f"{system} builds its own optimizer: give the learning rate and decay, not a torch optimizer")

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from systems.baselines.external.budget import pinned_bytes
 from systems.baselines.external.package import Config, merge, read_config, refuse_changes
 from systems.errors import BudgetError, UnsupportedError
+from systems.limits import in_memory
 from systems.sizes import format_need, format_size
 from systems.system import Settings
 
@@ -60,14 +61,14 @@ class Variant:
         if not self.super_offload:
             return
         if settings.device != "cuda":
-            raise UnsupportedError(f"{system} runs on CUDA only: take deepspeed-zero3-offload with --device cpu")
+            raise UnsupportedError(f"{system} runs on CUDA only: take deepspeed-zero3-offload with `device='cpu'`")
         if settings.clip > 0:
             raise UnsupportedError(
-                f"{system} updates during backward only without clipping, and --clip is {settings.clip:g}: use --clip 0, "
+                f"{system} updates during backward only without clipping, and `clip` is {settings.clip:g}: use `clip=0`, "
                 "or deepspeed-zero3-offload"
             )
         if settings.dtype == "fp16":
-            raise UnsupportedError(f"{system} updates before gradients are unscaled: use --dtype bf16")
+            raise UnsupportedError(f"{system} updates before gradients are unscaled: use `dtype='bf16'`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +180,11 @@ def with_users_file(config: Config, path: str | None, system: str) -> tuple[Conf
     if path is None:
         return config, []
     theirs = read_config(path)
-    notes = [f"{path}: {key} is not used, --batch-size decides" for key in IGNORED_SIZES if key in theirs]
+    notes = [f"{path}: {key} is not used, the run's batch size decides" for key in IGNORED_SIZES if key in theirs]
     theirs = {key: value for key, value in theirs.items() if key not in IGNORED_SIZES}
     refuse_changes(path, theirs, _decided(config, system))
     if "scheduler" in theirs:
-        raise UnsupportedError(f"{path} has a scheduler: --schedule decides the learning rate; leave it out")
+        raise UnsupportedError(f"{path} has a scheduler: the run's own decides the learning rate; leave it out")
     return merge(config, theirs), notes
 
 
@@ -191,16 +192,16 @@ def _decided(config: Config, system: str) -> Mapping[tuple[str, ...], tuple[Any,
     """What is not the file's to change, and whose it is."""
     adam = config["optimizer"]["params"]
     return {
-        ("gradient_accumulation_steps",): (config["gradient_accumulation_steps"], "--accumulate decides"),
-        ("gradient_clipping",): (config["gradient_clipping"], "--clip decides"),
-        ("bf16", "enabled"): (config["bf16"]["enabled"], "--dtype decides"),
-        ("fp16", "enabled"): (config["fp16"]["enabled"], "--dtype decides"),
+        ("gradient_accumulation_steps",): (config["gradient_accumulation_steps"], "`accumulate` decides"),
+        ("gradient_clipping",): (config["gradient_clipping"], "`clip` decides"),
+        ("bf16", "enabled"): (config["bf16"]["enabled"], "`dtype` decides"),
+        ("fp16", "enabled"): (config["fp16"]["enabled"], "`dtype` decides"),
         ("zero_optimization", "stage"): (config["zero_optimization"]["stage"], f"{system} is named after it"),
         ("optimizer", "type"): (config["optimizer"]["type"], "every system here runs it"),
-        ("optimizer", "params", "lr"): (adam["lr"], "--lr decides"),
+        ("optimizer", "params", "lr"): (adam["lr"], "the optimizer's own decides"),
         ("optimizer", "params", "betas"): (adam["betas"], "every system here has them"),
         ("optimizer", "params", "eps"): (adam["eps"], "every system here has it"),
-        ("optimizer", "params", "weight_decay"): (adam["weight_decay"], "--weight-decay decides"),
+        ("optimizer", "params", "weight_decay"): (adam["weight_decay"], "the optimizer's own decides"),
     }
 
 
@@ -250,9 +251,11 @@ def host_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config
 def check_disk(sizes: Sizes, folder: str | None, system: str) -> Path:
     """The folder. UnsupportedError without one, BudgetError when its disk has no room for what will be written there."""
     if folder is None:
-        raise UnsupportedError(f"{system} keeps model states on disk and is not told where: give --option nvme_path=FOLDER")
+        raise UnsupportedError(f"{system} keeps model states on disk: say where with `options=dict(nvme_path='FOLDER')`")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise UnsupportedError(f"--option nvme_path={folder} is not a folder that can be written to: make it first")
+        raise UnsupportedError(f"`options=dict(nvme_path='{folder}')` is not a folder that can be written to: make it first")
+    if (memory := in_memory(folder)) is not None:
+        raise UnsupportedError(f"`options=dict(nvme_path='{folder}')` is in memory ({memory}): name a folder on a disk")
     need, have = 16 * sizes.trainable + sizes.width * sizes.parameters, shutil.disk_usage(folder).free
     if need > have:
         raise BudgetError(

@@ -84,7 +84,7 @@ class DeepSpeedRun(PackageEngine):
                 "for: start a new process"
             )
         if self.settings.dtype == "fp16" and not accelerator.is_fp16_supported():
-            raise UnsupportedError("DeepSpeed has no fp16 on this CPU: use --dtype bf16 or fp32")
+            raise UnsupportedError("DeepSpeed has no fp16 on this CPU: use `dtype='bf16'` or `dtype='fp32'`")
 
     def _start(self, config: Config) -> None:
         masters = Masters(self._found, self.settings)
@@ -175,7 +175,7 @@ class DeepSpeedRun(PackageEngine):
         return self._statistics.model_copy(update={"resolved": resolved})
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self.drain()
         values = {}
         on_disk = self._masters_on_disk(write=False) if self._disk is not None else ()

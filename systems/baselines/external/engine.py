@@ -121,7 +121,7 @@ class PackageEngine(Engine):
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise DivergedError(
                 f"{self._skips_in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
-                f"{len(self.outcomes)}: lower --lr, set --clip, or check the data"
+                f"{len(self.outcomes)}: lower the learning rate, set `clip`, or check the data"
             )
 
     def drain(self) -> None:
@@ -153,4 +153,4 @@ class PackageEngine(Engine):
     def statistics(self) -> PackageStatistics: ...
 
     @abstractmethod
-    def summon(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]: ...
+    def masters(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]: ...

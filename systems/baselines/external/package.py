@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from systems.errors import UnavailableError, UnsupportedError
 from systems.messages import one_line
+from systems.reading import read_json
 
 Config = dict[str, Any]
 _AUTO = "auto"  # transformers' word in a DeepSpeed file for "as the run says"
@@ -78,11 +79,11 @@ def version_of(distribution: str) -> str:
 def read_config(path: str) -> Config:
     """The object in a JSON file. ValueError, one line, if there is none."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(one_line(f"cannot be read ({error}): give the path of a JSON file")) from None
+        found = read_json(Path(path))
     except json.JSONDecodeError as error:
         raise ValueError(one_line(f"is not JSON ({error})")) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(one_line(f"cannot be read ({error}): give the path of a JSON file")) from None
     if not isinstance(found, dict):
         raise ValueError(f"holds a JSON {type(found).__name__}, an object is needed")
     return found

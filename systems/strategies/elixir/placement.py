@@ -67,9 +67,9 @@ class Placer:
         if not self.options.offload:
             needed, given = self.context.memory_for(peak), self.context.memory_for(self.context.device_budget)
             raise BudgetError(
-                f"elixir with offload=false needs {format_need(needed, given)} of device memory for parameters, gradients, "
-                f"optimizer state and activations, {format_size(given)} is given: raise "
-                "--device-memory or allow offload",
+                f"elixir with `options=dict(offload=False)` needs {format_need(needed, given)} of device memory for "
+                f"parameters, gradients, optimizer state and activations, {format_size(given)} is given: raise "
+                "`device_memory` or allow offload",
                 tier="device",
                 need=needed,
                 have=given,
@@ -92,7 +92,7 @@ class Placer:
         if max(held) > limit:
             raise BudgetError(
                 f"elixir's cache of {format_size(limit)} is less than the {format_size(max(held))} of parameters that "
-                "one unit holds: raise --option cache, or leave it at auto",
+                "one unit holds: raise cache in `options`, or leave it at auto",
                 tier="device",
                 need=max(held),
                 have=limit,

@@ -35,7 +35,9 @@ class Elixir:
 
     def __init__(self, options: ElixirOptions, context: PlanningContext) -> None:
         if context.ranks > 1 and not options.scatter:
-            raise UnsupportedError("elixir with scatter=false and several ranks is not built: use --option scatter=true")
+            raise UnsupportedError(
+                "elixir with `options=dict(scatter=False)` and several ranks is not built: use `options=dict(scatter=True)`"
+            )
         self._options, self._context = options, context
         self._statistics: ElixirStatistics | None = None
         self._unit_names: tuple[str, ...] = ()

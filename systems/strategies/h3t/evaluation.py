@@ -155,7 +155,7 @@ def refuse(model: ModelCosts, budget: int) -> BudgetError:
     name = model.layers[int(layer[0])].name if model.layers else "no layer"
     return BudgetError(
         f"h3t needs at least {format_need(int(need[0]), budget)} of device memory with every switch on, set by {name}, "
-        f"{format_size(budget)} is given: raise --device-memory, or lower --batch-size or --seq-len",
+        f"{format_size(budget)} is given: raise `device_memory`, or lower the batch or the sequence length",
         tier="device",
         need=int(need[0]),
         have=budget,

@@ -18,8 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from systems.messages import invalid_value, one_line
 from systems.planning.activations import kept_bytes, windows
 from systems.planning.trace import Moment, Phase, Trace
+from systems.reading import read_json
 
 FORMAT = 1
+_MOST_BYTES = 256 << 20  # of a file
 
 
 @dataclass
@@ -133,11 +135,11 @@ def _plain(each: Measured) -> dict[str, Any]:
 def read_profile(path: Path) -> list[Measured]:
     """ValueError, one line, naming the field that is wrong in the file."""
     try:
-        found = _File.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        found = _File.model_validate(read_json(path, _MOST_BYTES))
     except ValidationError as error:
         where = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
         told = invalid_value(error, lambda *_: where) if where else f"the file: {invalid_value(error, lambda *_: where)}"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         told = f"cannot be read: {one_line(str(error))}"
     else:
         return [each.measured() for each in found.steps]

@@ -109,7 +109,7 @@ class Search:
         activations = memory.device_non_model_bytes[moment]
         rest = format_size(memory.total_peak - activations)
         parts = [f"{rest} of parameters and gradients", f"{format_size(activations)} of activations"]
-        advice = "raise --device-memory, or lower --batch-size or --seq-len"
+        advice = "raise `device_memory`, or lower the batch or the sequence length"
         return refusal(memory.total_peak, owner, parts, advice, self._context, "h3t", self._asked.unit_name)
 
     def _first_bundles(self, share: float) -> frozenset[int]:

@@ -1,0 +1,185 @@
+"""Weights of a folder in transformers' format, read tensor by tensor: `*.safetensors`, or what torch.save wrote.
+
+All that could be wrong is found before training: files that are not there or cannot be read, tensors that are missing, of
+another shape, or quantized. Pickles are read with `weights_only`, which runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+NAMED = 3  # parameters that a message lists
+INDEX_BYTES = 64 << 20
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors")
+NO_WEIGHTS = (
+    "training_args.bin",
+    "optimizer.bin",
+    "optimizer.pt",
+    "scheduler.bin",
+    "scheduler.pt",
+    "rng_state*.pth",
+    "sampler.bin",
+)
+CONVERT = "write it as safetensors: load it with transformers where it came from, and save_pretrained into a new folder"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. dtype: None for one that is no floating-point number as it lies there."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    read: Callable[[], torch.Tensor]
+
+
+class FolderWeights:
+    """Fills a model's parameters by name from a folder's files, one tensor at a time.
+
+    Raises ValueError, one line, where the files do not have all of them; a tied parameter may be there under any of its names.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, stored: Mapping[str, Stored]) -> None:
+        self._folder = folder
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        self._of: dict[str, Stored] = {}
+        missing = []
+        for names, parameter in _tied(model).values():
+            found = next((s for n in names for s in (stored.get(n), stored.get(n.removeprefix(prefix))) if s is not None), None)
+            if found is None:
+                missing.append(names[0])
+                continue
+            if found.shape != tuple(parameter.shape):
+                raise ValueError(f"{names[0]} has shape {found.shape} in {folder}, {tuple(parameter.shape)} here")
+            if found.dtype is None:
+                raise ValueError(f"{names[0]} is quantized in {found.path}: train from the weights it was made of")
+            self._of |= dict.fromkeys(names, found)
+        if missing:
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            raise ValueError(
+                f"{folder} holds no weights for {', '.join(missing[:NAMED])}{more}: save the model that is to be trained "
+                "there, or give a folder with its config.json alone to train from random weights"
+            )
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill `tensor` in place."""
+        if name not in self._of:
+            raise ValueError(f"{self._folder} holds no weights for {name}")
+        with torch.no_grad(), _readable(self._of[name].path):
+            tensor.copy_(self._of[name].read())
+
+
+def fill_buffers(model: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Persistent buffers that the files have: running averages, biases that a router learned."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for path, module in model.named_modules():
+        for attribute, buffer in module.named_buffers(recurse=False):
+            name = f"{path}.{attribute}" if path else attribute
+            found = stored.get(name, stored.get(name.removeprefix(prefix)))
+            if found is None or attribute in module._non_persistent_buffers_set or found.shape != tuple(buffer.shape):
+                continue
+            with torch.no_grad(), _readable(found.path):
+                buffer.copy_(found.read())
+
+
+def _tied(model: nn.Module) -> dict[int, tuple[list[str], nn.Parameter]]:
+    """Every parameter with all its names."""
+    found: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), ([], parameter))[0].append(name)
+    return found
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored] | None:
+    """By name; None where the folder holds no weights at all. Raises ValueError for weights that cannot be read."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds an adapter: merge it into its model, and give the folder of that")
+    for single, reader in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
+        if (folder / single).exists():
+            return reader(folder / single)
+        if (index := folder / f"{single}.index.json").exists():
+            return _joined(reader, sorted({folder / file for file in _weight_map(index).values()}))
+    if files := sorted(folder.glob("*.safetensors")):
+        return _joined(_safetensors, files)
+    others = sorted(path for pattern in OTHER_WEIGHTS for path in folder.glob(pattern))
+    if unread := [path for path in others if not any(path.match(each) for each in NO_WEIGHTS)]:
+        raise ValueError(f"{unread[0]} cannot be read here: {CONVERT}")
+    return None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        if index.stat().st_size > INDEX_BYTES:
+            raise ValueError("it is too large")
+        found = json.loads(index.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} cannot be read: {type(error).__name__}: {_line(error)}") from None
+
+
+def _joined(reader: Callable[[Path], dict[str, Stored]], files: Iterable[Path]) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
+    for path in files:
+        held = reader(path)
+        if both := sorted(found.keys() & held.keys()):
+            raise ValueError(f"{both[0]} is in {found[both[0]].path} and in {path}: leave one of them in the folder")
+        found |= held
+    return found
+
+
+def _safetensors(path: Path) -> dict[str, Stored]:
+    from safetensors import safe_open
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            value: torch.Tensor = file.get_tensor(name)
+            return value
+
+    with _readable(path), safe_open(path, framework="pt") as file:
+        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        return {
+            name: Stored(path, tuple(view.get_shape()), FLOATS.get(view.get_dtype()), partial(read, name))
+            for name, view in views.items()
+        }
+
+
+def _pickled(path: Path) -> dict[str, Stored]:
+    """Mapped, so that nothing is read before it is needed."""
+    with _readable(path):
+        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(held, Mapping) or not all(isinstance(value, torch.Tensor) for value in held.values()):
+        raise ValueError(f"{path} is no state dict of tensors: {CONVERT}")
+    floats = FLOATS.values()
+    return {
+        str(name): Stored(path, tuple(each.shape), each.dtype if each.dtype in floats else None, each.detach)
+        for name, each in held.items()
+    }
+
+
+@contextmanager
+def _readable(path: Path) -> Any:
+    """Whatever torch or safetensors make of a broken file is one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if path.is_file() and path.open("rb").read(40).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull") from None
+        raise ValueError(f"{path} cannot be read ({_line(error)}): {CONVERT}") from None
+
+
+def _line(error: BaseException) -> str:
+    """Its first line, which may be long."""
+    return str(error).strip().partition("\n")[0][:200]

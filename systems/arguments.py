@@ -1,0 +1,42 @@
+"""What `systems.initialize` is given, as Settings holds it. ValueError, one line, for what is none of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from systems.sizes import parse_size
+from systems.system import TORCH_DTYPE, DType
+
+
+def size_of(given: int | str | None) -> int | None:
+    return parse_size(given) if isinstance(given, str) else given
+
+
+def dtype_of(given: str | torch.dtype) -> DType:
+    """torch.bfloat16, "bfloat16" and "bf16" are one."""
+    names: dict[object, DType] = {}
+    for name, dtype in TORCH_DTYPE.items():
+        names |= {name: name, dtype: name, str(dtype).removeprefix("torch."): name}  # type: ignore[dict-item]
+    if not isinstance(given, str | torch.dtype) or given not in names:
+        allowed = ", ".join(f"{name!r} or {dtype}" for name, dtype in TORCH_DTYPE.items())
+        raise ValueError(f"dtype is {given!r}: give {allowed}")
+    return names[given]
+
+
+def device_of(given: str | torch.device) -> Literal["cuda", "cpu"]:
+    """An engine is on the process's current CUDA device, so another one may not be named."""
+    try:
+        device = torch.device(given) if isinstance(given, str | torch.device) else None
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu") or (device.type == "cpu" and device.index):
+        raise ValueError(f"device is {given!r}: give 'cuda', 'cpu' for the emulated one, or such a torch.device")
+    if device.type == "cpu":
+        return "cpu"
+    if device.index is not None and torch.cuda.is_available() and device.index != (current := torch.cuda.current_device()):
+        raise ValueError(
+            f"device is {given!r}, and this process is on cuda:{current}: call torch.cuda.set_device({device.index}) before"
+        )
+    return "cuda"

@@ -1,0 +1,57 @@
+"""Checkpoints: all that an engine needs to go on with training, by parameter name, whatever system made it.
+
+A folder holds `checkpoint.json` and the subfolder that this names, with safetensors files: in fp32 each parameter's value (the
+master weight) and both moments of those that are trained, and the model's persistent buffers. So a run may go on under another
+system, budget, dtype or device. What is not in it belongs to the loop: its data's position, random generators, a torch
+optimizer's groups and its scheduler.
+
+Note [Replacing a checkpoint]
+    The new one's files go into a subfolder of their own; then `checkpoint.json` is replaced, which is one operation of the file
+    system; then every subfolder that it does not name goes, also what a save that was killed had left. Whatever else lies in
+    the folder stays. Who saves holds a lock on the folder alone, who loads shares it.
+
+Note [What is checked]
+    A save refuses what a load would: values that are not finite, negative second moments. A load reads regular files alone, no
+    links, checks names, shapes, the hash of every file and the range of every value, and only then changes the engine.
+"""
+
+from systems.checkpoint.loading import load, position
+from systems.checkpoint.manifest import BESIDE, BUFFERS, MANIFEST
+from systems.checkpoint.saving import check_folder, check_room, save
+from systems.checkpoint.state import (
+    PARTS,
+    CheckpointError,
+    Control,
+    Described,
+    LoopState,
+    ParameterState,
+    Part,
+    SaveError,
+    Trained,
+    TrainingState,
+    copy_into,
+    persistent_buffers,
+)
+
+__all__ = [
+    "BESIDE",
+    "BUFFERS",
+    "MANIFEST",
+    "PARTS",
+    "CheckpointError",
+    "Control",
+    "Described",
+    "LoopState",
+    "ParameterState",
+    "Part",
+    "SaveError",
+    "Trained",
+    "TrainingState",
+    "check_folder",
+    "check_room",
+    "copy_into",
+    "load",
+    "persistent_buffers",
+    "position",
+    "save",
+]

@@ -1,0 +1,145 @@
+"""Reading a checkpoint: everything is checked, by name and by content, before anything of the engine is changed.
+
+A file is read twice, once for its hash and the values' range and once to restore it; with room in the page cache only the
+first time from the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from systems.checkpoint.manifest import BESIDE, BUFFERS, Manifest, read_manifest, warn_of_format
+from systems.checkpoint.saving import locked
+from systems.checkpoint.state import (
+    CheckpointError,
+    Described,
+    LoopState,
+    ParameterState,
+    Trained,
+    TrainingState,
+    copy_into,
+    dense,
+    parts_of,
+    persistent_buffers,
+    unsound,
+)
+from systems.checkpoint.tensors import check_hashes, header, readable, tensor
+
+NAMED = 3  # parameters that a message lists
+
+
+def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, dict[str, torch.Tensor]]:
+    """Restore a checkpoint into an engine whose model has the same parameters, before its first step or between two.
+
+    Returns where it stands, and the tensors that were saved beside it.
+    Raises CheckpointError, before anything is changed, where a file or tensor is missing, damaged or does not fit the model.
+    """
+    state, source = engine.training_state(), Path(folder).absolute()
+    read_manifest(source)  # it is there
+    with contextlib.ExitStack() as stack:
+        with readable(source):
+            stack.enter_context(locked(source, fcntl.LOCK_SH))
+        found = _load(state, dense(persistent_buffers(engine.module)), source)
+    engine.training_state()  # waits for the last copy to a device
+    return found
+
+
+def position(folder: str | os.PathLike[str]) -> LoopState:
+    """Where the run of a checkpoint stood. Raises CheckpointError."""
+    return read_manifest(Path(folder).absolute()).position
+
+
+def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path) -> tuple[LoopState, dict[str, torch.Tensor]]:
+    manifest = read_manifest(source)
+    warn_of_format(manifest, source)
+    files = source / manifest.data
+    if files.is_symlink():
+        raise CheckpointError(f"{files} cannot be read: it is a link")
+    _check_parameters(state.parameters, manifest, source)
+    _check_files(manifest, files)
+    beside_keys = [key for key, _, _ in header(files / BESIDE)]
+    _check_buffers(buffers, files / BUFFERS)
+    check_hashes(manifest.hashes or {}, files)
+    _check_values(manifest, files)
+    beside = {key: tensor(files / BESIDE, key) for key in beside_keys}
+    saved = {name: tensor(files / BUFFERS, name) for name in buffers}
+    try:
+        _restore(state, manifest, files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; it could be read before: of the engine a part is restored, so load again") from None
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            copy_into(saved[name], buffer)
+    state.control.loop = manifest.position
+    return state.control.loop, beside
+
+
+def _restore(state: TrainingState, manifest: Manifest, files: Path) -> None:
+    for number, described in enumerate(state.parameters):
+        entry = manifest.parameters[described.name]
+        parts = {part: tensor(files / file, f"{part}/{described.name}") for part, file in entry.files.items()}
+        state.write(number, ParameterState(parts["value"], parts.get("exp_avg"), parts.get("exp_avg_sq")))
+        state.control.updates[number] = entry.updates
+
+
+def _check_parameters(parameters: Sequence[Described], manifest: Manifest, source: Path) -> None:
+    """The same names, shapes and trainable ones in the model and in the checkpoint."""
+    names = {each.name for each in parameters}
+    for found, problem in (
+        (sorted(names - manifest.parameters.keys()), "lacks"),
+        (sorted(manifest.parameters.keys() - names), "is of another model: it has"),
+    ):
+        if found:
+            more = f" and {len(found) - NAMED} more parameters" if len(found) > NAMED else ""
+            raise CheckpointError(f"the checkpoint in {source} {problem} {', '.join(found[:NAMED])}{more}")
+    for each in parameters:
+        entry = manifest.parameters[each.name]
+        if entry.shape != each.shape:
+            raise CheckpointError(f"{each.name} has the shape {each.shape}, in the checkpoint in {source} {entry.shape}")
+        if entry.trainable != each.trainable:
+            here, there = ("trained", "frozen") if each.trainable else ("frozen", "trained")
+            raise CheckpointError(f"{each.name} is {here}, and was {there} in the run of the checkpoint in {source}")
+        missing = set(parts_of(each.trainable)) - set(entry.files)
+        if missing:
+            raise CheckpointError(f"the checkpoint in {source} lacks {sorted(missing)[0]} of {each.name}")
+
+
+def _check_buffers(buffers: Mapping[str, torch.Tensor], path: Path) -> None:
+    found = {key: shape for key, shape, _ in header(path)}
+    for name, buffer in buffers.items():
+        if name not in found:
+            raise CheckpointError(f"{path} lacks the buffer {name}")
+        if found[name] != tuple(buffer.shape):
+            raise CheckpointError(f"buffer {name} has the shape {tuple(buffer.shape)}, in {path} {found[name]}")
+    if found.keys() - buffers.keys():
+        raise CheckpointError(f"{path} is of another model: it has the buffer {sorted(found.keys() - buffers.keys())[0]}")
+
+
+def _check_files(manifest: Manifest, folder: Path) -> None:
+    """Every tensor is in its file, whole."""
+    expected: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, entry in manifest.parameters.items():
+        for part, file in entry.files.items():
+            expected.setdefault(file, {})[f"{part}/{name}"] = entry.shape
+    for file, tensors in expected.items():
+        for key, shape, dtype in header(folder / file):
+            if key in tensors and (shape, dtype) != (tensors[key], "F32"):
+                raise CheckpointError(f"{folder / file} has {key} as {dtype} {shape}, expected F32 {tensors[key]}")
+            tensors.pop(key, None)
+        if tensors:
+            raise CheckpointError(f"{folder / file} lacks {next(iter(tensors))}")
+
+
+def _check_values(manifest: Manifest, folder: Path) -> None:
+    """Training can go on from every value and moment."""
+    for name, entry in manifest.parameters.items():
+        for part, file in entry.files.items():
+            if wrong := unsound(part, tensor(folder / file, f"{part}/{name}")):
+                what = name if part == "value" else f"{part} of {name}"
+                raise CheckpointError(f"{what} in {folder / file} {wrong}: no training can go on from it")

@@ -1,0 +1,205 @@
+"""Writing a checkpoint in place of the last one, once there is room for it and it is sound."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from systems.checkpoint.manifest import (
+    BESIDE,
+    BUFFERS,
+    DATA,
+    MANIFEST,
+    Entry,
+    Manifest,
+    read_manifest,
+    sealed,
+)
+from systems.checkpoint.state import (
+    CheckpointError,
+    SaveError,
+    Trained,
+    TrainingState,
+    dense,
+    parts_of,
+    persistent_buffers,
+    unsound,
+)
+from systems.checkpoint.tensors import Writer
+from systems.errors import BudgetError, DivergedError
+from systems.files import flush
+from systems.sizes import format_need, format_size
+
+OVERHEAD_BYTES = 1024  # of a parameter, for what says where it is; and of the rest
+
+
+def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write a checkpoint; one that is there is replaced once the new one is complete: see Note [Replacing a checkpoint].
+
+    Waits for the work of the last step. beside: tensors of the loop's own, which `load` gives back.
+    Raises what `check_folder` does, BudgetError where the disk has no room, UnsupportedError within a step and for a model with
+    sparse buffers, DivergedError for weights or moments that are not finite, and SaveError where writing fails: then the
+    last checkpoint is still there, unless somebody removed it.
+    """
+    target = check_folder(folder)
+    state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
+    more = {name: dict(tensors) for name, tensors in ((BUFFERS, buffers), (BESIDE, beside or {}))}
+    try:
+        target.mkdir(exist_ok=True)
+        with locked(target, fcntl.LOCK_EX):
+            try:
+                _tidy(target)
+                _check_disk(state, more, target)
+                _replace(state, more, target)
+            finally:
+                with contextlib.suppress(OSError):
+                    _tidy(target)
+                    target.rmdir()  # if nothing is in it
+    except OSError as error:
+        raise _not_saved(error, target) from error
+
+
+def _replace(state: TrainingState, more: Mapping[str, dict[str, torch.Tensor]], target: Path) -> None:
+    fresh = target / f"data-{secrets.token_hex(8)}"
+    fresh.mkdir()
+    with Writer(fresh) as writer:
+        entries = dict(_entries(state, writer))
+        for name, tensors in more.items():
+            writer.write(name, {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()})
+        hashes = writer.finish()
+    content = sealed(Manifest(**vars(state.control.loop), data=fresh.name, parameters=entries, hashes=hashes))
+    (fresh / MANIFEST).write_bytes(content)
+    flush(fresh / MANIFEST)
+    flush(fresh)
+    (fresh / MANIFEST).replace(target / MANIFEST)
+    flush(target)
+    flush(target.parent)
+
+
+def _entries(state: TrainingState, writer: Writer) -> Iterator[tuple[str, Entry]]:
+    for number, described in enumerate(state.parameters):
+        files = {}
+        for part in parts_of(described.trainable):
+            values = state.read(number, part)
+            if wrong := unsound(part, values):
+                what = described.name if part == "value" else f"{part} of {described.name}"
+                raise DivergedError(f"no checkpoint is written, for {what} {wrong}; the one before it stays, if there is one")
+            files[part] = writer.add(f"{part}/{described.name}", values)
+        yield (
+            described.name,
+            Entry(
+                shape=described.shape,
+                trainable=described.trainable,
+                updates=state.control.updates[number],
+                files=files,
+            ),
+        )
+
+
+def _not_saved(error: OSError, target: Path) -> SaveError:
+    """One line, wherever it came from; the folder may be gone by now."""
+    said = error.strerror or str(error)
+    what = error.filename if isinstance(error.filename, str) else str(target)
+    last = "the one before it is still there" if (target / MANIFEST).is_file() else "there is none before it"
+    text = f"the checkpoint in {target} was not written: {said}: {what}; {last}"
+    return SaveError(error.errno, text, what)
+
+
+def _tidy(target: Path) -> None:
+    """Remove the subfolders that are not the checkpoint's."""
+    try:
+        kept = read_manifest(target).data
+    except CheckpointError:
+        if os.path.lexists(target / MANIFEST):
+            return  # who knows what is broken
+        kept = None
+    for path in target.iterdir():
+        if re.match(DATA, path.name) and path.name != kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # there are file systems without locks
+            fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Its full path, once a checkpoint could be written there. ValueError where it is something else, or may not be written."""
+    target = Path(folder).absolute()
+    try:
+        if not _may_take(target):
+            raise ValueError(f"{target} is there and is no checkpoint: name a new folder, or one that a checkpoint is in")
+        where = target if target.exists() else target.parent
+        where.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=where, prefix="data-"):
+            pass
+    except OSError as error:
+        raise ValueError(f"no checkpoint can be written in {target}: {error.strerror}") from None
+    return target
+
+
+def _may_take(target: Path) -> bool:
+    """There is nothing yet, a checkpoint, or what is left of one that was not completed."""
+    if not target.is_dir():
+        return not os.path.lexists(target)
+    return (target / MANIFEST).is_file() or all(re.match(DATA, path.name) for path in target.iterdir())
+
+
+def check_room(model: torch.nn.Module, folder: str | os.PathLike[str], *, saves: int = 1) -> None:
+    """Before training, with a model of any device: BudgetError where the disk has no room for so many checkpoints of it, each
+    of which is written beside the last one. Raises what `check_folder` does."""
+    target = check_folder(folder)
+    new = need_bytes(((p.numel(), p.requires_grad) for p in model.parameters()), persistent_buffers(model).values())
+    try:
+        kept: str | None = read_manifest(target).data
+    except CheckpointError:
+        kept = None
+    old = _taken(target / kept) if kept else 0
+    stale = sum(_taken(path) for path in target.glob("data-*") if re.match(DATA, path.name) and path.name != kept)
+    free = shutil.disk_usage(target if target.exists() else target.parent).free + stale
+    if new > free:
+        raise _no_room(f"the checkpoint takes {format_need(new, free)}", new, free, target)
+    if saves > 1 and new + new > free + old:
+        both = f"each save writes a checkpoint of {format_size(new)} beside the last: {format_need(new + new, free + old)}"
+        raise _no_room(both, new + new, free + old, target)
+
+
+def _taken(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(path.lstat().st_size for path in folder.iterdir())
+    return 0
+
+
+def need_bytes(parameters: Iterable[tuple[int, bool]], tensors: Iterable[torch.Tensor]) -> int:
+    """Of a checkpoint. parameters: (elements, trained)."""
+    states = sum(4 * numel * len(parts_of(trainable)) + OVERHEAD_BYTES for numel, trainable in parameters)
+    return states + sum(each.numel() * each.element_size() for each in tensors) + OVERHEAD_BYTES
+
+
+def _check_disk(state: TrainingState, more: Mapping[str, Mapping[str, torch.Tensor]], folder: Path) -> None:
+    sizes = ((math.prod(p.shape), p.trainable) for p in state.parameters)
+    need = need_bytes(sizes, (tensor for tensors in more.values() for tensor in tensors.values()))
+    have = shutil.disk_usage(folder).free
+    if need > have:
+        raise _no_room(f"the checkpoint takes {format_need(need, have)}", need, have, folder)
+
+
+def _no_room(what: str, need: int, have: int, folder: Path) -> BudgetError:
+    have_text = f"{format_size(have)} are free in {folder}: make room there, or name another folder"
+    return BudgetError(f"{what}, {have_text}", tier="disk", need=need, have=have)

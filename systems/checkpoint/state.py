@@ -1,0 +1,135 @@
+"""What a checkpoint is of: the state of an engine between two steps, parameter by parameter, and its model's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from systems.errors import UnsupportedError
+from systems.messages import one_line
+
+Part = Literal["value", "exp_avg", "exp_avg_sq"]
+PARTS: tuple[Part, ...] = ("value", "exp_avg", "exp_avg_sq")
+
+
+class CheckpointError(UnsupportedError):
+    """A checkpoint cannot be read, is damaged, or is not one of this model. Nothing was restored of it.
+
+    One line, whatever names somebody else may have put into the checkpoint.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(each if each.isprintable() else "?" for each in one_line(message)))
+
+
+class SaveError(OSError):
+    """A checkpoint was not written. errno and filename are of what failed."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """fp32 tensors on the CPU in the parameter's shape; moments are None where it is frozen."""
+
+    value: torch.Tensor
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """steps: of the optimizer, with those that were skipped. good_steps: since the loss scale last changed."""
+
+    steps: int
+    skipped_steps: int
+    loss_scale: float
+    good_steps: int
+    skips_in_a_row: int
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is known of a parameter without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+
+
+class Control(Protocol):
+    """updates: steps that each parameter took."""
+
+    loop: LoopState
+    updates: list[int]
+
+
+class TrainingState(Protocol):
+    """What outlives a step of an engine, between two steps. A tied parameter is one, under its first name."""
+
+    @property
+    def control(self) -> Control: ...
+
+    @property
+    def parameters(self) -> Sequence[Described]: ...
+
+    def read(self, parameter: int, part: Part) -> torch.Tensor:
+        """One at a time, since each is a copy: as in ParameterState. Of a frozen parameter there is only the value."""
+
+    def write(self, parameter: int, state: ParameterState) -> None:
+        """All of it but its updates."""
+
+
+class Trained(Protocol):
+    """An engine, as far as checkpoints know it."""
+
+    module: torch.nn.Module
+
+    def training_state(self) -> TrainingState:
+        """UnsupportedError within a step, and from engines whose package keeps its state to itself."""
+
+
+def parts_of(trainable: bool) -> tuple[Part, ...]:
+    return PARTS if trainable else PARTS[:1]
+
+
+def unsound(part: Part, values: torch.Tensor) -> str | None:
+    """What is wrong with a parameter's values or moments, if training could not go on from them."""
+    if not values.numel():
+        return None
+    least, most = values.aminmax()  # NaN goes through both
+    if not (least.isfinite() and most.isfinite()):
+        return "has values that are not finite"
+    if part == "exp_avg_sq" and least < 0:
+        return "is a mean of squares and has negative values"
+    return None
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name; one that has several is there under the first."""
+    found: dict[str, torch.Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            there = any(buffer is other for other in found.values())
+            if name not in owner._non_persistent_buffers_set and not there:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def dense(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name, buffer in buffers.items():
+        if buffer.layout is not torch.strided:
+            raise UnsupportedError(f"checkpoint: buffer {name} is sparse, which no file takes: make it dense or not persistent")
+    return buffers
+
+
+def copy_into(saved: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Into a buffer that may be expanded: it has one place then for all its elements along a dimension."""
+    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            saved, buffer = saved.narrow(dim, 0, 1), buffer.narrow(dim, 0, 1)
+    buffer.copy_(saved)
