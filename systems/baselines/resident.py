@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,18 +25,16 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import (
-    bytes_of,
     initial_values,
     keeping_values,
-    place_buffers,
-    place_carried,
+    place_beside,
     refuse_mixed_dtypes,
 )
 from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.hooks import tensors_in
-from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
+from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
@@ -65,8 +63,6 @@ class ResidentEngine(Engine):
         self._micro_step = 0
         self._fired: set[int] = set()
         self._in_backward = False
-        self._cast: set[int] = set()
-        self._rounded: dict[int, torch.Tensor] = {}  # gradients of parameters that were read in another dtype
         self._watch: ParameterWatch | None = None
         with keeping_values(model):
             try:
@@ -93,14 +89,12 @@ class ResidentEngine(Engine):
         self._cleanup.callback(self._forget)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
-        carried = place_carried(found, self.device.torch_device)
-        buffers = place_buffers(self.module, self.device.torch_device) + sum(map(bytes_of, carried))
-        self.device.account.add_other(buffers, "buffers")
-        for tensor in carried:
-            self.device.exempt(tensor.untyped_storage())
+        place_beside(self.module, found, self.device)
         self._names = [p.name for p in found.index.parameters]
+        self._rounded = _Rounded(self.parameters, TORCH_DTYPE[settings.dtype], lambda: self._in_backward)
+        self._cleanup.callback(self._rounded.remove)
         self._watch = ParameterWatch(
-            self.module, found, self.parameters, lambda there: self._micro_step > 0, cast=self._take_rounded
+            self.module, found, self.parameters, lambda there: self._micro_step > 0, cast=self._rounded.watch
         )
         self._cleanup.callback(self._watch.end)
 
@@ -132,31 +126,6 @@ class ResidentEngine(Engine):
             self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
             self.device.exempt(compute.untyped_storage())
 
-    def _take_rounded(self, number: int) -> None:
-        """A parameter is read in another dtype: its gradients are rounded as they come (parameter_watch.py's note)."""
-        if number in self._cast or not self.parameters[number].requires_grad:
-            return
-        self._cast.add(number)
-        dtype = TORCH_DTYPE[self.settings.dtype]
-
-        def take(parameter: torch.Tensor) -> None:
-            if not self._in_backward:
-                return
-            gradient = take_gradient(parameter)
-            if gradient is None:
-                return
-            if number in self._rounded:
-                self._rounded[number].add_(gradient.to(dtype))
-            else:
-                self._rounded[number] = gradient.to(dtype)
-
-        handle = self.parameters[number].register_post_accumulate_grad_hook(take)
-        self._cleanup.callback(handle.remove)
-
-    def _gradient(self, number: int) -> torch.Tensor | None:
-        gradient = take_gradient(self.parameters[number])
-        return self._rounded.pop(number) if number in self._rounded else gradient
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watch = self._open_watch()
         if not self._trains:
@@ -186,7 +155,7 @@ class ResidentEngine(Engine):
 
     def backward(self, loss: torch.Tensor) -> None:
         watch = self._open_watch()
-        self._refuse_training_nothing("backward")
+        refuse_training_nothing(self._trains, "backward")
         if self._micro_step >= self.settings.accumulate:
             raise ValueError(f"backward was called more than accumulate={self.settings.accumulate} times: call step()")
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
@@ -206,7 +175,7 @@ class ResidentEngine(Engine):
         self._micro_step += 1
         if self.settings.accumulate > 1:
             for number, accumulator in enumerate(self._accumulators):
-                gradient = self._gradient(number)
+                gradient = self._rounded.take(number)
                 if gradient is not None:
                     self._fired.add(number)
                     assert accumulator is not None
@@ -214,7 +183,7 @@ class ResidentEngine(Engine):
 
     def step(self) -> None:
         watch = self._open_watch()
-        self._refuse_training_nothing("step")
+        refuse_training_nothing(self._trains, "step")
         if self._micro_step != self.settings.accumulate:
             raise ValueError(f"step: {self._micro_step} of {self.settings.accumulate} micro-batches had their backward")
         with self._recovering(), record_function("step"):
@@ -237,7 +206,7 @@ class ResidentEngine(Engine):
             if accumulator is not None:
                 accumulator.zero_()
         self._fired.clear()
-        self._rounded.clear()
+        self._rounded.forget()
         self._micro_step, self._in_backward = 0, False
 
     def _open_watch(self) -> ParameterWatch:
@@ -245,14 +214,10 @@ class ResidentEngine(Engine):
             raise ValueError("the engine is closed")
         return self._watch
 
-    def _refuse_training_nothing(self, what: str) -> None:
-        if not self._trains:
-            raise ValueError(f"{what}: no parameter of the model requires a gradient: there is nothing to train")
-
     def _step(self) -> None:
         gradients = {}
         for number in range(len(self.parameters)):
-            fresh, accumulator = self._gradient(number), self._accumulators[number]
+            fresh, accumulator = self._rounded.take(number), self._accumulators[number]
             if fresh is not None:
                 gradients[number] = fresh.reshape(-1)
             elif number in self._fired and accumulator is not None:
@@ -340,6 +305,42 @@ class ResidentEngine(Engine):
         for parameter in self.parameters:
             take_gradient(parameter)
             set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+class _Rounded:
+    """Gradients of parameters that were read in another dtype, rounded as they come: see parameter_watch.py's note on casts."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, in_backward: Callable[[], bool]) -> None:
+        self._parameters, self._dtype, self._in_backward = parameters, dtype, in_backward
+        self._handles: dict[int, Any] = {}
+        self._found: dict[int, torch.Tensor] = {}
+
+    def watch(self, number: int) -> None:
+        if number in self._handles or not self._parameters[number].requires_grad:
+            return
+
+        def accept(parameter: torch.Tensor) -> None:
+            gradient = take_gradient(parameter) if self._in_backward() else None
+            if gradient is None:
+                return
+            if number in self._found:
+                self._found[number].add_(gradient.to(self._dtype))
+            else:
+                self._found[number] = gradient.to(self._dtype)
+
+        self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(accept)
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """A parameter's gradient, wherever it is."""
+        gradient = take_gradient(self._parameters[number])
+        return self._found.pop(number) if number in self._found else gradient
+
+    def forget(self) -> None:
+        self._found.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
 
 
 def _state_bytes(found: FoundModel, settings: Settings) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
+from systems.substrate.device import Device
 from systems.substrate.parameters import ManagedParameter, set_data
 from systems.substrate.residency import Residency
 from systems.substrate.units import COMPUTED, FoundModel, loses
@@ -119,19 +120,23 @@ def place_buffers(model: nn.Module, device: torch.device) -> int:
             if id(buffer) not in moved:
                 moved[id(buffer)] = buffer.to(device)
             module._buffers[name] = moved[id(buffer)]
-    return sum(map(bytes_of, moved.values()))
+    return sum(map(_bytes_of, moved.values()))
 
 
-def place_carried(found: FoundModel, device: torch.device) -> list[torch.Tensor]:
-    """Move frozen parameters that are no weights of the engine's to the compute device. Returns their values."""
+def place_beside(model: nn.Module, found: FoundModel, device: Device) -> None:
+    """What has a place on the compute device without an engine's doing: buffers, and units.py's Note [Carried along]."""
+    nbytes = place_buffers(model, device.torch_device)
     for name, parameter in found.carried.items():
         if parameter.is_meta:
             raise UnsupportedError(f"parameter {name} is {parameter.dtype} on the meta device: give it values")
-        parameter.data = parameter.data.to(device)
-    return [parameter.detach() for parameter in found.carried.values()]
+        parameter.data = parameter.data.to(device.torch_device)
+        nbytes += _bytes_of(parameter)
+        if parameter.layout is torch.strided:
+            device.exempt(parameter.untyped_storage())
+    device.account.add_other(nbytes, "buffers")
 
 
-def bytes_of(buffer: torch.Tensor) -> int:
+def _bytes_of(buffer: torch.Tensor) -> int:
     if buffer.layout is torch.strided:
         return buffer.untyped_storage().nbytes()
     sparse = buffer.to_sparse_coo()

@@ -20,11 +20,9 @@ from systems.planning.strategy import PlanningContext, Strategy, check_update_ru
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
 from systems.substrate.adoption import (
     adopt_parameters,
-    bytes_of,
     initial_values,
     keeping_values,
-    place_buffers,
-    place_carried,
+    place_beside,
     refuse_mixed_dtypes,
 )
 from systems.substrate.batch_shape import batch_shape_of
@@ -34,7 +32,7 @@ from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
-from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
+from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import MovingParameter, data_of, refuse_state_dict
@@ -45,7 +43,7 @@ from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
 from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
-from systems.substrate.units import find_units, take
+from systems.substrate.units import FoundModel, find_units, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Settings, StepOutcome
@@ -119,11 +117,7 @@ class ManagedEngine(ManagedReports):
         self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
         offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
-        buffers = place_buffers(model, device.torch_device)
-        carried = place_carried(found, device.torch_device)
-        device.account.add_other(buffers + sum(map(bytes_of, carried)), "buffers")
-        for tensor in carried:
-            device.exempt(tensor.untyped_storage())
+        place_beside(model, found, device)
         host = host_account(host_budget, self.log)
         if layout.on_disk:
             assert settings.disk is not None
@@ -165,7 +159,11 @@ class ManagedEngine(ManagedReports):
         hooks = UnitHooks(found, self.runtime, layout)
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
-        self._watch = ParameterWatch(
+        self._watch = self._watching(model, found)
+        self._cleanup.callback(self._watch.end)
+
+    def _watching(self, model: nn.Module, found: FoundModel) -> ParameterWatch:
+        return ParameterWatch(
             model,
             found,
             self.parameters,
@@ -174,7 +172,6 @@ class ManagedEngine(ManagedReports):
             readable=self._readable,
             restore=self.poison.restore,
         )
-        self._cleanup.callback(self._watch.end)
 
     def _readable(self, parameter: int) -> bool:
         """Its values are on the device, and no gradient is written over them."""
@@ -216,7 +213,7 @@ class ManagedEngine(ManagedReports):
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
         runtime = self.runtime
-        self._refuse_training_nothing("backward")
+        refuse_training_nothing(self._trains, "backward")
         if not runtime.in_step:
             raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
         if runtime.micro_step >= self.settings.accumulate:
@@ -240,7 +237,7 @@ class ManagedEngine(ManagedReports):
 
     def step(self) -> None:
         self._check_open()
-        self._refuse_training_nothing("step")
+        refuse_training_nothing(self._trains, "step")
         if self.runtime.micro_step != self.settings.accumulate or not self.runtime.in_step:
             raise ValueError(
                 f"step: {self.runtime.micro_step if self.runtime.in_step else 0} of {self.settings.accumulate} "
@@ -262,10 +259,6 @@ class ManagedEngine(ManagedReports):
     def drain(self) -> None:
         self.parts.device.drain()
         self.runtime.ending.settle()
-
-    def _refuse_training_nothing(self, what: str) -> None:
-        if not self._trains:
-            raise ValueError(f"{what}: no parameter of the model requires a gradient: there is nothing to train")
 
     def set_lr(self, lr: float) -> None:
         self.parts.control.set_lr(lr)

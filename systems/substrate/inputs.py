@@ -21,6 +21,11 @@ def cast_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.d
     return cast_args, cast_kwargs
 
 
+def refuse_training_nothing(trains: bool, what: str) -> None:
+    if not trains:
+        raise ValueError(f"{what}: no parameter of the model requires a gradient: there is nothing to train")
+
+
 def refuse_wanted_gradients(inputs: object) -> None:
     """For a model that is all frozen, and so runs without gradients."""
     if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs)):

@@ -250,7 +250,8 @@ class ParameterWatch:
 @cache
 def _managed(kind: type[ManagedParameter], theirs: type[nn.Parameter]) -> type[nn.Parameter]:
     """A user's own class of parameters, watched."""
-    made: type[nn.Parameter] = type(theirs)(theirs.__name__, (kind, theirs), {"__module__": theirs.__module__})
+    make: Any = type(theirs)
+    made: type[nn.Parameter] = make(theirs.__name__, (kind, theirs), {"__module__": theirs.__module__})
     return made
 
 

@@ -6,8 +6,8 @@ owns parameters, itself or in a container without a forward (a ParameterList). A
 Note [Carried along]
     A frozen parameter that an engine has no compute dtype for stays with the model as it is, like a buffer: the integers and
     8-bit floats of a quantized base, complex or sparse ones, and, in a model of several floating dtypes, one wider than the
-    engine's (a scale in fp32). It lies on the compute device, is in no unit and moves nowhere; summon and checkpoints have it
-    as little as they have what a model's code makes anew.
+    engine's (a scale in fp32). It lies on the compute device, counted as a buffer, is in no unit and moves nowhere. State dicts
+    and summon show it as it is; a checkpoint, which holds what is trained, does not have it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
     if not weights:
         raise UnsupportedError("the model has no parameters: nothing to train")
     refuse_shared_memory(model, parameters)
-    units = [(*unit, mine) for *unit, owned in _units(model) if (mine := [p for p in dict.fromkeys(owned) if p in weights])]
+    units = [
+        (name, module, block, mine)
+        for name, module, block, owned in _units(model)
+        if (mine := [p for p in dict.fromkeys(owned) if p in weights])
+    ]
     number = {p: i for i, p in enumerate(weights)}
     users: dict[nn.Parameter, list[str]] = {p: [] for p in weights}
     for unit_name, _, _, owned in units:

@@ -71,7 +71,7 @@ def test_a_quantized_base_is_carried_along(system: str, dtype: str, narrow: torc
         if dtype == "bf16":
             made.head.bfloat16()
             for block in made.blocks:
-                block.adapter.bfloat16()  # type: ignore[operator, union-attr]
+                block.adapter.bfloat16()
         return made
 
     expected = start(RESIDENT, model(), settings(dtype=dtype))
@@ -131,7 +131,8 @@ class Given(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seen = nn.Linear(DIM, DIM), []
+        self.layer = nn.Linear(DIM, DIM)
+        self.seen: list[Any] = []
 
     def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
         self.seen.append((x.dtype, more))
@@ -202,12 +203,12 @@ class Experts(nn.Module):
 class Adapter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.base = Experts()
+        self.base: Any = Experts()
         self.down, self.up = nn.Parameter(torch.randn(2, DIM, 3) / 8), nn.Parameter(torch.randn(2, 3, DIM) / 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         nn.utils.parametrize.register_parametrization(self.base, "stack", Added(self.down @ self.up))
-        self.base.parametrizations.stack.original.requires_grad_(False)  # type: ignore[union-attr, operator]
+        self.base.parametrizations.stack.original.requires_grad_(False)
         try:
             with nn.utils.parametrize.cached():
                 return x + self.base(x)

@@ -47,6 +47,10 @@ def started(system: str, model: nn.Module | None = None, **given: Any) -> Engine
     return start(chosen, Net() if model is None else model, asked, options)
 
 
+def module_of(engine: Engine) -> Any:
+    return engine.module
+
+
 def loss(engine: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
     return engine(ids)
 
@@ -62,32 +66,32 @@ def assert_goes_on(engine: Engine, taken: int) -> None:
     assert_equal(finished(expected, first + steps(expected, 2, seed=2)), finished(engine, first + steps(engine, 2, seed=2)))
 
 
-def vector(model: nn.Module) -> None:
+def vector(model: Any) -> None:
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()).detach() * 0, model.parameters())
 
 
-def each(change: Callable[[nn.Parameter], Any]) -> Callable[[nn.Module], None]:
-    def edit(model: nn.Module) -> None:
+def each(change: Callable[[nn.Parameter], Any]) -> Callable[[Any], None]:
+    def edit(model: Any) -> None:
         for parameter in model.parameters():
             change(parameter)
 
     return edit
 
 
-IN_PLACE: dict[str, Callable[[nn.Module], Any]] = {
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
     "clamp": each(lambda p: p.data.clamp_(-0.01, 0.01)),
     "add": each(lambda p: p.data.add_(0.5)),
-    "last": lambda model: model.blocks[3].weight.data.zero_(),  # type: ignore[union-attr, operator]
-    "copy": lambda model: model.blocks[1].weight.data[2].copy_(torch.ones(DIM)),  # type: ignore[union-attr, index]
-    "own class": lambda model: model.scale["in"].data.mul_(2),  # type: ignore[index]
+    "last": lambda model: model.blocks[3].weight.data.zero_(),
+    "copy": lambda model: model.blocks[1].weight.data[2].copy_(torch.ones(DIM)),
+    "own class": lambda model: model.scale["in"].data.mul_(2),
 }
-AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
+AT_ONCE: dict[str, Callable[[Any], Any]] = {
     "set": each(lambda p: setattr(p, "data", torch.full_like(p, 0.01))),
     "other dtype": each(lambda p: setattr(p, "data", p.data.bfloat16())),
     "vector": vector,
-    "set_": lambda model: model.blocks[2].weight.set_(torch.ones(DIM, DIM)),  # type: ignore[union-attr, operator]
+    "set_": lambda model: model.blocks[2].weight.set_(torch.ones(DIM, DIM)),
     "to": lambda model: model.to(torch.bfloat16),
-    "half": lambda model: model.blocks[1].half(),  # type: ignore[union-attr, operator]
+    "half": lambda model: model.blocks[1].half(),
     "device": lambda model: model.to("meta"),
 }
 
@@ -133,7 +137,7 @@ def test_an_edit_through_data_is_refused_at_the_next_call(system: str, edit: str
 def test_an_edit_between_backward_and_step(system: str) -> None:
     engine = started(system)
     engine.backward(engine(tokens(1, 1)[0, 0]))
-    engine.module.blocks[0].weight.data.zero_()  # type: ignore[union-attr, operator]
+    module_of(engine).blocks[0].weight.data.zero_()
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.weight was edited in place"):
         engine.step()
     engine.close()
@@ -164,16 +168,16 @@ def test_other_values_are_refused_at_once(system: str) -> None:
     for edit in AT_ONCE.values():
         with pytest.raises(UnsupportedError, match=r"parameter [a-z0-9.]+ (was given other values|is with the engine)"):
             edit(engine.module)
-    table = engine.module.rates.table
-    assert table.dtype == torch.float32 and not table.is_meta  # type: ignore[union-attr]
+    table = module_of(engine).rates.table
+    assert table.dtype == torch.float32 and not table.is_meta
     assert_goes_on(engine, 2)
 
 
-def nothing(model: nn.Module) -> None:
+def nothing(model: Any) -> None:
     model.to(torch.float32).to("cpu").float()
     for parameter in model.parameters():
         parameter.data = parameter.data
-        parameter.set_(parameter)  # type: ignore[no-untyped-call]
+        parameter.set_(parameter)
     model.load_state_dict({}, strict=False)
 
 
@@ -189,7 +193,7 @@ def test_what_changes_nothing_is_let_through(system: str) -> None:
 def test_a_parameter_replaced_by_another_is_refused(system: str) -> None:
     """load_state_dict(assign=True), and layers that a library makes anew: the engine would train what nobody reads."""
     engine = started(system)
-    engine.module.blocks[1].load_state_dict(nn.Linear(DIM, DIM).state_dict(), assign=True)  # type: ignore[union-attr]
+    module_of(engine).blocks[1].load_state_dict(nn.Linear(DIM, DIM).state_dict(), assign=True)
     with pytest.raises(UnsupportedError, match=r"parameter blocks\.1\.weight was replaced by another"):
         train_on(engine)
     engine.close()
@@ -202,9 +206,9 @@ def test_torch_s_other_ways_to_convert_are_refused(flag: str) -> None:
     switch(True)
     try:
         with pytest.raises(UnsupportedError, match="set to replace or swap parameters"):
-            engine.module.to("cpu")
+            module_of(engine).to("cpu")
         with pytest.raises(RuntimeError, match="swap"):
-            torch.utils.swap_tensors(engine.module.blocks[0].weight, nn.Parameter(torch.ones(DIM, DIM)))  # type: ignore[union-attr]
+            torch.utils.swap_tensors(module_of(engine).blocks[0].weight, nn.Parameter(torch.ones(DIM, DIM)))
     finally:
         switch(False)
     assert_goes_on(engine, 0)
@@ -223,10 +227,10 @@ def test_a_closed_engine_lets_go_of_the_model_s_ways(system: str) -> None:
 def test_a_copy_of_a_resident_model_is_free() -> None:
     """An average of the weights is kept in one."""
     engine = started("resident")
-    other = copy.deepcopy(engine.module).half()
-    other.blocks[0].weight.data = torch.zeros(DIM, DIM)  # type: ignore[union-attr]
-    assert other.rates.table.dtype == torch.float16  # type: ignore[union-attr]
-    assert engine.module.blocks[0].weight.dtype == torch.float32  # type: ignore[union-attr]
+    other = copy.deepcopy(module_of(engine)).half()
+    other.blocks[0].weight.data = torch.zeros(DIM, DIM)
+    assert other.rates.table.dtype == torch.float16
+    assert module_of(engine).blocks[0].weight.dtype == torch.float32
     assert_goes_on(engine, 0)
 
 
@@ -235,7 +239,7 @@ def test_an_error_on_the_way_out_is_the_one_that_is_told() -> None:
 
     def edit_and_fail() -> None:
         with engine:
-            engine.module.blocks[0].weight.data.zero_()  # type: ignore[union-attr, operator]
+            module_of(engine).blocks[0].weight.data.zero_()
             raise KeyError
 
     with pytest.raises(KeyError):
