@@ -10,6 +10,10 @@ class UnsupportedError(ValueError):
     """The request is well formed, but this system or machine cannot carry it out. The message says what to change."""
 
 
+class HiddenUseError(UnsupportedError, RuntimeError):
+    """What only running the model shows: a use of a parameter that cannot be followed. The message says what to change."""
+
+
 class BudgetError(ValueError):
     """A memory budget is too small, found by looking before acting.
 

@@ -24,21 +24,17 @@ from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
-from systems.substrate.adoption import (
-    initial_values,
-    keeping_values,
-    place_beside,
-    refuse_mixed_dtypes,
-)
-from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
+from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
+from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
-from systems.substrate.hooks import tensors_in
+from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
 from systems.substrate.recipe import StepControl
+from systems.substrate.unit_tensors import tensors_in
 from systems.substrate.units import FoundModel, find_units, take
 from systems.system import TORCH_DTYPE, Engine, Settings
 
@@ -80,6 +76,9 @@ class ResidentEngine(Engine):
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         for module in {self.module, *found.modules}:
             self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
+        self._calls = Calls(self._past_the_engine)
+        self._cleanup.callback(self._calls.detach)
+        self._calls.attach_all([*found.modules, *outer_modules(found)])
         states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
@@ -134,6 +133,7 @@ class ResidentEngine(Engine):
         with (
             self._recovering(),
             watch.call(),
+            self._calls.of_engine(),
             ambient(),
             torch.set_grad_enabled(trains),
             self.device.metered(),
@@ -153,6 +153,11 @@ class ResidentEngine(Engine):
         if not self._in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
 
+    @contextmanager
+    def _past_the_engine(self, given: object) -> Iterator[None]:
+        with self._open_watch().call(), ambient(), self.device.metered():
+            yield
+
     def backward(self, loss: torch.Tensor) -> None:
         watch = self._open_watch()
         refuse_training_nothing(self._trains, "backward")
@@ -164,6 +169,7 @@ class ResidentEngine(Engine):
         with (
             self._recovering(),
             watch.call(),
+            self._calls.of_engine(),
             ambient(),
             self.device.metered(),
             record_function("backward"),

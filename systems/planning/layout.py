@@ -161,6 +161,14 @@ class Layout:
                 found.setdefault(unit, []).append(bundle.index)
         return {unit: tuple(bundles) for unit, bundles in found.items()}
 
+    def add_user(self, bundle: int, unit: int) -> None:
+        """A step has shown that the unit reads the bundle too: the one thing of a layout that is learned, in place."""
+        mine = self.bundles[bundle]
+        changed = replace(mine, units=tuple(sorted({*mine.units, unit})))
+        object.__setattr__(self, "bundles", (*self.bundles[:bundle], changed, *self.bundles[bundle + 1 :]))
+        object.__setattr__(self, "in_place", self.in_place - {bundle})
+        self.__dict__.pop("bundles_of_unit", None)
+
     @cached_property
     def bundle_of_segment(self) -> tuple[int, ...]:
         owner = {s: b.index for b in self.bundles for s in b.segments}

@@ -29,6 +29,7 @@ from systems.planning.trace import NO_UNIT, Phase
 from systems.planning.work import Interval, StepWork
 from systems.products import PRODUCTS
 from systems.substrate.activations import Recomputation, recomputed_units
+from systems.substrate.calls import Calls
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.runtime import Runtime
 from systems.substrate.units import COMPUTED, find_units
@@ -62,7 +63,8 @@ def observe(
     recomputation.units = recomputed_units(found, recompute)
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
     observer = _Observer(_Meter(module, batch_bytes=2 * ids.nbytes))  # ids and labels
-    hooks = UnitHooks(found, cast(Runtime, observer), cast(Layout, SimpleNamespace(bundle_of_parameter=range(1 << 62))))
+    layout = cast(Layout, SimpleNamespace(bundle_of_parameter=range(1 << 62)))
+    hooks = UnitHooks(found, cast(Runtime, observer), layout, Calls())
     hooks.watch(found.parameters)
     try:
         with observer.meter, FusedAttention(observer.meter.attend):
@@ -103,7 +105,7 @@ class _Observer:
 
     def __init__(self, meter: _Meter) -> None:
         self.meter = meter
-        self.in_backward = False
+        self.in_backward = self.is_aside = False
         self._events: list[tuple[Phase, int]] = []
         self._left: list[int] = []  # pending calls of the event's unit
         self._intervals: list[Interval] = []

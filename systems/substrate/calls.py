@@ -1,36 +1,236 @@
-"""Calls that go around an engine, and how they are refused: a compiled forward, a backward pass that it did not begin.
+"""Calls of a managed model's modules, however they are made: through the engine, by the module itself, by its `forward`.
 
-Note [How a compiled forward is seen]
-    torch.compile fixes the addresses of weights that an engine moves. While a forward is traced, `is_compiling` says so. The
-    emulated device counts bytes by a dispatch mode, under which torch compiles nothing and says nothing: then the forward runs
-    as it is, with the compiler's frame callback set.
+A call may come past the engine: `model(...)`, `model.generate()`, `model.encoder(x)`. The outermost one is then given what
+`engine(...)` has about it: its memory is counted and finds room. Whatever is raised, and Ctrl-C too, what was begun is ended.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from systems.errors import UnsupportedError
+from systems.blocks import has_forward
+from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.device import ambient
+from systems.substrate.units import ROOT, FoundModel
 
-FOREIGN_BACKWARD = (
-    "a backward pass came through this engine's model, and this engine did not begin it: call engine.backward(loss) instead of "
-    "loss.backward() or torch.autograd.grad; a loss goes through one engine, so detach what another engine's model made"
-)
+if TYPE_CHECKING:
+    from systems.substrate.runtime import Runtime
 
-
-@torch._disable_dynamo
-def _refuse() -> None:
-    raise UnsupportedError(
-        "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile "
-        "what is not of the model"
-    )
+NO_UNIT = -1
+Around = Callable[[object], AbstractContextManager[object]]
+Before = Callable[[nn.Module, Any, Any], None]
+After = Callable[[nn.Module, Any, Any, Any], None]
 
 
-def refuse_compiled(module: nn.Module, *_: Any) -> None:
-    """A forward pre-hook: UnsupportedError if this call is compiled, or called from what is."""
-    if torch.compiler.is_compiling() or module._compiled_call_impl is not None or callable(get_eval_frame_callback()):
-        _refuse()
+def outer_modules(found: FoundModel) -> list[nn.Module]:
+    """Modules around the units, which own nothing themselves: calls of them may be the outermost ones."""
+    units = list(zip(found.index.units, found.modules, strict=True))
+    mine = {id(module) for _, module in units}
+    inside = {id(part) for unit, module in units if unit.block is not None for part in module.modules()}
+    root = next(module for unit, module in units if unit.name == ROOT)
+    around = [m for m in root.modules() if id(m) not in inside and id(m) not in mine and has_forward(m)]
+    return [m for m in around if any(id(part) in mine for part in m.modules())]
+
+
+@contextmanager
+def past_the_engine(runtime: Runtime, given: object) -> Iterator[None]:
+    """Around a call that is none of the engine's. One with gradients belongs to the step in progress, if that takes any."""
+    device = runtime.parts.device
+    with contextlib.ExitStack() as stack:
+        if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
+            runtime.planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
+            stack.enter_context(runtime.aside())
+            stack.enter_context(runtime.casting())
+        stack.enter_context(ambient())
+        stack.enter_context(device.metered())
+        yield
+
+
+class _Call:
+    """One in progress. started: its forward has been reached. region: what was opened for it as the outermost one.
+
+    given: what the hooks keep of it until it ends.
+    """
+
+    __slots__ = ("given", "module", "region", "started", "unit")
+
+    def __init__(self, module: nn.Module, unit: int) -> None:
+        self.module, self.unit, self.started = module, unit, False
+        self.region: ExitStack | None = None
+        self.given: Any = None
+
+
+class Calls:
+    """around: made for the outermost call that comes past the engine, of its arguments. None: there is no engine.
+
+    interrupted: told of an exception that torch's hooks are not told of (Ctrl-C) and that no call of the engine is around of.
+    """
+
+    def __init__(self, around: Around | None = None, interrupted: Callable[[], None] = lambda: None) -> None:
+        self._around, self._interrupted = around, interrupted
+        self._of_engine = 0
+        self.open: list[_Call] = []
+        self._undo: list[Callable[[], None]] = []
+
+    @contextmanager
+    def of_engine(self) -> Iterator[None]:
+        """The engine's own way into the model, or through its backward."""
+        while self.open:  # Ctrl-C came between a call's hooks and its forward
+            self.end(self.open[-1].module)
+        self._of_engine += 1
+        try:
+            yield
+        finally:
+            self._of_engine -= 1
+
+    def attach_all(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            self.attach(module)
+
+    def attach(
+        self,
+        module: nn.Module,
+        unit: int = NO_UNIT,
+        before: Before | None = None,
+        after: After | None = None,
+        *,
+        stands_in: bool = False,
+    ) -> None:
+        """before, after: a call of the module, within `around`; `after` comes whatever is raised.
+
+        stands_in: the unit is not the module, which is taken for it where its call is the outermost one.
+        """
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            outermost = not self.open and not self._of_engine
+            mine = outermost or not stands_in
+            self._begin(module, unit if mine else NO_UNIT, (args, kwargs), outermost=outermost)
+            if before is not None and mine:
+                before(module, args, kwargs)
+
+        def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._unwind(module):
+                return  # it did not even begin
+            try:
+                if after is not None and self.open[-1].unit != NO_UNIT:
+                    after(module, args, kwargs, output)
+            finally:
+                self.end(module)
+
+        handles = [
+            module.register_forward_pre_hook(_Hook(begin), with_kwargs=True, prepend=True),
+            module.register_forward_hook(_Hook(end), with_kwargs=True, always_call=True),
+        ]
+        self._undo += [handle.remove for handle in handles]
+        if not isinstance(module, torch.jit.ScriptModule):
+            own, forward = module.__dict__.get("forward"), _Forward(self, module, begin, end)
+            module.forward = forward
+            self._undo.append(functools.partial(_put_back, module, forward, own))
+
+    def _begin(self, module: nn.Module, unit: int, given: object, *, outermost: bool) -> None:
+        call = _Call(module, unit)
+        if self._around is not None and outermost:
+            with contextlib.ExitStack() as region:
+                region.enter_context(self._around(given))
+                call.region = region.pop_all()
+        self.open.append(call)
+
+    def look_at(self, error: BaseException) -> bool:
+        """True if torch's hooks are not told of it. Of what the outermost call has begun nobody will say that it is over."""
+        if isinstance(error, Exception):
+            return False
+        if self.open and self.open[0].region is not None:
+            self._interrupted()
+        return True
+
+    def _unwind(self, module: nn.Module) -> bool:
+        """End the calls within the innermost one of the module, if there is one: nobody was told of their end."""
+        if not any(call.module is module for call in self.open):
+            return False
+        while self.open[-1].module is not module:
+            self._pop()
+        return True
+
+    def end(self, module: nn.Module) -> None:
+        if self._unwind(module):
+            self._pop()
+
+    def _pop(self) -> None:
+        call = self.open.pop()
+        if call.region is not None:
+            call.region.close()
+
+    def detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+class _Hook:
+    """A copy of the module (an average of weights, say) is nobody's: its calls are not told."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Before | After) -> None:
+        self._tell: Callable[..., None] = tell
+
+    def __call__(self, *given: Any) -> None:
+        self._tell(*given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*given: Any) -> None:
+    return
+
+
+class _Forward:
+    """`forward` called by itself is a call too. Reached through the hooks, it only looks after what they are not told."""
+
+    def __init__(self, calls: Calls, module: nn.Module, begin: Before, end: After) -> None:
+        self._calls, self._module, self._begin, self._end, self._inner = calls, module, begin, end, module.forward
+        functools.update_wrapper(self, self._inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = self._calls
+        call = calls.open[-1] if calls.open else None
+        if call is None or call.module is not self._module or call.started:
+            return self._directly(args, kwargs)
+        call.started = True
+        try:
+            return self._inner(*args, **kwargs)
+        except BaseException as error:
+            if calls.look_at(error):
+                calls.end(self._module)
+            raise
+
+    def _directly(self, args: Any, kwargs: Any) -> Any:
+        output = None
+        try:
+            self._begin(self._module, args, kwargs)
+            self._calls.open[-1].started = True
+            output = self._inner(*args, **kwargs)
+        except BaseException as error:
+            self._calls.look_at(error)
+            raise
+        finally:
+            self._end(self._module, args, kwargs, output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        return self._inner if copied is None else type(copied).forward.__get__(copied)
+
+
+def _put_back(module: nn.Module, forward: _Forward, own: Any) -> None:
+    if module.__dict__.get("forward") is forward:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.forward = own

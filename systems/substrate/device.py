@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from systems.planning.plan import LaneKind, Tier
 from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
 from systems.substrate.events import EventLog
 from systems.substrate.lanes import CudaTicket, DoneTicket, Lane, Ticket, UpdateLane
-from systems.substrate.meter import ActivationMeter
+from systems.substrate.meter import ActivationMeter, Check, ReadWatch
 from systems.substrate.phases import NoPhases, Phases
 from systems.substrate.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch
 from systems.substrate.tiers import Account, Pool
@@ -33,7 +33,6 @@ from systems.substrate.transfers import ComputeLane, Transfers
 
 if TYPE_CHECKING:
     from systems.substrate.residency import Residency
-    from systems.substrate.views import Poison
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13 and later
 MAX_ADDRESSES = 1 << 44  # bytes: a budget above this is more than any machine has, and processes have 47 bits of addresses
@@ -129,11 +128,11 @@ class Device(ABC):
     @abstractmethod
     def peak_bytes(self) -> int: ...
 
-    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.Tensor], str]) -> None:
-        """From here on activations that need room may evict, and reads of released parameters are refused by name.
+    def guard(self, residency: Residency, check: Check, watches: Callable[[], bool]) -> None:
+        """From here on activations that need room may evict, and `check` is told of operations.
 
-        The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and a released parameter
-        shows there as NaN.
+        The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and there operations are shown
+        while `watches()`, asked as a pass begins: it takes time.
         """
         return
 
@@ -167,21 +166,10 @@ class EmulatedDevice(Device):
         self.meter = ActivationMeter(self.account, self._no_room)
         self.start_lanes(jitter)
 
-    def guard(self, residency: Residency, poison: Poison, names: Callable[[torch.Tensor], str]) -> None:
+    def guard(self, residency: Residency, check: Check, watches: Callable[[], bool]) -> None:
         def make_room(nbytes: int) -> None:
             if not residency.make_room(lambda: self.account.room >= nbytes):
                 raise self.pool.out_of_memory(nbytes, "an activation")
-
-        def check(func: object, tensors: Sequence[torch.Tensor]) -> None:
-            for tensor in tensors:
-                if tensor.layout is not torch.strided or not tensor.numel():
-                    continue
-                if poison.contains(tensor.data_ptr()) or residency.reads_gradient(tensor):
-                    name = names(tensor)
-                    raise RuntimeError(
-                        f"{func} reads parameter {name} outside the unit that owns it, where it is not on the device: "
-                        "move the use into that module's forward, which has to return what it makes, or use engine.summon()"
-                    )
 
         self.meter.attend(make_room, check)
         for managed in residency.bundles:
@@ -250,6 +238,7 @@ class CudaDevice(Device):
         self.torch_device = limit_device_memory(budget)
         self.name = torch.cuda.get_device_name(self.torch_device)
         self._kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
+        self._watches: Callable[[], bool] = lambda: False
         self._handed_over = self._reserved_peak = self._interval_peak = 0
         super().__init__(budget, log)
         self.start_lanes(jitter)
@@ -289,12 +278,16 @@ class CudaDevice(Device):
         size = max(self.granule_bytes, nbytes)
         self._take_in_peak()
         try:
-            return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+            with torch.inference_mode(False):  # what is made within it cannot be written outside
+                return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         except torch.cuda.OutOfMemoryError:
             return None
 
+    def guard(self, residency: Residency, check: Check, watches: Callable[[], bool]) -> None:
+        self._read_watch, self._watches = ReadWatch(check), watches
+
     def metered(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
+        return self._read_watch if self._watches() else contextlib.nullcontext()
 
     def start_interval(self) -> tuple[int, int]:
         self._take_in_peak()

@@ -30,13 +30,13 @@ from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
 from systems.substrate.events import EventLog
 from systems.substrate.gradients import Gradients
-from systems.substrate.hooks import UnitHooks
 from systems.substrate.host import HostSlots, host_account
 from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import MovingParameter, data_of, refuse_state_dict
 from systems.substrate.planner import Parts
+from systems.substrate.reads import follow_uses
 from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
@@ -155,11 +155,12 @@ class ManagedEngine(ManagedReports):
         self.index = found.index
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self._cleanup.callback(inputs.attach(found, offloaded))
-        device.guard(residency, self.poison, self._name_of)
-        hooks = UnitHooks(found, self.runtime, layout)
+        hooks = follow_uses(found, self.runtime)
+        self._calls = hooks.calls
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
         self._watch = self._watching(model, found)
+        self.runtime.casting = self._watch.call
         self._cleanup.callback(self._watch.end)
 
     def _watching(self, model: nn.Module, found: FoundModel) -> ParameterWatch:
@@ -179,21 +180,12 @@ class ManagedEngine(ManagedReports):
         there = residency.bundles[bundle].storage.resident
         return there and not residency.reads_gradient(data_of(self.parameters[parameter]))
 
-    def _name_of(self, view: torch.Tensor) -> str:
-        """The parameter that a view of a bundle's storage begins in, for a message."""
-        storage, start = view.untyped_storage()._cdata, view.storage_offset() * view.itemsize
-        for described, parameter in zip(self.index.parameters, self.parameters, strict=True):
-            first = parameter.storage_offset() * parameter.itemsize
-            if parameter.untyped_storage()._cdata == storage and first <= start < first + max(parameter.nbytes, 1):
-                return described.name
-        return "<unknown>"
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         runtime, device, dtype = self.runtime, self.parts.device, TORCH_DTYPE[self.settings.dtype]
         if not self._trains:
             refuse_wanted_gradients((args, kwargs))
-        with self._recovering(), self._watch.call():
+        with self._recovering(), self._watch.call(), self._calls.of_engine():
             if torch.is_grad_enabled() and self._trains:
                 first = not runtime.in_step
                 if first:
@@ -221,7 +213,7 @@ class ManagedEngine(ManagedReports):
                 f"backward was called {runtime.micro_step + 1} times in a step with accumulate={self.settings.accumulate}: "
                 "call step(), or set accumulate to the number of micro-batches"
             )
-        with self._recovering(), self._watch.call():
+        with self._recovering(), self._watch.call(), self._calls.of_engine():
             runtime.in_backward = True
             scale = self.parts.control.scaler.scale
             device = self.parts.device

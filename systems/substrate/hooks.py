@@ -7,125 +7,127 @@ Note [Where a unit's backward begins and ends]
     `register_full_backward_hook` would fire early without grad inputs, and never for keyword-only modules.
 
     A parameter that is read without wanting a gradient (frozen under an adapter, or detached) may be needed on the way to an
-    input after the last gradient has come. So gradients end a unit only if it has no frozen parameter or no such input.
+    input after the last gradient has come, or on the way to a unit within. So gradients end a unit only if it has no frozen
+    parameter, or neither.
 
     Autograd runs what was made last first, so the gradient of an input comes after everything the unit did with it, but for
     two cases. A leaf's gradient is accumulated ahead of whatever else is ready: then the unit ends with the graph task,
     which is the checkpoint's own where a reentrant one made the leaf. And where a unit's output goes straight into the same
     unit again, that tensor's gradient ends the later call and begins the earlier one: the unit simply goes on.
 
+    Where an output is a view and its receiver edits it in place, autograd makes its history anew and forgets the hook: so there
+    is one on the node that made what it is a view of, too. An output that nobody can see (made by a generator, kept in
+    somebody else's list) begins nothing: then a gradient that comes says so, for its weights may have been read too late.
+
 Note [Recomputation]
     A checkpointed block runs its forward again inside backward. Then its forward hooks only hold what backward holds anyway.
-    Checkpoints inside a unit's `forward` do not fire the unit's hooks again; those around its `__call__` do. Both work.
+    Checkpoints inside a unit's `forward` do not fire the unit's hooks again; those around its call do. Both work.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from systems.errors import HiddenUseError
 from systems.planning.layout import Layout
-from systems.substrate.calls import FOREIGN_BACKWARD, refuse_compiled
+from systems.substrate.calls import Calls, outer_modules
+from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.parameters import take_gradient
 from systems.substrate.runtime import Runtime
-from systems.substrate.units import FoundModel
+from systems.substrate.unit_tensors import Kept, Seen, TooManyValuesError, base_of, first_of, wanted
+from systems.substrate.units import ROOT, FoundModel
 
-MAX_DEPTH = 4
-
-
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Tensors inside nested containers, dataclasses and plain objects, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < MAX_DEPTH:
-        if isinstance(value, Mapping):
-            children: Any = value.values()
-        elif isinstance(value, (list, tuple, set)):
-            children = value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            children = [getattr(value, f.name) for f in dataclasses.fields(value)]
-        elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
-            children = vars(value).values()
-        else:
-            return
-        for child in children:
-            yield from tensors_in(child, depth + 1)
+SEEN = "return it in tensors, lists, dicts or plain objects, or keep it on the module itself"
 
 
-class _Seen:
-    """A tensor as it is now: `still` is False once it was edited in place, for then its gradient is another."""
+class _Given:
+    """What a unit's call in progress was given. since: autograd's count of nodes made, as the call began."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("inputs", "since")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = weakref.ref(tensor), tensor._version
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self.inputs = {id(t): Seen(t) for t in inputs}
+        self.since = torch.autograd._get_sequence_nr()
 
-    def still(self, tensor: torch.Tensor) -> bool:
-        return self.tensor() is tensor and self.version == tensor._version
-
-
-def _first(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The input whose gradient ends a unit's backward: one that something computed, if there is one."""
-    return next((t for t in inputs if not t.is_leaf), inputs[0])
+    def passed_through(self, tensor: torch.Tensor) -> bool:
+        seen = self.inputs.get(id(tensor))
+        return seen is not None and seen.still(tensor)
 
 
-def _made(value: Any, inputs: Sequence[_Seen]) -> list[torch.Tensor]:
-    """Tensors of a unit's that want a gradient and were not merely passed through."""
-    wanted = (t for t in tensors_in(value) if t.requires_grad and not isinstance(t, nn.Parameter))
-    return [t for t in wanted if not any(x.still(t) for x in inputs)]
-
-
-_INTERNAL = frozenset(vars(nn.Module()))
-
-
-def _places_kept(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Attributes of a unit that hold tensors which want a gradient: a block may leave a loss of its own on itself."""
-    return [
-        (vars(part), name)
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if name not in _INTERNAL
-        and isinstance(value, torch.Tensor | list | tuple | dict)
-        and any(t.requires_grad and not isinstance(t, nn.Parameter) for t in tensors_in(value))
-    ]
+_NOTHING = _Given(())
 
 
 class UnitHooks:
-    """Installs the hooks on construction; `remove` takes them off again."""
+    """Installs the hooks on construction; `remove` takes them off again.
 
-    def __init__(self, found: FoundModel, runtime: Runtime, layout: Layout) -> None:
-        self._runtime, self._layout = runtime, layout
-        self._inputs: dict[int, list[_Seen]] = {}  # of the call in progress
-        self._outputs: dict[int, list[_Seen]] = {}  # of the last call
-        self._waiting = [{p for p in unit.parameters if found.index.parameters[p].trainable} for unit in found.index.units]
+    A unit with no parameters (the root of a model that owns none) has no events, until it is found to read some.
+    """
+
+    def __init__(self, found: FoundModel, runtime: Runtime, layout: Layout, calls: Calls) -> None:
+        self._runtime, self._layout, self.calls = runtime, layout, calls
+        units, self._index = found.index.units, found.index
+        self._outputs: dict[int, list[Seen]] = {}  # of the last call
+        self._waiting = [{p for p in unit.parameters if self._trainable(p)} for unit in units]
         self._missing = [set(parameters) for parameters in self._waiting]
-        self._frozen = [len(mine) < len(u.parameters) for mine, u in zip(self._waiting, found.index.units, strict=True)]
+        self._frozen = [len(mine) < len(u.parameters) for mine, u in zip(self._waiting, units, strict=True)]
         self._passes_on: set[int] = set()  # units with frozen parameters that hand a gradient on to an input
-        self._kept: dict[int, list[tuple[dict[str, Any], str]]] = {}  # per unit, found at its first call
+        self._to_the_end: set[int] = set()  # units whose gradients may come again and again
+        self._began: set[int] = set()  # units whose backward has, in this pass
+        self._active = [bool(unit.parameters) for unit in units]
+        self._kept: dict[int, Kept] = {}
         self._handles: list[Any] = []
-        users: dict[int, list[int]] = {}
-        for unit, module in zip(found.index.units, found.modules, strict=True):
-            self._handles.append(
-                module.register_forward_pre_hook(self._before_forward(unit.index), with_kwargs=True, prepend=True)
-            )
-            self._handles.append(
-                module.register_forward_hook(self._after_forward(unit.index), with_kwargs=True, always_call=True)
-            )
+        self.doubtful = False  # a gradient came that nobody was seen to have read the parameter for
+        self.users: dict[int, list[int]] = {}
+        mine = {id(module) for module in found.modules}
+        self._encloses = [sum(id(part) in mine for part in module.modules()) > 1 for module in found.modules]
+        for unit, module in zip(units, found.modules, strict=True):
+            calls.attach(module, unit.index, self._before_forward(unit.index), self._after_forward(unit.index))
             for p in unit.parameters:
-                users.setdefault(p, []).append(unit.index)
-        self._users = users
+                self.users.setdefault(p, []).append(unit.index)
+        root = next(unit.index for unit in units if unit.name == ROOT)
+        for module in outer_modules(found):  # each may read what its children own, as the root may
+            calls.attach(module, root, self._before_forward(root), self._after_forward(root), stands_in=True)
+
+    def _trainable(self, parameter: int) -> bool:
+        return self._index.parameters[parameter].trainable
 
     def watch(self, parameters: tuple[nn.Parameter, ...]) -> None:
         """Hook the gradients of the model's (final) parameter objects."""
         for number, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._take_gradient(number)))
+
+    def add_use(self, unit: int, parameter: int) -> None:
+        """The unit, whose forward is in progress, reads a parameter that is not its own. See reads.py."""
+        self.users[parameter].append(unit)
+        if (
+            self._encloses[unit] and not torch.is_grad_enabled()
+        ):  # a reentrant checkpoint, of which there may be many, or might be
+            self._to_the_end.add(unit)
+        if self._trainable(parameter):
+            self._waiting[unit].add(parameter)
+        else:
+            self._frozen[unit] = True
+            if any(call.unit == unit and call.given is not None and call.given.inputs for call in self.calls.open):
+                self._passes_on.add(unit)
+        if not self._active[unit]:
+            self._active[unit] = True
+            self._runtime.forward_enter(unit)
+
+    def is_active(self, unit: int) -> bool:
+        return self._active[unit]
+
+    def at_work(self, parameter: int) -> bool:
+        """True while a unit that is known to read the parameter is in its forward or its backward."""
+        users = self.users[parameter]
+        if any(call.unit in users for call in self.calls.open):
+            return True
+        return self._runtime.in_backward and any(map(self._runtime.holds_backward, users))
 
     def _before_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -134,13 +136,18 @@ class UnitHooks:
             if runtime.in_backward:
                 self._enter_backward(unit)
             else:
-                runtime.forward_enter(unit)
+                self._began.clear()
+                if self._active[unit]:
+                    runtime.forward_enter(unit)
             if not torch.is_grad_enabled():
                 return
-            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not isinstance(t, nn.Parameter)]
-            self._inputs[unit] = [_Seen(t) for t in inputs]
+            try:
+                inputs = wanted((args, kwargs))
+            except TooManyValuesError:  # then what it passes through is taken for its own, and is held the longer
+                inputs = []
+            self.calls.open[-1].given = _Given(inputs)
             if inputs:
-                self._end_backward_with(unit, _first(inputs))
+                self._end_backward_with(unit, first_of(inputs))
                 if self._frozen[unit]:
                     self._passes_on.add(unit)
 
@@ -167,32 +174,68 @@ class UnitHooks:
     def _after_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             runtime = self._runtime
-            inputs = self._inputs.pop(unit, [])
-            if torch.is_grad_enabled():
-                made = _made(output, inputs) or _made((args, kwargs), inputs)  # returned, or left in what it was given
-                if unit not in self._kept:
-                    self._kept[unit] = _places_kept(module)
-                if self._kept[unit]:
-                    made += _made([held.get(name) for held, name in self._kept[unit]], inputs)
-                for tensor in made:
-                    tensor.register_hook(lambda gradient: self._enter_backward(unit))
-                self._outputs[unit] = [_Seen(t) for t in made]
-            if not runtime.in_backward:
-                runtime.forward_exit(unit)
+            given = self.calls.open[-1].given or _NOTHING
+            if not self._active[unit]:
+                return
+            try:
+                if torch.is_grad_enabled():
+                    self._begin_backward_with(unit, self._made(unit, module, given, (output, args, kwargs)), given)
+            finally:
+                if not runtime.in_backward:
+                    runtime.forward_exit(unit)
 
         return hook
+
+    def _made(self, unit: int, module: nn.Module, given: _Given, places: tuple[Any, ...]) -> list[torch.Tensor]:
+        """What a call has made that wants a gradient: returned, left in what it was given, or kept on the unit."""
+        kept = self._kept.get(unit)
+        if kept is None:
+            kept = self._kept[unit] = Kept(module)
+        try:
+            found = wanted(places) + kept.fresh()
+        except TooManyValuesError:
+            raise HiddenUseError(
+                f"module {self._index.units[unit].name} returns, is given or keeps an object with so much in it that what it "
+                f"made cannot be found: {SEEN}, without what leads elsewhere"
+            ) from None
+        return [t for t in {id(t): t for t in found}.values() if not given.passed_through(t)]
+
+    def _begin_backward_with(self, unit: int, made: Sequence[torch.Tensor], given: _Given) -> None:
+        outside = self._runtime.is_aside
+
+        def begin(gradient: Any) -> None:
+            if outside:
+                raise RuntimeError(
+                    "this loss was made by calling the model itself: call the engine instead, loss = engine(...), and then "
+                    "engine.backward(loss)"
+                )
+            self._enter_backward(unit)
+
+        nodes: list[Any] = []
+        for tensor in made:
+            tensor.register_hook(begin)
+            base = base_of(tensor)
+            node = None if base is None else base.grad_fn
+            if node is not None and node._sequence_nr() >= given.since and not any(node is other for other in nodes):
+                nodes.append(node)
+        for node in nodes:
+            node.register_prehook(begin)
+        self._outputs[unit] = [Seen(t) for t in made]
 
     def _enter_backward(self, unit: int) -> None:
         runtime = self._runtime
         if not runtime.in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
+        if not self._active[unit]:
+            return
         if not runtime.holds_backward(unit):
             self._missing[unit] = set(self._waiting[unit])
-        runtime.backward_enter(unit)
+            self._began.add(unit)
+            runtime.backward_enter(unit)
 
     def _take_gradient(self, number: int) -> Any:
         bundle = self._layout.bundle_of_parameter[number]
-        users = self._users[number]
+        users = self.users[number]
 
         def hook(parameter: torch.Tensor) -> None:
             gradient = take_gradient(parameter)
@@ -200,17 +243,34 @@ class UnitHooks:
                 return
             if not self._runtime.in_backward:
                 raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
+            if self._began.isdisjoint(users):
+                self.doubtful = True
+                raise self._unseen(number)
             self._runtime.gradient(number, bundle, gradient.detach())
             del gradient
             for unit in users:
                 missing = self._missing[unit]
                 missing.discard(number)
-                if not missing and unit not in self._passes_on and self._runtime.holds_backward(unit):
+                if not missing and not self._outlasts(unit) and self._runtime.holds_backward(unit):
                     self._runtime.backward_exit(unit)
 
         return hook
+
+    def _outlasts(self, unit: int) -> bool:
+        """A parameter of the unit's may be needed after the last gradient has come."""
+        return unit in self._passes_on or unit in self._to_the_end or (self._frozen[unit] and self._encloses[unit])
+
+    def _unseen(self, number: int) -> HiddenUseError:
+        name = self._index.parameters[number].name
+        module = self._index.units[self.users[number][0]].name
+        return HiddenUseError(
+            f"parameter {name} has a gradient, and no module that is known to read it was seen in this backward pass: what "
+            f"module {module} makes hides from the engine (a generator or a function that makes it later, somebody else's "
+            f"list): {SEEN}; or another module reads the parameter and the first step did not show it"
+        )
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.calls.detach()

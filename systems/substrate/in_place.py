@@ -126,7 +126,6 @@ class InPlace:
         self.device.transfers.compute(writes=[block.memory], label=f"{label} begin")
         self._of(bundle).parameters.update(parameters)  # before they are: Ctrl-C may come between
         self.residency.bundles[bundle].holds[HOLD] = 1
-        self._mark(bundle)
         for parameter in parameters:
             self.view(bundle, parameter).copy_(gradient.adopted.pop(parameter).reshape(-1))
         self.device.transfers.compute(writes=[block.memory], label=f"{label} end")
@@ -154,7 +153,6 @@ class InPlace:
         """The block has no gradients in it any more, or none that matter."""
         self._of(bundle).parameters.clear()
         self.residency.bundles[bundle].holds.pop(HOLD, None)
-        self._mark(bundle)
 
     def _has_block(self, bundle: int) -> bool:
         return self.residency.bundles[bundle].block is not None
@@ -163,13 +161,3 @@ class InPlace:
         block = self.residency.bundles[bundle].block
         assert block is not None, f"bundle {bundle} has a gradient in a block that is not there"
         return block
-
-    def _mark(self, bundle: int) -> None:
-        """Bytes of the bundle's storage that no unit may read now; see Device.guard."""
-        size = self.store.dtype.itemsize
-        places = [self.ranges.layout.places[p] for p in self._of(bundle).parameters]
-        spans = [(place.offset * size, (place.offset + place.numel) * size) for place in places]
-        if spans:
-            self.residency.overwritten[bundle] = spans
-        else:
-            self.residency.overwritten.pop(bundle, None)

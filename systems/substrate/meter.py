@@ -1,4 +1,4 @@
-"""Counts the activations of the emulated device, tensor by tensor, and catches reads of released parameters.
+"""Counts the activations of the emulated device, tensor by tensor, and shows who reads which parameter.
 
 On CUDA the caching allocator counts; a CPU has no such thing. So forward and backward run under a dispatch mode that sees
 every operation's outputs: a new storage is added to the device's account, and given back when the storage dies. Memory that a
@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from systems.substrate.tiers import Account
 
+Check = Callable[[Any, Sequence[torch.Tensor]], None]
+_SHAPE_ALONE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_")
+
 
 class ActivationMeter(TorchDispatchMode):
     """make_room(nbytes): called when the account has less room than that; it evicts or raises OutOfMemoryError.
@@ -29,7 +32,7 @@ class ActivationMeter(TorchDispatchMode):
         self,
         account: Account,
         make_room: Callable[[int], None],
-        check: Callable[[Any, Sequence[torch.Tensor]], None] | None = None,
+        check: Check | None = None,
     ) -> None:
         super().__init__()
         self._account, self._make_room, self._check = account, make_room, check
@@ -38,7 +41,7 @@ class ActivationMeter(TorchDispatchMode):
         self._handed_over = 0
         self.kept_peak = 0
 
-    def attend(self, make_room: Callable[[int], None], check: Callable[[Any, Sequence[torch.Tensor]], None]) -> None:
+    def attend(self, make_room: Callable[[int], None], check: Check) -> None:
         self._make_room, self._check = make_room, check
 
     def exempt(self, storage: torch.UntypedStorage) -> None:
@@ -51,11 +54,13 @@ class ActivationMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._check is not None and not func.is_view:
-            self._check(func, [*_tensors(args), *_tensors(kwargs.values())])
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        if self._check is not None and _reads_bytes(func):
+            self._check(func, given)
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
-            self._see(tensor, func)
+            if not any(tensor is other for other in given):  # what was given is not made: a batch is the caller's
+                self._see(tensor, func)
         return out
 
     def _see(self, tensor: torch.Tensor, func: Any) -> None:
@@ -86,6 +91,27 @@ class ActivationMeter(TorchDispatchMode):
         peak, kept = self._account.start_interval(), self.kept_peak
         self._handed_over, self.kept_peak = 0, self._account.other
         return peak, max(peak, kept)
+
+
+class ReadWatch(TorchDispatchMode):
+    """For a device that counts by itself: only `check`, called as the meter calls it."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _reads_bytes(func):
+            self._check(func, [*_tensors(args), *_tensors(kwargs.values())])
+        return func(*args, **kwargs)
+
+
+@cache
+def _reads_bytes(func: Any) -> bool:
+    return not func.is_view and not func._schema.name.removeprefix("aten::").startswith(_SHAPE_ALONE)
 
 
 @cache

@@ -63,6 +63,7 @@ class Planner:
         self.shapes: dict[tuple[Moment, ...], tuple[BatchShape, ...]] = {}
         self._met: tuple[BatchShape, ...] = ()  # in this step
         self._replan = False
+        self._moments_change = False  # of steps like the one in progress
         self._resting: Plan | None = None  # since a pass without gradients
         self._eviction = strategy.eviction(parts.layout, None)
         parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
@@ -129,6 +130,10 @@ class Planner:
         old = self.cursor.plan
         if old is None or old.provisional:
             self.parts.device.log.count("steps_without_plan")
+        if self._moments_change:
+            self._moments_change = False
+            self._apply(None)
+            return
         again = old is not None and old.provisional and old.signature == moments and trace is not None
         if known is not None and not replan and not again:
             if old is None or old.signature != moments:
@@ -179,6 +184,14 @@ class Planner:
                 return
         for index in sorted(plan.resident_at_start):
             residency.fetch(index)
+
+    def uses_changed(self, *, moments: bool) -> None:
+        """Units read more than the plans know. moments: a step like this one will have others the next time."""
+        self.plans.clear()
+        self._resting, self._moments_change = None, self._moments_change or moments
+        if self.cursor.plan is not None:
+            self._replan, self.cursor.following = True, False
+            self.parts.device.log.count("fallbacks")
 
     def demote(self, bundle: int) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step; the step is planned anew after."""

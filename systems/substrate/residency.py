@@ -51,8 +51,6 @@ class ManagedBundle:
 class Residency:
     """choose: which of these un-held bundles is evicted. demote: asked as a last resort to free optimizer state.
 
-    overwritten: per bundle, bytes [start, stop) of its block that are gradients now, not parameters (see in_place.py).
-
     demote returns False when there is nothing left that it could move off the device.
     """
 
@@ -61,7 +59,6 @@ class Residency:
         self._write_back = write_back
         self.choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
         self.demote: Callable[[], bool] = lambda: False
-        self.overwritten: dict[int, list[tuple[int, int]]] = {}
         self.bundles = [
             ManagedBundle(b, RebindableStorage(layout.bundle_bytes(b.index), device.torch_device, poison))
             for b in layout.bundles
@@ -245,18 +242,6 @@ class Residency:
             reads=sources,
             writes=[block.memory],
             label=f"refill bundle {index}",
-        )
-
-    def reads_gradient(self, tensor: torch.Tensor) -> bool:
-        """True if a view of a bundle's storage begins in a parameter that its gradient has been written over."""
-        if not self.overwritten:
-            return False
-        start, storage = tensor.storage_offset() * tensor.itemsize, tensor.untyped_storage()._cdata
-        return any(
-            first <= start < last
-            for index, spans in self.overwritten.items()
-            if self.bundles[index].storage.untyped._cdata == storage
-            for first, last in spans
         )
 
     def overwrite(self, parameter: int, value: torch.Tensor) -> None:

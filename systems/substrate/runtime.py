@@ -14,8 +14,8 @@ Note [Departures]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -38,7 +38,8 @@ class Runtime:
         self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
         self._spans = UnitSpans()
         self.in_step = self.in_backward = False
-        self._aside = self._half_updated = False
+        self.is_aside = self._half_updated = False
+        self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # ParameterWatch.call
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
@@ -52,17 +53,17 @@ class Runtime:
     @property
     def _observing(self) -> bool:
         """Forward events now belong to the step: not to a pass without gradients, nor to recomputation."""
-        return self.in_step and not self.in_backward and not self._aside
+        return self.in_step and not self.in_backward and not self.is_aside
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A pass without gradients (evaluation): leaves residency as it found it and is no part of the step's trace."""
         before = self.parts.residency.resident()
-        self._aside = True
+        self.is_aside = True
         try:
             yield
         finally:
-            self._aside = False
+            self.is_aside = False
             residency = self.parts.residency
             for index in residency.evictable():
                 if index not in before:

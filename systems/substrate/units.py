@@ -2,6 +2,7 @@
 
 A unit is each element of an outermost homogeneous ModuleList (a transformer block), and every module outside those that
 owns parameters, itself or in a container without a forward (a ParameterList). A tied parameter has one entry and several users.
+The model itself is a unit, the last one if it owns none: it may read what others own (see reads.py).
 
 Note [Carried along]
     A frozen parameter that an engine has no compute dtype for stays with the model as it is, like a buffer: the integers and
@@ -25,6 +26,7 @@ from systems.planning.layout import ModelIndex, Parameter, Unit
 from systems.substrate.shared_memory import refuse_shared_memory
 
 COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})  # dtypes of weights
+ROOT = "<root>"  # the name of the unit that is the model itself
 _TAKEN: WeakSet[nn.Module] = WeakSet()
 
 
@@ -88,6 +90,8 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
         for name, module, block, owned in _units(model)
         if (mine := [p for p in dict.fromkeys(owned) if p in weights])
     ]
+    if not any(module is model for _, module, _, _ in units):
+        units.append((ROOT, model, None, []))
     number = {p: i for i, p in enumerate(weights)}
     users: dict[nn.Parameter, list[str]] = {p: [] for p in weights}
     for unit_name, _, _, owned in units:
@@ -139,7 +143,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, int | None, list[
         if name in blocks:
             yield name, module, blocks[name][1], list(module.parameters())
         elif id(module) not in inside and (has_forward(module) or not name):
-            yield name or "<root>", module, None, list(_owned(module))
+            yield name or ROOT, module, None, list(_owned(module))
 
 
 def _named(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, list[tuple[nn.Module, str]]]]:

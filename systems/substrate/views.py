@@ -210,5 +210,6 @@ class Poison:
     def _made(self) -> _Backing:
         if self._backing is None:
             shared_page = self.device.type == "cpu" and hasattr(os, "memfd_create")
-            self._backing = _RepeatedPage(self.nbytes) if shared_page else _Buffer(self.nbytes, self.device)
+            with torch.inference_mode(False):
+                self._backing = _RepeatedPage(self.nbytes) if shared_page else _Buffer(self.nbytes, self.device)
         return self._backing

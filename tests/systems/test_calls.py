@@ -1,104 +1,226 @@
-"""Calls around an engine: a compiled forward, and a backward pass that another engine began, are refused in words."""
+"""Calls of a managed model that come past the engine: counted, given room, and nothing is left of them, whatever they raise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import systems
-from systems.errors import UnsupportedError
-from systems.registry import find
+from systems.errors import OutOfMemoryError
 from systems.system import Engine
+from tests.systems.models_plain import Stack, features, squared_error
+from tests.systems.models_small import tokens
+from tests.systems.running import RESIDENT, Run, assert_equal, finished, one_step, settings, start, train
+from tests.systems.setups import SYSTEMS
 
-OURS = sorted([name for name, entry in find().items() if entry.exposes == "STRATEGY"] + ["resident"])
+ALL = {"resident": (RESIDENT, None), **SYSTEMS}
+TIGHT = 250_000  # bytes; training needs more than twice as many where nothing moves
+IDS = tokens(4, 1)
+INPUT = features(IDS[0, 0])
 
 
-class Stack(nn.Module):
-    def __init__(self, seed: int) -> None:
+class Parts(nn.Module):
+    """A model with an encoder, which is no unit: its blocks are."""
+
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.encoder = Stack()
+        self.tail = nn.Linear(48, 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.tail(self.encoder(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
 
 
-def started(system: str, seed: int = 0, **given: Any) -> Engine:
-    model = Stack(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    asked = {"device": "cpu", "device_memory": "1MiB", "host_memory": "16MiB", "dtype": "fp32"} | given
-    return systems.initialize(model, system=system, optimizer=optimizer, **asked)
+def parts() -> nn.Module:
+    torch.manual_seed(0)
+    return Parts()
 
 
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+CALLS: Mapping[str, Callable[[Any], torch.Tensor]] = MappingProxyType(
+    {
+        "model": lambda model: model(INPUT),
+        "forward": lambda model: model.forward(INPUT),
+        "method": lambda model: model.encode(INPUT),
+        "encoder": lambda model: model.encoder(INPUT),
+        "block": lambda model: model.encoder.blocks[2](INPUT),
+        "block's forward": lambda model: model.encoder.blocks[2].forward(INPUT),
+        "unit": lambda model: model.tail(INPUT),
+    }
+)
 
 
-def steps(engine: Engine, forward: Callable[[torch.Tensor], torch.Tensor] | None = None, first: int = 0) -> list[float]:
-    losses = []
-    for step in range(first, first + 2):
-        loss = ((engine if forward is None else forward)(batch(step)) ** 2).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+@cache
+def reference() -> Run:
+    return train(start(RESIDENT, parts(), settings()), IDS, squared_error)
 
 
-def compiled(function: Any) -> Any:
-    return torch.compile(function, backend="eager")
+def started(system: str, model: nn.Module, budget: int = TIGHT, **given: Any) -> Engine:
+    chosen, options = ALL[system]
+    return start(chosen, model, settings(**({} if system == "resident" else {"device_memory": budget}), **given), options)
 
 
-WAYS: dict[str, Callable[[Engine, Any], Any]] = {
-    "engine": lambda engine, model: compiled(engine),
-    "a function that calls it": lambda engine, model: compiled(lambda x: engine(2 * x)),
-    "model": lambda engine, model: compiled(model),
-    "model in place": lambda engine, model: model.compile(backend="eager"),
-    "block": lambda engine, model: model.blocks.__setitem__(1, compiled(model.blocks[1])),
-    "block in place": lambda engine, model: model.blocks[1].compile(backend="eager"),
-}
+def account(engine: Any) -> Any:
+    return (engine.device if hasattr(engine, "device") else engine.parts.device).account
 
 
-def each_way() -> list[Any]:
-    """Every way with resident and one other system, and the rest where time does not count."""
-    chosen = {(way, name) for number, way in enumerate(WAYS) for name in ("resident", OURS[number % len(OURS)])}
-    pairs = ((way, name) for way in WAYS for name in OURS)
-    return [pytest.param(*pair, marks=() if pair in chosen else pytest.mark.slow) for pair in pairs]
+def left(engine: Any) -> tuple[Any, ...]:
+    """What a call might leave: bytes, modes, holds, bundles that it fetched or drove away."""
+    residency = engine.parts.residency if hasattr(engine, "parts") else None
+    held = None if residency is None else [dict(m.holds) for m in residency.bundles]
+    there = None if residency is None else residency.resident()
+    return account(engine).live, len(_get_current_dispatch_mode_stack()), held, there, torch.is_autocast_cache_enabled()
 
 
-@pytest.mark.parametrize(("way", "system"), each_way())
-def test_a_compiled_forward_is_refused(way: str, system: str) -> None:
-    """On the emulated device torch would compile nothing, and say nothing."""
-    torch._dynamo.reset()
-    with started(system) as engine:
-        forward = WAYS[way](engine, engine.module)
-        with pytest.raises(UnsupportedError, match="torch.compile fixes the addresses of weights"):
-            steps(engine, forward)
+@pytest.mark.parametrize("system", ALL)
+def test_a_call_past_the_engine_is_one_of_the_engine_s(system: str) -> None:
+    """However it is made and with whatever of autograd: right, within the budget, and nothing of training changes."""
+    plain, losses = parts(), []
+    model = parts()
+    with started(system, model) as engine:
+        for step, batch in enumerate(IDS):
+            for call in CALLS.values() if step in (0, 2) else ():
+                before = left(engine)
+                for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+                    with mode():
+                        got = call(model)
+                    if step == 0:
+                        with torch.no_grad():
+                            assert torch.equal(got, call(plain))
+                    assert account(engine).live > before[0], "its output is counted"
+                    del got
+                    assert left(engine) == before
+            losses.append(one_step(engine, batch, squared_error))
+        assert_equal(reference(), finished(engine, losses))
+        memory = engine.memory()
+        assert (memory.device_peak_bytes or 0) <= (memory.device_budget_bytes or 0)
 
 
-@pytest.mark.parametrize("system", OURS)
-def test_what_is_not_of_the_model_may_be_compiled(system: str) -> None:
-    double = compiled(lambda x: 2 * x)
-    with started(system) as engine, started(system) as other:
-        assert steps(engine, lambda x: engine(double(x))) == steps(other, lambda x: other(2 * x))
+class BrokenError(Exception):
+    pass
 
 
-@pytest.mark.parametrize("system", OURS)
-@pytest.mark.parametrize("begins", ["first", "second"])
-def test_a_loss_through_two_engines_is_refused_and_both_go_on(system: str, begins: str) -> None:
-    with started("resident") as alone:
-        expected = steps(alone)
-    with started(system) as first, started(system, seed=1) as second, started(system, seed=1) as apart:
-        loss = (second(first(batch(7))) ** 2).mean()
-        with pytest.raises(RuntimeError, match="a loss goes through one engine, so detach what another engine's model made"):
-            (first if begins == "first" else second).backward(loss)
-        assert steps(first) == expected
-        assert steps(second) == steps(apart)
+@pytest.mark.parametrize("broken", [BrokenError, KeyboardInterrupt])
+@pytest.mark.parametrize("system", ALL)
+def test_nothing_is_left_of_a_call_that_breaks_off(system: str, broken: type[BaseException]) -> None:
+    """At any depth, in the forward itself and in hooks before and after it; in no step, and in one."""
+    model: Any = parts()
+
+    def break_off(*_: Any) -> None:
+        raise broken
+
+    with started(system, model) as engine:
+        losses = [one_step(engine, batch, squared_error) for batch in IDS[:2]]
+        before = left(engine)
+        for point in (model.tail, model.encoder.blocks[3], model.encoder.blocks[1].norm, model.encoder):
+            for register in (point.register_forward_pre_hook, point.register_forward_hook):
+                handle = register(break_off)
+                for call in (model, model.forward, model.encoder, model.encoder.forward):
+                    within = {model.tail: (model, model.forward), model.encoder: (model, model.forward)}
+                    if call not in within.get(point, (call,)):
+                        continue
+                    for mode in (torch.no_grad, torch.enable_grad):
+                        with pytest.raises(broken), mode():
+                            call(INPUT)
+                        assert left(engine) == before
+                handle.remove()
+        losses += [one_step(engine, batch, squared_error) for batch in IDS[2:]]
+        assert_equal(reference(), finished(engine, losses))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_room_that_is_not_there_is_said_as_the_engine_says_it(system: str) -> None:
+    model: Any = parts()
+    with started(system, model) as engine:
+        losses = [one_step(engine, batch, squared_error) for batch in IDS[:2]]
+        before, others = left(engine), account(engine).other
+        for call in (model, model.encoder, model.tail):
+            with pytest.raises(OutOfMemoryError, match="out of device memory"), torch.no_grad():
+                call(INPUT.repeat(1000, 1))
+            assert left(engine)[1:3] == before[1:3] and account(engine).other == others
+        losses += [one_step(engine, batch, squared_error) for batch in IDS[2:]]
+        assert_equal(reference(), finished(engine, losses))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_loss_of_the_model_itself_is_refused_in_words(system: str) -> None:
+    model: Any = parts()
+    with started(system, model, budget=1 << 30) as engine:
+        loss = model(INPUT).sum()
+        with pytest.raises(ValueError, match="call the engine first"):
+            engine.backward(loss)
+        for combined in (False, True):
+            more = squared_error(engine, IDS[0, 0], 1)
+            with pytest.raises(RuntimeError, match=r"made by calling the model itself: call the engine instead"):
+                engine.backward(loss + more if combined else loss)
+            loss = model(INPUT).sum()
+        losses = [one_step(engine, batch, squared_error) for batch in IDS]
+        assert_equal(reference(), finished(engine, losses))
+
+
+@pytest.mark.parametrize("system", ["resident", "elixir", "patrickstar", "random"])
+def test_a_module_called_within_a_step_is_part_of_it(system: str) -> None:
+    """A loss may be made of what the engine returned and of a module's own output."""
+
+    def loss(model: Any, micro: torch.Tensor, count: int) -> torch.Tensor:
+        inside: Any = model.module
+        return squared_error(model, micro, count) + inside.tail(inside.encoder.blocks[1](INPUT)).square().mean()
+
+    runs = [train(started(each, parts(), budget=400_000), IDS, loss) for each in ("resident", system)]
+    assert_equal(*runs)
+
+
+def test_a_copy_of_resident_s_model_is_the_copy_s_own() -> None:
+    """An average of weights is often one: its calls are not counted, and it lives on."""
+    model = parts()
+    with started("resident", model) as engine:
+        average: Any = copy.deepcopy(model)
         with torch.no_grad():
-            given = first(batch(9))
-        assert steps(second, lambda x: second(given)) == steps(apart, lambda x: apart(given))
+            expected = average(INPUT)
+        one_step(engine, IDS[0], squared_error)
+        before = left(engine)
+        with torch.no_grad():
+            assert not torch.equal(model(INPUT), expected)
+            for call in (average, average.forward, average.encoder.blocks[0]):
+                call(INPUT)
+            assert torch.equal(average(INPUT), expected) and left(engine) == before
+    with torch.no_grad():
+        assert torch.equal(average(INPUT), expected)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=None, pad_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def generated(model: Any, use_cache: bool) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found: torch.Tensor = model.generate(IDS[0, 0] % 64, max_new_tokens=4, do_sample=True, use_cache=use_cache)
+    return found
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_generate_finds_room_and_the_same_tokens(system: str) -> None:
+    expected, model = [generated(gpt2(), use_cache) for use_cache in (True, False)], gpt2()
+    with started(system, model, budget=230_000) as engine:
+        before = left(engine)
+        for tokens_then, use_cache in zip(expected, (True, False), strict=True):
+            assert torch.equal(generated(model, use_cache), tokens_then)
+            assert left(engine) == before
+        memory = engine.memory()
+        assert 0 < (memory.device_peak_bytes or 0) <= (memory.device_budget_bytes or 0)
+        assert system == "resident" or engine.counters()["h2d_bytes"] > 0, "void: nothing moved"

@@ -179,7 +179,7 @@ def steady(system: str, level: str) -> Step:
     step = Step(
         layout=engine.parts.layout,
         plan=plan,
-        units=len(engine.index.units),
+        units=sum(bool(unit.parameters) for unit in engine.index.units),
         counters={name: after[name] - before.get(name, 0) for name in after},
         operations=engine.log.operations[logged:],
         host_bytes=dict(spied.bytes),

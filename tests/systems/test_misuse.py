@@ -16,12 +16,11 @@ from torch import nn
 import systems
 from systems.errors import BudgetError, UnsupportedError
 from systems.system import Engine
-from tests.systems.models_plain import CASES, DIM, Stack, build, features, squared_error
+from tests.systems.models_plain import CASES, build, features
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     RANDOM,
     RESIDENT,
-    RandomOptions,
     assert_equal,
     elixir,
     finished,
@@ -313,25 +312,6 @@ def test_summon_in_the_middle_of_a_step(system: str) -> None:
         after()
         with pytest.raises(UnsupportedError, match="a step is in progress"):
             engine.summon().__enter__()
-    engine.close()
-
-
-def test_a_weight_used_by_functional_attention_is_refused_by_name() -> None:
-    """MultiheadAttention reads its projection's weight without calling the projection: loud, never wrong."""
-
-    class Attention(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(DIM, 4, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.unsqueeze(1)
-            return super().forward(self.attention(x, x, x)[0].squeeze(1))
-
-    torch.manual_seed(0)
-    engine = start(RANDOM, Attention(), settings(), RandomOptions(chunk_parameters=1))
-    with pytest.raises(RuntimeError, match=r"reads parameter attention\.out_proj\.[a-z]+ outside the unit that owns it"):
-        squared_error(engine, BATCH[0], 1)
     engine.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from systems.errors import HiddenUseError
 from systems.system import Engine
 from tests.systems.models_plain import Stack, squared_error
 from tests.systems.models_small import build, tokens
@@ -26,7 +27,7 @@ from tests.systems.running import (
     train,
 )
 
-TIGHT = 120_000  # bytes: about a third of what Borrower needs
+TIGHT = 180_000  # bytes: half of what Borrower needs
 
 
 class Borrower(Stack):
@@ -83,40 +84,24 @@ def test_a_released_parameter_is_nan_everywhere(system: Any, dtype: str) -> None
 
 @pytest.mark.parametrize("system", [elixir(), RANDOM], ids=lambda s: s.name)
 @pytest.mark.parametrize("use", [add, multiply])
-def test_a_borrowed_weight_gives_the_right_loss_or_is_refused_by_name(use: Any, system: Any) -> None:
+def test_a_borrowed_weight_is_held_for_who_borrows_it(use: Any, system: Any) -> None:
     ids = tokens(4, 1)
     expected = train(start(RESIDENT, borrower(use), settings()), ids, squared_error)
-    outcomes = set()
     for budget in (TIGHT, 250_000, 1 << 30):
-        with start(system, borrower(use), settings(device_memory=budget)) as engine:
-            refusal = ""
-            try:
-                run = train(engine, ids, squared_error)
-            except RuntimeError as error:
-                refusal = str(error)
-        if refusal:
-            assert "blocks.0.up.weight" in refusal and "summon" in refusal
-        else:
-            assert_equal(expected, run)
-        outcomes.add("refused" if refusal else "equal")
-    assert outcomes == {"refused", "equal"}, "void: only one of the two ways was seen"
+        run = train(start(system, borrower(use), settings(device_memory=budget)), ids, squared_error)
+        assert_equal(expected, run)
+        assert run.engine.parts.layout.bundles_of_unit[run.engine.index.units[-1].index]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("use", "where"), [(add, "forward"), (multiply, "forward"), (multiply, "backward")])
-def test_a_stale_read_is_refused_in_forward_and_in_backward(use: Any, where: str) -> None:
+def test_a_borrowed_weight_stays_though_everything_else_goes(use: Any, where: str) -> None:
+    ids = tokens(3, 1)
+    expected = train(start(RESIDENT, borrower(use), settings()), ids, squared_error)
     model = borrower(use)
-    with start(RANDOM, model, settings()) as engine:
-        point = model.blocks[3] if where == "forward" else model.head
-        handle = point.register_forward_hook(lambda *_: drop_everything(engine))
-        micro = tokens(1, 1)[0, 0]
-        if where == "forward":
-            with pytest.raises(RuntimeError, match=r"reads parameter blocks\.0\.up\.weight outside the unit that owns it"):
-                squared_error(engine, micro, 1)
-        else:
-            loss = squared_error(engine, micro, 1)
-            with pytest.raises(RuntimeError, match=r"reads parameter blocks\.0\.up\.weight outside the unit that owns it"):
-                engine.backward(loss)
-        handle.remove()
+    engine = start(RANDOM, model, settings())
+    point = model.blocks[3] if where == "forward" else model.head
+    point.register_forward_hook(lambda *_: drop_everything(engine))
+    assert_equal(expected, train(engine, ids, squared_error))
 
 
 def test_a_sum_with_a_stale_weight_needs_no_value_in_backward() -> None:
@@ -145,7 +130,7 @@ def test_reads_between_steps_are_true_or_nan(system: Any, budget: int) -> None:
     def look(*_: Any) -> None:
         seen.append({})
         for name, p in names.items():
-            with contextlib.suppress(RuntimeError):  # an error is an answer too
+            with contextlib.suppress(HiddenUseError):  # an error is an answer too
                 seen[-1][name] = p.detach().clone()
 
     with start(system, model, settings(device_memory=budget)) as engine:

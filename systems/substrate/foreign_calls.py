@@ -1,0 +1,36 @@
+"""Calls that go around an engine, and how they are refused: a compiled forward, a backward pass that it did not begin.
+
+Note [How a compiled forward is seen]
+    torch.compile fixes the addresses of weights that an engine moves. While a forward is traced, `is_compiling` says so. The
+    emulated device counts bytes by a dispatch mode, under which torch compiles nothing and says nothing: then the forward runs
+    as it is, with the compiler's frame callback set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from systems.errors import UnsupportedError
+
+FOREIGN_BACKWARD = (
+    "a backward pass came through this engine's model, and this engine did not begin it: call engine.backward(loss) instead of "
+    "loss.backward() or torch.autograd.grad; a loss goes through one engine, so detach what another engine's model made"
+)
+
+
+@torch._disable_dynamo
+def _refuse() -> None:
+    raise UnsupportedError(
+        "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile "
+        "what is not of the model"
+    )
+
+
+def refuse_compiled(module: nn.Module, *_: Any) -> None:
+    """A forward pre-hook: UnsupportedError if this call is compiled, or called from what is."""
+    if torch.compiler.is_compiling() or module._compiled_call_impl is not None or callable(get_eval_frame_callback()):
+        _refuse()
