@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class ResidentEngine(Engine):
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         for module in {self.module, *found.modules}:
             self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
-        self._calls = Calls(self._past_the_engine)
+        self._calls = Calls(partial(_past_the_engine, self))
         self._cleanup.callback(self._calls.detach)
         self._calls.attach_all([*found.modules, *outer_modules(found)])
         states = _state_bytes(found, settings)
@@ -152,11 +153,6 @@ class ResidentEngine(Engine):
         """At what a forward pass made: the backward pass has come to this engine's model."""
         if not self._in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
-
-    @contextmanager
-    def _past_the_engine(self, given: object) -> Iterator[None]:
-        with self._open_watch().call(), ambient(), self.device.metered():
-            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         watch = self._open_watch()
@@ -311,6 +307,12 @@ class ResidentEngine(Engine):
         for parameter in self.parameters:
             take_gradient(parameter)
             set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+@contextmanager
+def _past_the_engine(engine: ResidentEngine, given: object) -> Iterator[None]:
+    with engine._open_watch().call(), ambient(), engine.device.metered():
+        yield
 
 
 class _Rounded:
