@@ -34,7 +34,7 @@ from systems.substrate.host import HostSlots, host_account
 from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.parameter_watch import ParameterWatch
-from systems.substrate.parameters import MovingParameter, data_of, refuse_state_dict
+from systems.substrate.parameters import MovingParameter, refuse_state_dict
 from systems.substrate.planner import Parts
 from systems.substrate.reads import follow_uses
 from systems.substrate.recipe import StepControl
@@ -176,9 +176,9 @@ class ManagedEngine(ManagedReports):
 
     def _readable(self, parameter: int) -> bool:
         """Its values are on the device, and no gradient is written over them."""
-        residency, bundle = self.parts.residency, self.parts.layout.bundle_of_parameter[parameter]
-        there = residency.bundles[bundle].storage.resident
-        return there and not residency.reads_gradient(data_of(self.parameters[parameter]))
+        bundle = self.parts.layout.bundle_of_parameter[parameter]
+        there = self.parts.residency.bundles[bundle].storage.resident
+        return there and not self.parts.gradients.in_place.overwrote(bundle, parameter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
