@@ -27,11 +27,11 @@ from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, LateNumber
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
 from systems.baselines.external.process import OneRank
 from systems.baselines.external.torch_adam import adam, arguments_of, check_arguments, set_rate
-from systems.baselines.external.weights import Masters, materialise
+from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import place_buffers
-from systems.substrate.units import FoundModel, find_units
+from systems.substrate.units import FoundModel
 from systems.system import TORCH_DTYPE, Engine, Settings
 
 
@@ -152,7 +152,7 @@ class Fsdp2Offload:
         if settings.dtype == "fp16":
             raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use `dtype='bf16'`")
         cuda = settings.device == "cuda"
-        found = find_units(model)
+        found = find_weights(model, settings, self.name)
         ours: Config = {
             "fully_shard": {"reshard_after_forward": True},
             "mixed_precision": {"cast_forward_inputs": True},

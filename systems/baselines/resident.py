@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +25,17 @@ from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
-from systems.substrate.adoption import initial_values, keeping_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.giving_back import remember_buffers
+from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
-from systems.substrate.parameters import ParameterWatch, has_gradient, take_gradient
+from systems.substrate.parameter_watch import ParameterWatch
+from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine
 from systems.substrate.unit_tensors import tensors_in
@@ -62,7 +65,7 @@ class ResidentEngine(SteppingEngine):
         self._fired: set[int] = set()
         with keeping_values(model):
             try:
-                self._build(find_units(model))
+                self._build(find_units(model, TORCH_DTYPE[settings.dtype]))
             except BaseException:
                 self._cleanup.close()
                 raise
@@ -73,11 +76,12 @@ class ResidentEngine(SteppingEngine):
 
     def _build(self, found: FoundModel) -> None:
         settings = self.settings
-        refuse_mixed_norms(found, settings.dtype)
+        refuse_mixed_dtypes(found, settings.dtype)
+        self._trains = found.trains
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         for module in {self.module, *found.modules}:
             self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
-        self._calls = Calls(self._past_the_engine)
+        self._calls = Calls(partial(_past_the_engine, self))
         self._cleanup.callback(self._calls.detach)
         self._calls.attach_all([*found.modules, *outer_modules(found)])
         states = _state_bytes(found, settings)
@@ -90,10 +94,14 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.callback(_forget_states, self)
         self.device.account.add_pool(states, "model states")
         self._cleanup.callback(self.device.account.add_pool, -states, "close")
-        self._cleanup.callback(remember_buffers(self.module))
-        self.device.account.add_other(place_buffers(self.module, self.device.torch_device), "buffers")
+        self._cleanup.callback(remember_buffers(self.module, found.carried.values()))
+        place_beside(self.module, found, self.device)
         self._names = [p.name for p in found.index.parameters]
-        self._watch = ParameterWatch(self._names, self.parameters, lambda there: self._micro_step > 0)
+        self._rounded = _Rounded(self.parameters, TORCH_DTYPE[settings.dtype], lambda: self._in_backward)
+        self._cleanup.callback(self._rounded.remove)
+        self._watch = ParameterWatch(
+            self.module, found, self.parameters, lambda there: self._micro_step > 0, cast=self._rounded.watch
+        )
         self._cleanup.callback(self._watch.end)
 
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
@@ -114,7 +122,8 @@ class ResidentEngine(SteppingEngine):
                 for module, attribute in found.owners[number]:
                     module._parameters[attribute] = parameter
             else:
-                old.data, old.grad, parameter = compute, None, old
+                set_data(old, compute)
+                old.grad, parameter = None, old
             self.parameters.append(parameter)
             flat = value.reshape(-1) if old.requires_grad else None
             self._masters.append(flat)
@@ -126,9 +135,21 @@ class ResidentEngine(SteppingEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         self._control.check_whole()
-        with self._recovering(), self._calls.of_engine(), ambient(), self.device.metered(), record_function("forward"):
-            if torch.is_grad_enabled() and self._micro_step == 0:
+        if not self._trains:
+            refuse_wanted_gradients((args, kwargs))
+        trains = self._trains and torch.is_grad_enabled()
+        with (
+            self._recovering(),
+            self._watch.call(),
+            self._calls.of_engine(),
+            ambient(),
+            torch.set_grad_enabled(trains),
+            self.device.metered(),
+            record_function("forward"),
+        ):
+            if self._micro_step == 0 or not trains:
                 self._watch.check()
+            args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
             made = self.module(*args, **kwargs)
             for tensor in tensors_in(made):
                 if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -139,11 +160,6 @@ class ResidentEngine(SteppingEngine):
         """At what a forward pass made: the backward pass has come to this engine's model."""
         if not self._in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
-
-    @contextmanager
-    def _past_the_engine(self, given: object) -> Iterator[None]:
-        with ambient(), self.device.metered():
-            yield
 
     @property
     def _passes(self) -> int:
@@ -163,8 +179,8 @@ class ResidentEngine(SteppingEngine):
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
-            for number, parameter in enumerate(self.parameters):
-                gradient, accumulator = take_gradient(parameter), self._accumulators[number]
+            for number, accumulator in enumerate(self._accumulators):
+                gradient = self._rounded.take(number)
                 if gradient is not None:
                     self._fired.add(number)
                     assert accumulator is not None
@@ -183,13 +199,14 @@ class ResidentEngine(SteppingEngine):
             if accumulator is not None:
                 accumulator.zero_()
         self._fired.clear()
+        self._rounded.forget()
         self._in_backward, self._micro_step, self._updating = False, 0, False
 
     @record_function("step")
     def _finish_step(self) -> None:
         gradients = {}
-        for number, parameter in enumerate(self.parameters):
-            fresh, accumulator = take_gradient(parameter), self._accumulators[number]
+        for number in range(len(self.parameters)):
+            fresh, accumulator = self._rounded.take(number), self._accumulators[number]
             if fresh is not None:
                 gradients[number] = fresh.reshape(-1)
             elif number in self._fired and accumulator is not None:
@@ -206,7 +223,7 @@ class ResidentEngine(SteppingEngine):
             for number, gradient in gradients.items():
                 master, moments = self._masters[number], self._moments[number]
                 assert master is not None and moments is not None
-                out = self.parameters[number].data.reshape(-1)
+                out = data_of(self.parameters[number]).reshape(-1)
                 ranges = [self._control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
             update, factor = kernel.prepare_all(tasks), self._control.multiplier(outcome)
@@ -245,6 +262,8 @@ class ResidentEngine(SteppingEngine):
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._check_open()
         self._control.check_whole()
+        if not write:
+            self._watch.check()
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             source = parameter.detach() if master is None else master
@@ -255,7 +274,8 @@ class ResidentEngine(SteppingEngine):
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             if master is not None:
                 master.copy_(values[name].reshape(-1))
-            parameter.data.copy_(values[name])
+            data_of(parameter).copy_(values[name])
+        self._watch.accept()
 
     def _give_back(self) -> None:
         """Compute copies stay, on the CPU."""
@@ -263,19 +283,61 @@ class ResidentEngine(SteppingEngine):
             self._discard()
             self.drain()
             self._control.check_whole()
-            values = [parameter.data.to("cpu") for parameter in self.parameters]
+            values = [data_of(parameter).to("cpu") for parameter in self.parameters]
         except BaseException:
             self._let_go()
             raise
         self._cleanup.close()
         for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.data = value
+            set_data(parameter, value)
         release(self.module)
 
     def _let_go(self) -> None:
         self._cleanup.close()
         for parameter in self.parameters:
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+@contextmanager
+def _past_the_engine(engine: ResidentEngine, given: object) -> Iterator[None]:
+    with engine._watch.call(), ambient(), engine.device.metered():
+        yield
+
+
+class _Rounded:
+    """Gradients of parameters that were read in another dtype, rounded as they come: see parameter_watch.py's note on casts."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, in_backward: Callable[[], bool]) -> None:
+        self._parameters, self._dtype, self._in_backward = parameters, dtype, in_backward
+        self._handles: dict[int, Any] = {}
+        self._found: dict[int, torch.Tensor] = {}
+
+    def watch(self, number: int) -> None:
+        if number in self._handles or not self._parameters[number].requires_grad:
+            return
+
+        def accept(parameter: torch.Tensor) -> None:
+            gradient = take_gradient(parameter) if self._in_backward() else None
+            if gradient is None:
+                return
+            if number in self._found:
+                self._found[number].add_(gradient.to(self._dtype))
+            else:
+                self._found[number] = gradient.to(self._dtype)
+
+        self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(accept)
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """A parameter's gradient, wherever it is."""
+        gradient = take_gradient(self._parameters[number])
+        return self._found.pop(number) if number in self._found else gradient
+
+    def forget(self) -> None:
+        self._found.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
 
 
 def _forget_states(engine: ResidentEngine) -> None:
@@ -329,7 +391,7 @@ class ResidentState:
         if master is not None and state.exp_avg is not None and state.exp_avg_sq is not None:
             master.copy_(state.value.reshape(-1))
             self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)
-        self._weights[parameter].data.copy_(state.value)
+        data_of(self._weights[parameter]).copy_(state.value)
 
     def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         moments = self._moments[parameter]

@@ -29,9 +29,9 @@ from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, PackageEng
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config, require, version_of
 from systems.baselines.external.sequential import cut
 from systems.baselines.external.torch_adam import check_arguments, set_rate
-from systems.baselines.external.weights import Masters, materialise
+from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
-from systems.substrate.units import FoundModel, find_units
+from systems.substrate.units import FoundModel
 from systems.system import TORCH_DTYPE, Engine, Settings
 
 INSTALL = "pip install 'offload-bench[baselines]'"
@@ -224,7 +224,7 @@ class RoundPipeSystem:
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         assert isinstance(options, RoundPipeOptions)
         self._check(settings)
-        found = find_units(model)
+        found = find_weights(model, settings, self.name)
         cut(model, self.name)
         dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
         ours: Config = {

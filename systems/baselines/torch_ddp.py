@@ -29,11 +29,11 @@ from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, PackageEng
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
 from systems.baselines.external.process import OneRank
 from systems.baselines.external.torch_adam import InPlace, Updates, WithMasters, arguments_of, check_arguments
-from systems.baselines.external.weights import Masters, materialise
+from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import place_buffers
-from systems.substrate.units import FoundModel, find_units
+from systems.substrate.units import FoundModel
 from systems.system import TORCH_DTYPE, Engine, Settings
 
 Weights = Literal["masters", "autocast", "compute"]
@@ -154,7 +154,7 @@ class TorchDdp:
         budget.refuse_ranks_and_optimizer(settings, self.name)
         if settings.dtype == "fp16" and options.weights != "autocast":
             raise UnsupportedError("torch-ddp scales fp16's loss under autocast only: use `options=dict(weights='autocast')`")
-        found = find_units(model)
+        found = find_weights(model, settings, self.name)
         ours: Config = {
             "ddp": {"gradient_as_bucket_view": True, "find_unused_parameters": False, "static_graph": False},
             "optimizer": {"fused": True},

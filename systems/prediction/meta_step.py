@@ -32,7 +32,7 @@ from systems.substrate.activations import Recomputation, recomputed_units
 from systems.substrate.calls import Calls
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.runtime import Runtime
-from systems.substrate.units import find_units
+from systems.substrate.units import COMPUTED, find_units
 
 _aten = torch.ops.aten
 _ROWS = (_aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor)
@@ -56,8 +56,9 @@ def observe(
     """
     module = on_meta(model).train()
     for parameter in module.parameters():
-        parameter.data = torch.empty_like(parameter, dtype=dtype)
-    found = find_units(module)
+        if parameter.dtype in COMPUTED:
+            parameter.data = torch.empty_like(parameter, dtype=dtype)
+    found = find_units(module, dtype)
     recomputation = Recomputation(found, found.index.blocks)
     recomputation.units = recomputed_units(found, recompute)
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
@@ -167,7 +168,8 @@ class _Meter(TorchDispatchMode):
         self.gradient_bytes: dict[int, int] = {}
         self._run = _Shapes()
         self._known = {p.untyped_storage()._cdata for p in module.parameters()}
-        buffers = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in module.buffers()}
+        carried = [p for p in module.parameters() if p.dtype not in COMPUTED]  # see units.py, Note [Carried along]
+        buffers = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in (*module.buffers(), *carried)}
         self._known |= buffers.keys()
         self.buffer_bytes = sum(buffers.values())
         self._live = self._peak = self._kept = self.buffer_bytes + batch_bytes

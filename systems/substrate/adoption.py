@@ -15,19 +15,41 @@ from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
-from systems.substrate.parameters import ManagedParameter
+from systems.substrate.device import Device
+from systems.substrate.parameters import ManagedParameter, set_data
 from systems.substrate.residency import Residency
-from systems.substrate.units import FoundModel
-from systems.system import Settings
+from systems.substrate.units import COMPUTED, FoundModel, loses
+from systems.system import TORCH_DTYPE, Settings
 
 
-def refuse_mixed_norms(found: FoundModel, dtype: str) -> None:
-    """UnsupportedError for weights of a batch norm that would be computed in another dtype than its running averages."""
-    for parameter, owners in zip(found.index.parameters, found.owners, strict=True):
+def refuse_mixed_dtypes(found: FoundModel, dtype: str) -> None:
+    """UnsupportedError for weights that their author keeps in a wider dtype than the engine would compute them in.
+
+    A model that is all in fp32 is one for mixed precision: its masters are what it came with. One that has several dtypes, or
+    fp64, means what it says. Batch norms are refused where their weights would be of another dtype than their averages.
+    """
+    engine = TORCH_DTYPE[dtype]
+    given = [p.dtype for p in (*found.parameters, *found.carried.values()) if p.dtype in COMPUTED]
+    for described, parameter in zip(found.index.parameters, found.parameters, strict=True):
+        if not loses(parameter.dtype, engine):
+            continue
+        if parameter.dtype == torch.float64:
+            raise UnsupportedError(
+                f"parameter {described.name} is in {parameter.dtype}, and master weights are in fp32: call model.float() "
+                "before initialize"
+            )
+        other = next((each for each in given if each != parameter.dtype), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"parameter {described.name} is in {parameter.dtype} beside others in {other}, and would be computed in "
+                f"{dtype}: give dtype fp32, which holds both, or convert it before initialize (model.to({engine})), which "
+                "has fp32 master weights all the same"
+            )
+    for described, owners in zip(found.index.parameters, found.owners, strict=True):
         averages = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None for m, _ in owners)
         if averages and dtype != "fp32":
             raise UnsupportedError(
-                f"parameter {parameter.name} is of a batch norm, whose running averages stay in fp32, and torch has no batch "
+                f"parameter {described.name} is of a batch norm, whose running averages stay in fp32, and torch has no batch "
                 f"norm with {dtype} weights beside them: use dtype fp32, or a norm without running averages"
             )
 
@@ -81,7 +103,7 @@ def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dt
                 module._parameters[attribute] = new
             final[number] = new
         else:
-            old.data = view
+            set_data(old, view)
             old.grad = None
     return tuple(final)
 
@@ -99,6 +121,19 @@ def place_buffers(model: nn.Module, device: torch.device) -> int:
                 moved[id(buffer)] = buffer.to(device)
             module._buffers[name] = moved[id(buffer)]
     return sum(map(_bytes_of, moved.values()))
+
+
+def place_beside(model: nn.Module, found: FoundModel, device: Device) -> None:
+    """What has a place on the compute device without an engine's doing: buffers, and units.py's Note [Carried along]."""
+    nbytes = place_buffers(model, device.torch_device)
+    for name, parameter in found.carried.items():
+        if parameter.is_meta:
+            raise UnsupportedError(f"parameter {name} is {parameter.dtype} on the meta device: give it values")
+        parameter.data = parameter.data.to(device.torch_device)
+        nbytes += _bytes_of(parameter)
+        if parameter.layout is torch.strided:
+            device.exempt(parameter.untyped_storage())
+    device.account.add_other(nbytes, "buffers")
 
 
 def _bytes_of(buffer: torch.Tensor) -> int:

@@ -47,6 +47,7 @@ def past_the_engine(runtime: Runtime, given: object) -> Iterator[None]:
         if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
             runtime.planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
             stack.enter_context(runtime.aside())
+        stack.enter_context(runtime.casting())
         stack.enter_context(ambient())
         stack.enter_context(device.metered())
         yield

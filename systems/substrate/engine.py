@@ -17,7 +17,13 @@ from systems.errors import UnsupportedError
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
-from systems.substrate.adoption import adopt_parameters, initial_values, keeping_values, place_buffers, refuse_mixed_norms
+from systems.substrate.adoption import (
+    adopt_parameters,
+    initial_values,
+    keeping_values,
+    place_beside,
+    refuse_mixed_dtypes,
+)
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.device import Device, ambient
 from systems.substrate.disk import Disk, disk_lanes
@@ -25,9 +31,11 @@ from systems.substrate.events import EventLog
 from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
 from systems.substrate.gradients import Gradients
 from systems.substrate.host import HostSlots, host_account
+from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.optimizer_states import states_of
-from systems.substrate.parameters import MovingParameter, ParameterWatch, refuse_state_dict
+from systems.substrate.parameter_watch import ParameterWatch
+from systems.substrate.parameters import MovingParameter, refuse_state_dict
 from systems.substrate.planner import Parts
 from systems.substrate.reads import follow_uses
 from systems.substrate.recipe import StepControl
@@ -86,8 +94,9 @@ class ManagedEngine(ManagedReports):
         disk_budget: int,
     ) -> None:
         dtype = TORCH_DTYPE[settings.dtype]
-        found = find_units(model)
-        refuse_mixed_norms(found, settings.dtype)
+        found = find_units(model, dtype)
+        refuse_mixed_dtypes(found, settings.dtype)
+        self._trains = found.trains
         device = make_device(self.log)
         files = self._cleanup.enter_context(contextlib.ExitStack())  # closed once all lanes are at rest
         self._cleanup.callback(device.close)
@@ -110,9 +119,8 @@ class ManagedEngine(ManagedReports):
         self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
         offloaded = offloadable(found, self.strategy.offloaded_inputs, recomputed)
-        self._cleanup.callback(remember_buffers(model))
-        buffers = place_buffers(model, device.torch_device)
-        device.account.add_other(buffers, "buffers")
+        self._cleanup.callback(remember_buffers(model, found.carried.values()))
+        place_beside(model, found, device)
         host = host_account(host_budget, self.log)
         if layout.on_disk:
             assert settings.disk is not None
@@ -156,27 +164,48 @@ class ManagedEngine(ManagedReports):
         self._calls = hooks.calls
         self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
-        names = [p.name for p in found.index.parameters]
-        self._watch = ParameterWatch(names, self.parameters, partial(_gradients_pending, self.runtime), MovingParameter)
+        self._watch = self._watching(found)
+        self.runtime.casting = self._watch.call
         self._cleanup.callback(self._watch.end)
+
+    def _watching(self, found: FoundModel) -> ParameterWatch:
+        return ParameterWatch(
+            self.module,
+            found,
+            self.parameters,
+            partial(_gradients_pending, self.runtime),
+            MovingParameter,
+            readable=self._readable,
+            restore=self.poison.restore,
+        )
+
+    def _readable(self, parameter: int) -> bool:
+        """Its values are on the device, and no gradient is written over them."""
+        bundle = self.parts.layout.bundle_of_parameter[parameter]
+        there = self.parts.residency.bundles[bundle].storage.resident
+        return there and not self.parts.gradients.in_place.overwrote(bundle, parameter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        runtime = self.runtime
+        runtime, device, dtype = self.runtime, self.parts.device, TORCH_DTYPE[self.settings.dtype]
         self._control.check_whole()
-        with self._recovering(), self._calls.of_engine():
-            if torch.is_grad_enabled():
+        if not self._trains:
+            refuse_wanted_gradients((args, kwargs))
+        with self._recovering(), self._watch.call(), self._calls.of_engine():
+            if torch.is_grad_enabled() and self._trains:
                 first = not runtime.in_step
                 if first:
                     self._watch.check()
                 runtime.planner.meet(batch_shape_of((args, kwargs)), first=first)
                 if first:
                     runtime.begin_step()
-                device = self.parts.device
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
+                    args, kwargs = cast_inputs(args, kwargs, dtype)
                     return self.module(*args, **kwargs)
+            self._watch.check()
             runtime.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=runtime.in_step)
-            with runtime.aside(), ambient(), self.parts.device.metered(), record_function("forward (no grad)"):
+            with runtime.aside(), ambient(), torch.no_grad(), device.metered(), record_function("forward (no grad)"):
+                args, kwargs = cast_inputs(args, kwargs, dtype)
                 return self.module(*args, **kwargs)
 
     @property
@@ -185,6 +214,7 @@ class ManagedEngine(ManagedReports):
 
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
+        refuse_training_nothing(self._trains, "backward")
         if not self.runtime.in_step:
             raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
         super().backward(loss)
@@ -235,12 +265,13 @@ class ManagedEngine(ManagedReports):
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
-        self._settle("summon", in_step=self.runtime.in_step)
+        self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         yield values
         if write:
             for p in self.index.parameters:
                 self.parts.residency.overwrite(p.index, values[p.name])
+            self._watch.accept()
             self.drain()
 
     def _give_back(self) -> None:

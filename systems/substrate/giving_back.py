@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from systems.errors import BudgetError
 from systems.planning.plan import Tier
 from systems.sizes import format_size
-from systems.substrate.parameters import refuse_state_dict, take_gradient
+from systems.substrate.parameters import data_of, refuse_state_dict, set_data, take_gradient
 from systems.substrate.residency import Residency
 from systems.substrate.runs import follows, joined
 from systems.substrate.store import Store
@@ -34,8 +34,9 @@ def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
     refuse_state_dict(model)
 
 
-def remember_buffers(model: nn.Module) -> Callable[[], None]:
-    """Returns what brings them back to the devices where they are now, as they are then."""
+def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Callable[[], None]:
+    """Returns what brings them, and parameters that are carried along, back to where they are now, as they are then."""
+    homes = [(parameter, parameter.device) for parameter in carried]
     devices = {
         (module, name): buffer.device
         for module in model.modules()
@@ -46,6 +47,8 @@ def remember_buffers(model: nn.Module) -> Callable[[], None]:
     def bring_back() -> None:
         moved: dict[int, torch.Tensor] = {}
         with contextlib.suppress(Exception):  # of a device that failed, which was told
+            for parameter, device in homes:
+                set_data(parameter, data_of(parameter).to(device))
             for (module, name), device in devices.items():
                 buffer = module._buffers.get(name)
                 if buffer is not None and buffer.device != device:
@@ -98,4 +101,4 @@ def give(parameters: Sequence[nn.Parameter], pieces: Sequence[Sequence[torch.Ten
     values = [each[0] if len(each) == 1 else torch.cat(list(each)) for each in pieces]
     for parameter, value in zip(parameters, values, strict=True):
         take_gradient(parameter)
-        parameter.data = value.view(parameter.shape)
+        set_data(parameter, value.view(parameter.shape))

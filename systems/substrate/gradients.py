@@ -94,7 +94,8 @@ class Gradients:
             self.in_place.exit(bundle, unit, self.bundles[bundle])
 
     def accept(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Take a gradient over from autograd."""
+        """Take a gradient over from autograd, rounded where its parameter was read in another dtype."""
+        gradient = gradient.to(self.store.dtype)
         bundle = self.layout.places[parameter].bundle
         mine = self.bundles[bundle]
         again = parameter in mine.fired

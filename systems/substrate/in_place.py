@@ -55,6 +55,9 @@ class InPlace:
     def written(self, bundle: int) -> bool:
         return bundle in self._bundles and bool(self._bundles[bundle].parameters)
 
+    def overwrote(self, bundle: int, parameter: int) -> bool:
+        return self.written(bundle) and parameter in self._bundles[bundle].parameters
+
     def takes(self, bundle: int, gradient: BundleGradient) -> bool:
         """True if gradients that come now take their parameters' place. See Note [Detours] for when they do not."""
         free = gradient.range is None and not gradient.flushed and not gradient.parked

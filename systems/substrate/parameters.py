@@ -1,14 +1,17 @@
-"""What a user's code may no longer do to parameters once an engine trains them, and how it is told.
+"""What a live parameter answers while an engine trains it, and the engine's own way past that.
 
 Gradients belong to the engine from `backward` to `step`. A parameter answers None to `.grad`, and code that clips or steps
 by itself would take that for "no gradient" and go on in silence. So while there are gradients, asking is refused.
+
+Values belong to it for as long as it is open. `.data` gives a tensor whose edits are counted, as they are of an edit under
+no_grad, and is not set to other values: see parameter_watch.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -16,20 +19,44 @@ from torch import nn
 
 from systems.errors import UnsupportedError
 
-Pending = Callable[[bool], bool]
 _WITH_VALUES: WeakSet[nn.Module] = WeakSet()
-_GRAD: Any = torch._C.TensorBase.grad  # the descriptor behind Tensor.grad
+_GRAD: Any = torch._C.TensorBase.grad  # the descriptors behind Tensor.grad and Tensor.data
+_DATA: Any = torch._C.TensorBase.data
+
+
+class Watched(Protocol):
+    """What has an eye on one parameter."""
+
+    def gradients_pending(self, there: bool) -> bool:
+        """Asking for the gradient would mislead. there: something is in `.grad`."""
+
+    def hides_gradient(self) -> bool:
+        """The module that asks is being converted, and leaves the gradient alone if there is none."""
+
+    def exchange(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """`parameter.data = value`."""
+
+    def place(self, parameter: nn.Parameter, source: object) -> None:
+        """`parameter.set_(source)`."""
 
 
 class ManagedParameter(nn.Parameter):
-    """A parameter whose gradient is with the engine. The class of a live parameter is exchanged, so its identity stays."""
+    """A parameter whose gradient and values are with the engine. The class of a live one is exchanged: its identity stays.
 
-    _pending: Pending
+    A copy of it has no `_watched` and is free.
+    """
+
+    _watched: Watched
 
     @property
     def grad(self) -> torch.Tensor | None:
         gradient: torch.Tensor | None = _GRAD.__get__(self)
-        if "_pending" in self.__dict__ and self._pending(gradient is not None):
+        watched = self.__dict__.get("_watched")
+        if watched is None:
+            return gradient
+        if watched.hides_gradient():
+            return None
+        if watched.gradients_pending(gradient is not None):
             raise RuntimeError(
                 "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument `clip` of "
                 "initialize, read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
@@ -39,6 +66,29 @@ class ManagedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _GRAD.__set__(self, value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As Tensor.data, but with the parameter's own version counter."""
+        return self.detach() if "_watched" in self.__dict__ else data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        watched = self.__dict__.get("_watched")
+        if watched is None:
+            set_data(self, value)
+        else:
+            watched.exchange(self, value)
+
+    def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
+        watched = self.__dict__.get("_watched")
+        if watched is None:
+            return super().set_(source, *rest, **named)
+        watched.place(self, None if rest or named else source)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_watched"}
 
 
 COPY = (
@@ -55,6 +105,9 @@ class MovingParameter(ManagedParameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(f"{COPY}saving the model")
+
+    def share_memory_(self) -> Any:
+        raise UnsupportedError(f"{COPY}sharing their memory")
 
 
 def refuse_state_dict(model: nn.Module) -> Callable[[], None]:
@@ -96,44 +149,11 @@ def has_gradient(parameter: torch.Tensor) -> bool:
     return _GRAD.__get__(parameter) is not None
 
 
-class ParameterWatch:
-    """Refuses reads of `.grad` while `pending`, and notices edits that went past the engine. `end` undoes it all.
+def data_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The engine's own way to the values: edits through it are the engine's, and not counted."""
+    values: torch.Tensor = _DATA.__get__(parameter)
+    return values
 
-    pending: asked with whether there is something in `.grad`.
-    """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        pending: Pending,
-        kind: type[ManagedParameter] = ManagedParameter,
-    ) -> None:
-        self._names, self._parameters = names, parameters
-        self._classes: list[Any] = [type(p) for p in parameters]
-        for parameter in parameters:
-            if type(parameter) is nn.Parameter:
-                parameter.__class__ = kind
-                parameter._pending = pending  # type: ignore[attr-defined]
-        self._trainable = [p.requires_grad for p in parameters]
-        self._versions = [p._version for p in parameters]
-
-    def check(self) -> None:
-        """UnsupportedError for a parameter edited in place or unfrozen since initialize; asks the device nothing."""
-        for number, parameter in enumerate(self._parameters):
-            if parameter._version != self._versions[number]:
-                raise UnsupportedError(
-                    f"parameter {self._names[number]} was edited in place, which the engine does not see: edit it inside "
-                    "engine.summon(write=True)"
-                )
-            if parameter.requires_grad and not self._trainable[number]:
-                raise UnsupportedError(
-                    f"parameter {self._names[number]} was frozen when the engine was made and has no optimizer state: set "
-                    "requires_grad before initialize"
-                )
-
-    def end(self) -> None:
-        for parameter, kind in zip(self._parameters, self._classes, strict=True):
-            if isinstance(parameter, ManagedParameter):
-                parameter.__class__ = kind
-                parameter.__dict__.pop("_pending", None)
+def set_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    _DATA.__set__(parameter, values)

@@ -14,8 +14,8 @@ Note [Departures]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -41,6 +41,7 @@ class Runtime:
         self._spans = UnitSpans()
         self.in_step = self.in_backward = False
         self.is_aside = False
+        self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # ParameterWatch.call
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete

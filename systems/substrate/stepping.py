@@ -14,16 +14,23 @@ from systems.errors import UnsupportedError
 from systems.machine import host_budget
 from systems.messages import one_line
 from systems.substrate.giving_back import leave_without
+from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
+from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.recipe import StepControl
 from systems.system import Engine, Settings
 
 
 class SteppingEngine(Engine):
-    """_states: of the user's torch optimizer, None without one. _failed: an exception ended the `with` block."""
+    """_trains: something of the model requires a gradient. _failed: an exception ended the `with` block.
+
+    _states: of the user's torch optimizer, None without one.
+    """
 
     settings: Settings
     _control: StepControl
+    _watch: ParameterWatch
+    _trains: bool
     _states: OptimizerStates | None = None
     _closed = _failed = False
 
@@ -68,21 +75,24 @@ class SteppingEngine(Engine):
 
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
+        refuse_training_nothing(self._trains, "backward")
         accumulate = self.settings.accumulate
         if self._passes >= accumulate:
             raise ValueError(
                 f"backward was called {self._passes + 1} times in a step with accumulate={accumulate}: call step(), or set "
                 "accumulate to the number of micro-batches"
             )
-        with self._recovering():
+        with self._recovering(), self._watch.call():
             self._backward(loss)
 
     def step(self) -> None:
         self._check_open()
+        refuse_training_nothing(self._trains, "step")
         if not self._passes:
             raise ValueError(f"step: 0 of {self.settings.accumulate} micro-batches had their backward: call backward first")
         refused: UnsupportedError | None = None
         with self._recovering():
+            self._watch.check()
             try:
                 self._control.check()
             except UnsupportedError as error:  # nothing was done: the step can still be taken, or dropped
@@ -115,11 +125,16 @@ class SteppingEngine(Engine):
     def training_state(self) -> TrainingState:
         return self._state("checkpoint or export")
 
-    def _settle(self, what: str, *, in_step: bool) -> None:
-        """Wait until nothing moves. UnsupportedError within a step, RuntimeError where parameters belong to no step."""
+    def _settle(self, what: str, *, in_step: bool, overwrites: bool = False) -> None:
+        """Wait until nothing moves. UnsupportedError within a step, RuntimeError where parameters belong to no step.
+
+        overwrites: edits past the engine do not matter.
+        """
         self._check_open()
         if in_step:
             raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
+        if not overwrites:
+            self._watch.check()
         self.drain()
         self._control.check_whole()
 
@@ -133,6 +148,7 @@ class SteppingEngine(Engine):
         if self._closed:
             return
         self._closed = True
+        lost = self._watch.lost()
         if self._states is not None:
             self._states.end(used=any(self._control.updates))
         if self._failed:
@@ -145,6 +161,8 @@ class SteppingEngine(Engine):
             self._leave_without(f"its engine could not give them back ({one_line(str(error)) or type(error).__name__})")
             if not isinstance(error, Exception):
                 raise
+        if lost is not None:
+            raise lost
 
     def _leave_without(self, why: str) -> None:
         leave_without(self.module, f"this model's weights are gone: {why}")

@@ -200,7 +200,7 @@ def test_what_is_said_to_help_helps_and_no_larger_batch_would(system: str) -> No
     }
     assert helpful["batch_size"] == 6 and helpful["device_memory"] == found.least_device_bytes
     for name, value in helpful.items():
-        assert fits(chosen, options, replace(small, **{name: value}), seen)  # type: ignore[arg-type]
+        assert fits(chosen, options, replace(small, **{name: value}), seen)
     assert not fits(chosen, options, replace(small, batch_size=7), seen)
     assert not list(remedies(chosen, options, asked(system, "opt-tiny", about), seen))
 

@@ -24,11 +24,12 @@ from systems.baselines.external.deepspeed_config import (
 )
 from systems.baselines.external.deepspeed_engine import DeepSpeedRun
 from systems.baselines.external.package import ConfigOptions, PackageStatistics, require
+from systems.baselines.external.weights import find_weights
 from systems.errors import UnavailableError
 from systems.machine import device_budget
 from systems.messages import one_line
 from systems.sizes import Size
-from systems.substrate.units import FoundModel, find_units
+from systems.substrate.units import FoundModel
 from systems.system import TORCH_DTYPE, Engine, Settings
 
 INSTALL = "pip install 'offload-bench[baselines]'"
@@ -72,7 +73,7 @@ class DeepSpeedSystem:
         if isinstance(options, InfinityOptions):
             variant = dataclasses.replace(variant, parameters=options.parameters)
         variant.check(settings, self.name)
-        found = find_units(model)
+        found = find_weights(model, settings, self.name)
         sizes = _sizes(found, settings)
         disk: Path | None = None
         if isinstance(options, InfinityOptions):

@@ -1,13 +1,28 @@
-"""Initial values for models that another package takes over: the same as every other system's, to the bit."""
+"""What another package takes over: a model that it can train, with initial values as every other system's, to the bit."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from systems.substrate.adoption import initial_values
-from systems.substrate.units import FoundModel
+from systems.errors import UnsupportedError
+from systems.substrate.adoption import initial_values, refuse_mixed_dtypes
+from systems.substrate.units import FoundModel, find_units
 from systems.system import Settings
+
+
+def find_weights(model: nn.Module, settings: Settings, system: str) -> FoundModel:
+    """UnsupportedError for a model that a package would train otherwise than it says, or not at all."""
+    found = find_units(model)
+    if not found.trains:
+        raise UnsupportedError(f"no parameter of the model requires a gradient: {system} has nothing to train")
+    for name, parameter in found.carried.items():
+        raise UnsupportedError(
+            f"parameter {name} is frozen in {parameter.dtype}, which {system} has no place for: take one of this project's own "
+            "strategies, or resident"
+        )
+    refuse_mixed_dtypes(found, settings.dtype)
+    return found
 
 
 class Masters:
