@@ -137,7 +137,7 @@ def test_roundpipe_wants_cuda_and_recomputation(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_loss_scales_that_are_not_there() -> None:
-    with pytest.raises(UnsupportedError, match="weights=autocast"):
+    with pytest.raises(UnsupportedError, match="weights='autocast'"):
         refuse("torch-ddp", dtype="fp16")
     with pytest.raises(UnsupportedError, match="`dtype='bf16'`"):
         refuse("fsdp2-offload", dtype="fp16")

@@ -57,7 +57,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a package of that name, with this program, in the place of the real one. Gives what it was told, a line a run."""
     folder, told = tmp_path / "packages", tmp_path / "told"
     folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(folder)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("TOLD", str(told))
     monkeypatch.syspath_prepend(str(folder))
 

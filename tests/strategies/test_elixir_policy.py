@@ -186,7 +186,7 @@ def test_without_offload_everything_must_fit() -> None:
     trace = trace_of(laid_out(TINY), activation=1000)
     peak = resident_peak(TINY, trace)
     assert plan_for(TINY, trace, peak, offload=False).operations == ()
-    with pytest.raises(BudgetError, match="offload=false") as raised:
+    with pytest.raises(BudgetError, match="offload=False") as raised:
         plan_for(TINY, trace, peak - 1, offload=False)
     assert (raised.value.need, raised.value.have) == (peak, peak - 1)
 
@@ -392,7 +392,7 @@ def test_bad_options_are_refused(given_options: dict[str, str]) -> None:
 
 
 def test_several_whole_copies_are_not_built() -> None:
-    with pytest.raises(UnsupportedError, match="scatter=false"):
+    with pytest.raises(UnsupportedError, match="scatter=False"):
         elixir(context(ranks=2), scatter=False)
 
 
