@@ -177,6 +177,7 @@ def test_the_flags_are_run_s_and_two_more() -> None:
     assert ScaleSpec(system="x", model="y").one_run() == RunSpec(system="x", model="y", steps=3)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_strategy_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two samples fit and a third does not."""
     arguments = ["max-batch", "--system", "elixir", "--model", "opt-tiny", "--device", "cpu", "--device-memory", "2600KiB"]

@@ -26,6 +26,7 @@ from systems.prediction.forecast import Forecast, Observations, Question, fits, 
 from systems.prediction.remedies import remedies
 from systems.system import Settings
 from tests.planning.machines import BANDWIDTHS, scaled
+from tests.systems.setups import in_turn
 
 MIB, GIB = 1 << 20, 1 << 30
 STRATEGIES = [name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"]
@@ -54,8 +55,9 @@ def asked(system: str, model: str, about: Question, *, layers: int | None = None
     return forecast(chosen, chosen.Options(**options), about, observations(model, layers))
 
 
-@pytest.mark.parametrize("system", STRATEGIES)
-@pytest.mark.parametrize(("budget", "accumulate"), [(8 * MIB, 1), (14 * MIB, 2), (64 * MIB, 1)])
+@pytest.mark.parametrize(
+    ("system", "budget", "accumulate"), in_turn(STRATEGIES, [(8 * MIB, 1), (14 * MIB, 2), (64 * MIB, 1)])
+)
 def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget: int, accumulate: int) -> None:
     """The very plan with the very trace; and the forecast, made before anything ran, is of the same size."""
     shape = models_registry.resolve("opt-tiny")
@@ -336,7 +338,7 @@ def test_the_warm_up_of_a_device_that_is_too_small_is_that_of_the_least_one() ->
     assert found.warm_up_peak_bytes == refused.warm_up_peak_bytes
 
 
-@pytest.mark.parametrize("profile_steps", [2, 3, 4])
+@pytest.mark.parametrize("profile_steps", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_the_layers_that_a_run_measures_at_once_are_in_the_forecast(profile_steps: int) -> None:
     """With every switch on afterwards, the steps in which some layers are open are the highest of the run."""
     shape = models_registry.resolve("opt-tiny")

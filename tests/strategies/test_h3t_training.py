@@ -69,7 +69,9 @@ def options(**given: Any) -> H3TOptions:
     return H3TOptions(**({"profile_steps": 2} | given))
 
 
-@pytest.mark.parametrize("name", ["bert-tiny", "opt-tiny", "t5-tiny", "albert-tiny"])
+@pytest.mark.parametrize(
+    "name", ["opt-tiny", "t5-tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert-tiny", "albert-tiny"))]
+)
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.5, 0.7, 1.0]))
 def test_any_mix_of_switches_changes_no_bit(name: str, seed: int, share: float) -> None:
