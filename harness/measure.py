@@ -183,8 +183,8 @@ class Measurement:
 
     def _train(self, step: int) -> None:
         """One optimizer step up to its undrained boundary; then the loss of the step before is read."""
+        rate = self._set_learning_rate(step)  # before backward, which may update weights already
         losses = self._forward_backward(step)
-        rate = self._set_learning_rate(step)
         self.engine.step()
         self._read_losses()
         self._late.put(torch.stack(losses).float())

@@ -28,7 +28,7 @@ def look(strategy: type[Strategy], model: nn.Module, settings: Settings, options
 
     Raises BudgetError as the engine would, and where both do not fit the one memory that they are.
     """
-    budget, index = device_budget(settings), find_units(model).index
+    budget, index = device_budget(settings), find_units(model, TORCH_DTYPE[settings.dtype]).index
 
     def need_at(device_bytes: int) -> int:
         emulated = settings.device == "cpu"

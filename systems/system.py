@@ -151,7 +151,8 @@ class Engine(Reports):
         """Free every pool and thread. Safe to call twice. An unfinished step is dropped.
 
         The model has its values again: plain parameters on the CPU in the engine's dtype, buffers where they came from. After
-        an error, and from packages, it gets nothing, and its forward says so.
+        an error, and from packages, it gets nothing, and its forward says so. DivergedError where nonfinite=stop finds only now
+        that the last step was not finite.
         """
 
     def training_state(self) -> TrainingState:

@@ -37,7 +37,7 @@ from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
-from systems.substrate.stepping import SteppingEngine
+from systems.substrate.stepping import SteppingEngine, starting
 from systems.substrate.unit_tensors import tensors_in
 from systems.substrate.units import FoundModel, find_units, release, take
 from systems.system import TORCH_DTYPE, Engine, Settings
@@ -69,9 +69,10 @@ class ResidentEngine(SteppingEngine):
             except BaseException:
                 self._cleanup.close()
                 raise
-        if self._states is not None:
-            self._states.attach(self._state, self._host_room)
-        take(model)
+        with starting(self):
+            take(model)
+            if self._states is not None:
+                self._states.attach(self._state, self._host_room)
         self._startup = {"initialize": time.perf_counter() - started}
 
     def _build(self, found: FoundModel) -> None:
@@ -152,7 +153,7 @@ class ResidentEngine(SteppingEngine):
             args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
             made = self.module(*args, **kwargs)
             for tensor in tensors_in(made):
-                if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._arrived)
             return made
 
@@ -410,7 +411,7 @@ class Resident:
 
     def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
         """The settings. Raises BudgetError where model states alone exceed the device."""
-        _state_bytes(find_units(model), settings)
+        _state_bytes(find_units(model, TORCH_DTYPE[settings.dtype]), settings)
         return settings
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:

@@ -42,6 +42,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
+from systems.substrate.stepping import starting
 from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
 from systems.substrate.units import FoundModel, find_units, release, take
@@ -76,11 +77,12 @@ class ManagedEngine(ManagedReports):
             except BaseException:
                 self._cleanup.close()
                 raise
-        take_rest(self.parts.store)
-        if self._states is not None:
-            self._states.attach(self._state, self._host_room)
-        take(model)
-        self._show_state_dict = refuse_state_dict(model)
+        with starting(self):
+            take(model)
+            self._show_state_dict = refuse_state_dict(model)
+            take_rest(self.parts.store)
+            if self._states is not None:
+                self._states.attach(self._state, self._host_room)
         self.outcomes: list[StepOutcome] = self.parts.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 

@@ -52,7 +52,9 @@ def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Cal
             for (module, name), device in devices.items():
                 buffer = module._buffers.get(name)
                 if buffer is not None and buffer.device != device:
-                    module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+                    if id(buffer) not in moved:
+                        moved[id(buffer)] = buffer.to(device)
+                    module._buffers[name] = moved[id(buffer)]
 
     return bring_back
 

@@ -12,13 +12,20 @@ from systems.errors import UnsupportedError
 
 
 def cast_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Floating tensors in the dtype of the weights, as FSDP2's mixed precision casts them (`cast_forward_inputs`)."""
+    """Floating tensors in the dtype of the weights, as FSDP2's mixed precision casts them (`cast_forward_inputs`).
 
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    An argument without any that is in another dtype is handed on as it is: a model may put something into it.
+    """
 
-    cast_args, cast_kwargs = tree_map(cast, (args, dict(kwargs)))
-    return cast_args, cast_kwargs
+    def differs(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+    def cast(given: Any) -> Any:
+        if not any(map(differs, tree_leaves(given))):
+            return given
+        return tree_map(lambda leaf: leaf.to(dtype) if differs(leaf) else leaf, given)
+
+    return tuple(map(cast, args)), {name: cast(given) for name, given in kwargs.items()}
 
 
 def refuse_training_nothing(trains: bool, what: str) -> None:

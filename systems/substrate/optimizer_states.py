@@ -69,7 +69,7 @@ class OptimizerStates:
         self._parameters = list(parameters)
         self._number = {id(p): i for i, p in enumerate(parameters)}
         self._state: Callable[[str], Moments] | None = None
-        self._room: Callable[[], int] = lambda: 0
+        self._room: Callable[[], int] = _none
         self._used = False
         self._loading: dict[int, _Entry] = {}
         self._handles: list[Any] = []
@@ -91,7 +91,6 @@ class OptimizerStates:
             for number, entry in self._found.items():
                 moments.write_moments(number, _fp32(entry.exp_avg), _fp32(entry.exp_avg_sq))
                 moments.control.updates[number] = entry.step
-                optimizer.state.pop(self._parameters[number])
         self._found = {}
         optimizer.state.clear()
         self._handles = [
@@ -108,7 +107,7 @@ class OptimizerStates:
 
         used: there are moments.
         """
-        self._state, self._used = None, used
+        self._state, self._used, self._room, self._found = None, used, _none, {}
         if not used:
             self._remove()
 
@@ -247,6 +246,10 @@ def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _Entry:
     if bool((entry["exp_avg_sq"] < 0).any()):
         raise refuse("has a negative exp_avg_sq, which no Adam makes")
     return _Entry(int(step), entry["exp_avg"].detach(), entry["exp_avg_sq"].detach())
+
+
+def _none() -> int:
+    return 0
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:

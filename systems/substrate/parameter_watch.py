@@ -240,6 +240,7 @@ class ParameterWatch:
 
     def end(self) -> None:
         self._put_back()
+        self._references.clear()
         for module in self._guarded:
             module.__dict__.pop("_apply", None)
         for parameter, kind in zip(self._parameters, self._classes, strict=True):

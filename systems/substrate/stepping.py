@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from systems.checkpoint import TrainingState
-from systems.errors import UnsupportedError
+from systems.errors import DivergedError, UnsupportedError
 from systems.machine import host_budget
 from systems.messages import one_line
 from systems.substrate.giving_back import leave_without
@@ -159,10 +159,24 @@ class SteppingEngine(Engine):
             self._give_back()
         except BaseException as error:
             self._leave_without(f"its engine could not give them back ({one_line(str(error)) or type(error).__name__})")
-            if not isinstance(error, Exception):
+            if isinstance(error, DivergedError) or not isinstance(error, Exception):
                 raise
         if lost is not None:
             raise lost
 
     def _leave_without(self, why: str) -> None:
         leave_without(self.module, f"this model's weights are gone: {why}")
+
+
+@contextmanager
+def starting(engine: SteppingEngine) -> Iterator[None]:
+    """Around what is left to do when the model's own values are gone: if it breaks off, the model has none."""
+    try:
+        yield
+    except BaseException:
+        engine._closed = True
+        if engine._states is not None:
+            engine._states.end(used=False)
+        engine._leave_without("its engine could not start")
+        engine._let_go()
+        raise

@@ -49,8 +49,8 @@ def carry_out(spec: RunSpec, channel: Channel, host: int = 8 << 30) -> Record:
 
 
 def asked(tmp_path: Path, *arguments: str) -> RunSpec:
-    given = ("--model", "opt-tiny", "--device", "cpu", *SMALL, "--steps", "1", "--data", "synthetic")
-    given = (*given, "--results", str(tmp_path), *arguments)
+    small = ("--model", "opt-tiny", "--device", "cpu", *SMALL, "--steps", "1", "--data", "synthetic")
+    given = (*small, "--results", str(tmp_path), *arguments)
     return cli.parse(RunSpec, given, prog="harness run")
 
 
