@@ -278,3 +278,12 @@ def test_what_the_message_says_whole_has_its_traceback_in_the_record_only(
     assert ("Traceback" in capsys.readouterr().err) == printed
     if not printed:
         assert record.reason.log[0].startswith("Traceback") and record.reason.message in in_flags(record.reason.log[-1])
+
+
+def test_a_schedule_goes_with_updates_during_backward(run_here: Run) -> None:
+    """They take the rate of that moment, so it is set before; the losses are those of a system that updates at the end."""
+    asked = {"model": "opt-tiny", "schedule": "linear", "lr": 1e-2, "steps": 3, "warmup": 0, "dtype": "fp32", "seq_len": 32}
+    early = run_here(make_spec(**asked, system="elixir", device_memory="12MiB", option=["nonfinite=stop"]))
+    late = run_here(make_spec(**asked, system="resident"))
+    assert (early.status, late.status) == ("ok", "ok"), (early.reason, late.reason)
+    assert early.metrics.loss == late.metrics.loss

@@ -33,7 +33,8 @@ class Told(nn.Module):
 @pytest.mark.parametrize("system", OURS)
 def test_a_container_is_the_caller_s_own(system: str) -> None:
     log: list[float] = []
-    kept, cast = {"scale": torch.ones(1, dtype=torch.bfloat16)}, {"scale": torch.ones(1)}
+    kept: dict[str, Any] = {"scale": torch.ones(1, dtype=torch.bfloat16)}
+    cast = {"scale": torch.ones(1)}
     with systems.initialize(Told(), system=system, device="cpu", device_memory="4MiB", dtype="bf16") as engine:
         engine.backward(engine(torch.ones(2, 8), log, kept))
         engine.discard()
