@@ -87,7 +87,8 @@ def keeping_values(model: nn.Module) -> Iterator[None]:
     except BaseException:
         for module, attribute, parameter, data, gradient in kept:
             module._parameters[attribute] = parameter
-            parameter.data, parameter.grad = data, gradient
+            set_data(parameter, data)
+            parameter.grad = gradient
         raise
 
 

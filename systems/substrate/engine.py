@@ -162,9 +162,8 @@ class ManagedEngine(ManagedReports):
         self._watch_model(found)
 
     def _watch_model(self, found: FoundModel) -> None:
-        hooks = follow_uses(found, self.runtime)
+        hooks = follow_uses(found, self.runtime, self._cleanup)
         self._calls = hooks.calls
-        self._cleanup.callback(hooks.remove)
         hooks.watch(self.parameters)
         self._watch = self._watching(found)
         self.runtime.casting = self._watch.call

@@ -90,20 +90,27 @@ class ParameterWatch:
         self._names, self._parameters = [p.name for p in found.index.parameters], parameters
         self._readable, self._restore, self._cast = readable, restore, cast
         self._classes: list[Any] = [type(p) for p in parameters]
-        for number, parameter in enumerate(parameters):
-            parameter.__class__ = kind if type(parameter) is nn.Parameter else _managed(kind, type(parameter))
-            parameter._watched = _Eye(self, number, pending)  # type: ignore[attr-defined]
         self._number = {id(p): number for number, p in enumerate(parameters)}
         self._trainable = [p.requires_grad for p in parameters]
         self._owners = [(m._parameters, name, n) for n, owners in enumerate(found.owners) for m, name in owners]
         self._guarded = [m for m in model.modules() if any(id(p) in self._number for p in m.parameters())]
-        for module in self._guarded:
-            module.__dict__["_apply"] = _Conversion(module, self)
         self._references = [weakref.ref(p) for p in parameters]  # torch.utils.swap_tensors refuses what has one
         self._calls = 0
         self._homes: dict[int, torch.Tensor] = {}  # what a cast stands for
         self.converting = False
         self._told = False
+        try:
+            self._begin(kind, pending)
+        except BaseException:
+            self.end()
+            raise
+
+    def _begin(self, kind: type[ManagedParameter], pending: Pending) -> None:
+        for number, (parameter, theirs) in enumerate(zip(self._parameters, self._classes, strict=True)):
+            parameter.__class__ = kind if theirs is nn.Parameter else _managed(kind, theirs)
+            parameter._watched = _Eye(self, number, pending)  # type: ignore[attr-defined]
+        for module in self._guarded:
+            module.__dict__["_apply"] = _Conversion(module, self)
         self.accept()
 
     def accept(self) -> None:

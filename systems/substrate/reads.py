@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -29,10 +30,16 @@ from systems.substrate.runtime import Runtime
 from systems.substrate.units import ROOT, FoundModel
 
 
-def follow_uses(found: FoundModel, runtime: Runtime) -> UnitHooks:
-    """Everything that tells the runtime what the model does: its calls, its units' events, who reads what."""
+def follow_uses(found: FoundModel, runtime: Runtime, cleanup: ExitStack) -> UnitHooks:
+    """Everything that tells the runtime what the model does: its calls, its units' events, who reads what.
+
+    cleanup: takes it off the model, however far it came.
+    """
     parts = runtime.parts
-    hooks = UnitHooks(found, runtime, parts.layout, Calls(partial(past_the_engine, runtime), runtime.abort))
+    calls = Calls(partial(past_the_engine, runtime), runtime.abort)
+    cleanup.callback(calls.detach)
+    hooks = UnitHooks(found, runtime, parts.layout, calls)
+    cleanup.callback(hooks.remove)
     reads = Reads(found, runtime, hooks)
     parts.device.guard(parts.residency, reads.check, lambda: reads.watches)
     return hooks

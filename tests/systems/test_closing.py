@@ -15,8 +15,9 @@ from torch import nn
 import systems
 from systems.errors import UnsupportedError
 from systems.strategies.elixir.options import ElixirOptions
-from systems.substrate import engine as managed
-from systems.substrate import giving_back
+from systems.substrate import giving_back, parameter_watch
+from systems.substrate.calls import Calls
+from systems.substrate.parameter_watch import ParameterWatch
 from systems.system import Engine
 from tests.paged import paged
 from tests.systems.models_plain import CASES, build
@@ -157,16 +158,30 @@ def test_an_engine_that_did_not_end_its_updates_gives_nothing_back() -> None:
         evaluated(model)
 
 
-def test_a_start_that_fails_after_the_values_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("place", [(Calls, "attach"), (ParameterWatch, "accept"), (parameter_watch, "_Conversion")])
+def test_a_start_that_fails_after_the_values_were_taken(
+    system: str, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its second attempt at what it does to the model, or its first: the model is as it was, and so are its modules."""
     model = build("stack")
+    before = [(set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    whole, made = getattr(*place), []
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise OnPurposeError("no hooks today")
+    def fail(*given: Any, **named: Any) -> Any:
+        made.append(None)
+        if len(made) == 2 or place[1] == "accept":
+            raise OnPurposeError
+        return whole(*given, **named)
 
-    monkeypatch.setattr(managed, "follow_uses", fail)
+    monkeypatch.setattr(*place, fail)
     with pytest.raises(OnPurposeError):
-        begin("elixir", model)
+        begin(system, model)
+    monkeypatch.undo()
+    assert [(set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == before
+    assert all(type(p) is nn.Parameter and "_watched" not in vars(p) for p in model.parameters())
     assert torch.equal(evaluated(model), evaluated(build("stack"))), "it is as it was"
+    begin(system, model).close()
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
