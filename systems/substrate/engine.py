@@ -79,7 +79,7 @@ class ManagedEngine(ManagedReports):
                 raise
         with starting(self):
             take(model)
-            self._show_state_dict = refuse_state_dict(model)
+            self._cleanup.callback(refuse_state_dict(model))
             take_rest(self.parts.store)
             if self._states is not None:
                 self._states.attach(self._state, self._host_room)
@@ -288,7 +288,6 @@ class ManagedEngine(ManagedReports):
             self._let_go()
         check_room(pieces, store.host.budget - store.slots.nbytes)
         give(self.parameters, pieces)
-        self._show_state_dict()
         release(self.module)
 
     def _let_go(self) -> None:

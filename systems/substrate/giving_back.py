@@ -31,7 +31,7 @@ def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
     for module in model.modules():
         if module is model or any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(refuse, prepend=True)
-    refuse_state_dict(model)
+    refuse_state_dict(model, f"{why}: {advice}")
 
 
 def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Callable[[], None]:

@@ -107,7 +107,7 @@ class OptimizerStates:
 
         used: there are moments.
         """
-        self._state, self._used, self._room, self._found = None, used, _none, {}
+        self._state, self._used, self._room, self._found, self._loading = None, used, _none, {}, {}
         if not used:
             self._remove()
 

@@ -110,13 +110,13 @@ class MovingParameter(ManagedParameter):
         raise UnsupportedError(f"{COPY}sharing their memory")
 
 
-def refuse_state_dict(model: nn.Module) -> Callable[[], None]:
+def refuse_state_dict(model: nn.Module, why: str = f"{COPY}the model's state_dict()") -> Callable[[], None]:
     """Returns what undoes it."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if module in _WITH_VALUES:
             return
-        raise UnsupportedError(f"{COPY}the model's state_dict()")
+        raise UnsupportedError(why)
 
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     handles = [module.register_state_dict_pre_hook(refuse) for module in owners]
