@@ -116,7 +116,7 @@ class ManagedEngine(ManagedReports):
         )
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
-        layout = within_host(self.strategy.layout(found.index), context, self.strategy.update_rule)
+        layout = within_host(self.strategy.layout(found.index).named(found.index), context, self.strategy.update_rule)
         recomputation, undo = switchable(found, self.strategy.rematerialised, settings.recompute)
         self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units

@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 
 from systems.planning.layout import Layout
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.accumulators import Accumulators
 from systems.substrate.adam import AdamKernel
@@ -221,11 +222,10 @@ class Gradients:
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
         self.device.log.count("d2h_bytes", sum(p.numel for _, p in places) * self.store.dtype.itemsize)
         self.device.transfers.issue(
-            LaneKind.D2H,
+            of_bundle(self.layout, Work.OFFLOAD_ADOPTED, LaneKind.D2H, bundle),
             copy,
             reads=[made],
             writes=[stored.slot_memory for stored in segments],
-            label=f"offload adopted gradients of bundle {bundle}",
         ).wait()
         for stored in segments:
             stored.slot_holds_gradient = True

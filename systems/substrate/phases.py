@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from systems.planning.plan import LaneKind
+from systems.planning.operations import LaneOperation, Work
 from systems.substrate.lanes import Ticket
 from systems.substrate.transfers import Memory, Transfers
 
@@ -44,33 +44,26 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# By lane, and how a label begins.
-OPERATIONS: tuple[tuple[LaneKind, str, Phase], ...] = (
-    (LaneKind.H2D, "fetch bundle", "h2d_parameters"),
-    (LaneKind.H2D, "refill bundle", "h2d_parameters"),
-    (LaneKind.H2D, "fetch input", "h2d_activations"),
-    (LaneKind.H2D, "reopen gradient", "h2d_gradients"),
-    (LaneKind.H2D, "state of segment", "h2d_optimizer"),
-    (LaneKind.D2H, "write back bundle", "d2h_parameters"),
-    (LaneKind.D2H, "offload input", "d2h_activations"),
-    (LaneKind.D2H, "offload gradient", "d2h_gradients"),
-    (LaneKind.D2H, "offload adopted gradients", "d2h_gradients"),
-    (LaneKind.D2H, "state of segment", "d2h_optimizer"),
-    (LaneKind.DISK_READ, "read state", "disk_read"),
-    (LaneKind.DISK_WRITE, "write state", "disk_write"),
-    (LaneKind.CPU, "update bundle", "adam_host"),
-    (LaneKind.CPU, "clear accumulator", "adam_host"),
-    (LaneKind.CPU, "norm of bundle", "norm"),
-    (LaneKind.CPU, "accumulate bundle", "accumulate"),
-    (LaneKind.CPU, "restore bundle", "conversion"),
-)
-
-
-def phase_of(lane: LaneKind, label: str) -> Phase:
-    """Of a lane's operation. `assert`s that it has one: a new kind of operation belongs into the table."""
-    found = [phase for kind, begin, phase in OPERATIONS if kind is lane and label.startswith(begin)]
-    assert found, f"no phase is known for {label!r} on lane {lane.value}"
-    return found[0]
+# Of a lane's operations; those that compute carries out are charged where it does.
+OPERATIONS: dict[Work, Phase] = {
+    Work.FETCH: "h2d_parameters",
+    Work.REFILL: "h2d_parameters",
+    Work.FETCH_INPUT: "h2d_activations",
+    Work.REOPEN: "h2d_gradients",
+    Work.STATE_TO_DEVICE: "h2d_optimizer",
+    Work.WRITE_BACK: "d2h_parameters",
+    Work.OFFLOAD_INPUT: "d2h_activations",
+    Work.OFFLOAD: "d2h_gradients",
+    Work.OFFLOAD_ADOPTED: "d2h_gradients",
+    Work.STATE_TO_HOST: "d2h_optimizer",
+    Work.READ_STATE: "disk_read",
+    Work.WRITE_STATE: "disk_write",
+    Work.UPDATE: "adam_host",
+    Work.CLEAR: "adam_host",
+    Work.SQUARES: "norm",
+    Work.ACCUMULATE: "accumulate",
+    Work.RESTORE: "conversion",
+}
 
 
 class Phases(Protocol):
@@ -127,17 +120,16 @@ class PhasedTransfers(Transfers):
 
     def issue(
         self,
-        lane: LaneKind,
+        operation: LaneOperation,
         work: Callable[[], None],
         *,
         reads: Sequence[Memory] = (),
         writes: Sequence[Memory] = (),
-        label: str,
         priority: int = 0,
     ) -> Ticket:
-        own = self._clock.of(phase_of(lane, label))
+        own = self._clock.of(OPERATIONS[operation.kind])
         with contextlib.nullcontext() if self._clock.moving else own:
-            return super().issue(lane, work, reads=reads, writes=writes, label=label, priority=priority)
+            return super().issue(operation, work, reads=reads, writes=writes, priority=priority)
 
 
 @contextmanager

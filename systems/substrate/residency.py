@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.planning.layout import Bundle, Layout
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind
 from systems.substrate.device import Device
 from systems.substrate.labels import labelled
@@ -112,7 +113,7 @@ class Residency:
             return
         nbytes = self.layout.bundle_bytes(index)
         block = self.allocate(nbytes, f"bundle {index}")
-        label = f"fetch bundle {index}"
+        fetch = of_bundle(self.layout, Work.FETCH, LaneKind.H2D, index)
         try:
             sources, memories = self._sources(index)
 
@@ -122,9 +123,9 @@ class Residency:
 
             self.device.log.count("h2d_bytes", nbytes)
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
-                self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=label)
+                self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
         except BaseException:  # Ctrl-C: nobody may take what it broke off for a copy on its way
-            self.device.pool.free(block, label)
+            self.device.pool.free(block, f"bundle {index}")
             raise
         managed.block, managed.state, managed.updated = block, BundleState.FETCHING, False
 
@@ -211,11 +212,10 @@ class Residency:
 
             self.device.log.count("d2h_bytes", self.layout.bundle_bytes(index))
             self.device.transfers.issue(
-                LaneKind.D2H,
+                of_bundle(self.layout, Work.WRITE_BACK, LaneKind.D2H, index),
                 copy,
                 reads=[block.memory],
                 writes=[t.slot_memory for t in targets],
-                label=f"write back bundle {index}",
             )
         self.drop(index)
 
@@ -237,11 +237,10 @@ class Residency:
 
         self.device.log.count("h2d_bytes", sum(target.nbytes for target, _ in pairs))
         self.device.transfers.issue(
-            LaneKind.H2D,
+            of_bundle(self.layout, Work.REFILL, LaneKind.H2D, index),
             copy,
             reads=sources,
             writes=[block.memory],
-            label=f"refill bundle {index}",
         )
 
     def overwrite(self, parameter: int, value: torch.Tensor) -> None:

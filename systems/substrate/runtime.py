@@ -38,7 +38,7 @@ class Runtime:
         self.parts, self.strategy, self.accumulate = parts, strategy, accumulate
         self.cursor = Cursor()
         self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
-        self._spans = UnitSpans()
+        self._spans = UnitSpans(parts.layout.unit_name)
         self.in_step = self.in_backward = False
         self.is_aside = False
         self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # ParameterWatch.call
@@ -48,7 +48,7 @@ class Runtime:
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
         parts.residency.demote = self._relieve
-        parts.inputs.active = lambda: self._observing
+        parts.inputs.active, parts.inputs.left = lambda: self._observing, self.recorder.input_left
 
     # ---- unit events, from the hooks
 

@@ -18,6 +18,7 @@ import torch
 
 from systems.errors import BudgetError
 from systems.planning.layout import Bundle, Layout, Placement, Segment
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
@@ -265,11 +266,10 @@ class Store:
                 kernel.cast(disk.load(place, "master", settled=True), slot)
 
         self.device.transfers.issue(
-            LaneKind.CPU,
+            of_bundle(self.layout, Work.RESTORE, LaneKind.CPU, bundle),
             work,
             reads=[each.at_home.memory for each in restored if each.at_home is not None],
             writes=[each.slot_memory for each in restored],
-            label=f"restore bundle {bundle}",
             priority=bundle,
         )
         for each in restored:
@@ -284,7 +284,7 @@ class Store:
         if new is None:
             return False
         sources, memories = old.tensors(), [old.memory]
-        label = f"state of segment {index}"
+        move = of_bundle(self.layout, Work.STATE_TO_DEVICE, LaneKind.H2D, self.layout.bundle_of_segment[index], index)
 
         def copy(targets: Sequence[torch.Tensor] = new.tensors()) -> None:
             for target, source in zip(targets, sources, strict=True):
@@ -294,12 +294,12 @@ class Store:
         try:
             if isinstance(old, DiskState):
                 assert self.disk is not None
-                buffer = self.disk.read(old.place, self.device.transfers, label)
+                buffer = self.disk.read(old.place, self.device.transfers)
                 sources, memories = [*buffer.views(old.place), *sources], [old.memory, buffer.memory]
-            self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[new.memory], label=label).wait()
+            self.device.transfers.issue(move, copy, reads=memories, writes=[new.memory]).wait()
         except BaseException:
             assert new.allocation is not None
-            self.device.pool.free(new.allocation, label)
+            self.device.pool.free(new.allocation, f"optimizer state of segment {index}")
             raise
         stored.state = new
         self.count_on_device(self.layout.bundle_of_segment[index])
@@ -330,7 +330,8 @@ class Store:
         assert isinstance(old, OptimizerState) and new is not None and old.allocation is not None
         for name, tensor in _on_host(new):
             self._mappings[name].reclaim(tensor)
-        targets, memories, label = new.tensors(), [new.memory], f"state of segment {index}"
+        targets, memories = new.tensors(), [new.memory]
+        move = of_bundle(self.layout, Work.STATE_TO_HOST, LaneKind.D2H, self.layout.bundle_of_segment[index], index)
         if isinstance(new, DiskState):
             assert self.disk is not None
             buffer = self.disk.buffers[new.place.buffer]
@@ -342,16 +343,15 @@ class Store:
 
         self.device.log.count("d2h_bytes", old.allocation.nbytes)
         try:
-            issue, reads = self.device.transfers.issue, [old.memory]
-            issue(LaneKind.D2H, copy, reads=reads, writes=memories, label=f"{label} to host").wait()
+            self.device.transfers.issue(move, copy, reads=[old.memory], writes=memories).wait()
             if isinstance(new, DiskState):
                 assert self.disk is not None
-                self.disk.write(new.place, self.device.transfers, label).wait()
+                self.disk.write(new.place, self.device.transfers).wait()
         except BaseException:  # it is on the device still
             for name, tensor in _on_host(new):
                 self._mappings[name].discard(tensor)
             raise
-        self.device.pool.free(old.allocation, f"optimizer {label}")
+        self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
         stored.state = new
         self.count_on_device(self.layout.bundle_of_segment[index])
         self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)

@@ -156,33 +156,35 @@ def test_late_copies_change_no_bit(seed: int) -> None:
 
 
 @cache
-def logged() -> tuple[LoggedOperation, ...]:
+def logged() -> tuple[tuple[LoggedOperation, ...], tuple[str, ...]]:
+    """What was issued, and the names of the model's units."""
     setup = Setup("opt", "full")
-    run = setup.run(ON_HOST["random"][0], budget_of(setup, "tight"), ON_HOST["random"][1], log_events=True)
-    return tuple(run.engine.log.operations)  # type: ignore[attr-defined]
+    engine: Any = setup.run(ON_HOST["random"][0], budget_of(setup, "tight"), ON_HOST["random"][1], log_events=True).engine
+    return tuple(engine.log.operations), engine.parts.layout.unit_names
 
 
 def test_each_input_comes_while_the_block_after_it_goes_backward() -> None:
-    labels = [operation.label for operation in logged()]
-    blocks = [unit for unit in range(20) if f"fetch input of unit {unit}" in labels]
+    operations, names = logged()
+    labels = [operation.label for operation in operations]
+    blocks = [unit for unit, name in enumerate(names) if f"fetch-input ({name})" in labels]
     assert len(blocks) == 4
     last = len(labels) - 1 - labels[::-1].index(f"hold for ('forward', {blocks[0]})")  # the last step
     for unit, after in pairwise(blocks):
-        assert labels.index(f"fetch input of unit {unit}", last) < labels.index(f"hold for ('backward', {after})", last)
+        assert labels.index(f"fetch-input ({names[unit]})", last) < labels.index(f"hold for ('backward', {after})", last)
 
 
 @pytest.mark.parametrize(
     ("lane", "begins", "ends"),
     [
-        ("d2h", "offload input", ""),
+        ("d2h", "offload-input", ""),
         ("compute", "input of unit", "leaves"),
-        ("h2d", "fetch input", ""),
+        ("h2d", "fetch-input", ""),
         ("compute", "input of", ""),
     ],
 )
 def test_a_forgotten_wait_is_found(lane: str, begins: str, ends: str) -> None:
     """Take the waits from one operation of each kind: a race is named."""
-    operations = logged()
+    operations, _ = logged()
     issued = issued_operations(operations)
     issued = [replace(o, lane=f"cpu {o.ticket}") if o.lane == "cpu" else o for o in issued]
     assert find_races(issued) == []

@@ -20,7 +20,8 @@ import torch
 from models import registry as models_registry
 from systems.managed import ManagedSystem
 from systems.planning.layout import Layout
-from systems.planning.plan import OpKind, Plan, Tier
+from systems.planning.operations import LaneOperation, Work
+from systems.planning.plan import LaneKind, OpKind, Plan, Tier
 from systems.strategies.elixir import STRATEGY as ELIXIR
 from systems.strategies.patrickstar import STRATEGY as PATRICKSTAR
 from systems.substrate.adam import AdamKernel, AdamTask
@@ -209,8 +210,8 @@ def test_the_host_s_only_pass_over_memory_is_adam_s(system: str, level: str) -> 
     step = steady(system, level)
     updated = sum(step.parameters_of(b) for b in step.updated_on_host)
     assert step.host_bytes == ({"adam": ADAM_BYTES * updated} if updated else {})
-    labels = [op.label for op in step.operations if op.lane == "cpu"]
-    assert sorted(labels) == sorted(f"update bundle {b}" for b in step.updated_on_host)
+    jobs = [op.what for op in step.operations if isinstance(op.what, LaneOperation) and op.what.lane is LaneKind.CPU]
+    assert {job.kind for job in jobs} <= {Work.UPDATE} and sorted(job.bundle for job in jobs) == sorted(step.updated_on_host)
     compute = [op.label for op in step.operations if op.lane == "compute" and any(map(on_host, (*op.reads, *op.writes)))]
     assert not compute, "compute passes over host memory"
 
