@@ -30,7 +30,7 @@ from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
-from systems.substrate.giving_back import remember_buffers
+from systems.substrate.giving_back import on_the_host, remember_buffers
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
@@ -278,16 +278,19 @@ class ResidentEngine(SteppingEngine):
             data_of(parameter).copy_(values[name])
         self._watch.accept()
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, keep: bool) -> None:
         """Compute copies stay, on the CPU."""
         try:
             self._discard()
             self.drain()
             self._control.check_whole()
-            values = [data_of(parameter).to("cpu") for parameter in self.parameters]
+            values = on_the_host([data_of(parameter) for parameter in self.parameters]) if keep else []
         except BaseException:
             self._let_go()
             raise
+        if not keep:
+            self._let_go()
+            return
         self._cleanup.close()
         for parameter, value in zip(self.parameters, values, strict=True):
             set_data(parameter, value)
