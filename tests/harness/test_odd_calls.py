@@ -64,7 +64,7 @@ def test_arguments_that_cannot_be_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", [RUN, ("compare", *RUN[1:]), ("max-scale", *RUN[1:]), ("max-batch", *RUN[1:])]
+    "command", [RUN, ("compare", *RUN[1:], "--system", "resident"), ("max-scale", *RUN[1:]), ("max-batch", *RUN[1:])]
 )
 def test_one_process_of_several_is_refused_before_anything_is_made(
     command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -139,7 +139,7 @@ def test_a_model_that_returns_too_much_is_refused_in_words(system: str) -> None:
     model = Handing()
     with systems.initialize(model, system=system, device="cpu", device_memory="1MiB", dtype="fp32") as engine:
         model.more = list(range(200_000))
-        with pytest.raises(HiddenUseError, match=r"module <root> returns.* so much in it that what it made cannot be found: return it in"):
+        with pytest.raises(HiddenUseError, match=r"module <root> returns.* so much in it .*: return it in tensors"):
             engine(batch(0))
         with torch.no_grad():
             assert torch.equal(engine(batch(0))[0], batch(0))
