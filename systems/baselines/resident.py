@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
-from systems.substrate.giving_back import remember_buffers
+from systems.substrate.giving_back import on_the_host, remember_buffers
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
@@ -38,8 +38,8 @@ from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine, starting
-from systems.substrate.unit_tensors import tensors_in
-from systems.substrate.units import FoundModel, find_units, release, take
+from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
+from systems.substrate.units import ROOT, FoundModel, find_units, release, take
 from systems.system import TORCH_DTYPE, Engine, Settings
 
 
@@ -151,11 +151,21 @@ class ResidentEngine(SteppingEngine):
             if self._micro_step == 0 or not trains:
                 self._watch.check()
             args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
+            given = _seen((args, kwargs)) if trains else {}
             made = self.module(*args, **kwargs)
-            for tensor in tensors_in(made):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._arrived)
+            if trains:
+                self._follow(made, given)
             return made
+
+    def _follow(self, made: object, given: Mapping[int, Seen]) -> None:
+        """What the model made, and not what it was given and hands back: that has a backward pass of its own."""
+        try:
+            found = wanted(made)
+        except TooManyValuesError:
+            raise too_many(f"module {ROOT}", "returns") from None
+        for tensor in found:
+            if not tensor.is_leaf and not (id(tensor) in given and given[id(tensor)].still(tensor)):
+                tensor.register_hook(self._arrived)
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         """At what a forward pass made: the backward pass has come to this engine's model."""
@@ -278,16 +288,19 @@ class ResidentEngine(SteppingEngine):
             data_of(parameter).copy_(values[name])
         self._watch.accept()
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, keep: bool) -> None:
         """Compute copies stay, on the CPU."""
         try:
             self._discard()
             self.drain()
             self._control.check_whole()
-            values = [data_of(parameter).to("cpu") for parameter in self.parameters]
+            values = on_the_host([data_of(parameter) for parameter in self.parameters]) if keep else []
         except BaseException:
             self._let_go()
             raise
+        if not keep:
+            self._let_go()
+            return
         self._cleanup.close()
         for parameter, value in zip(self.parameters, values, strict=True):
             set_data(parameter, value)
@@ -297,6 +310,13 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.close()
         for parameter in self.parameters:
             set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+def _seen(given: object) -> dict[int, Seen]:
+    try:
+        return {id(tensor): Seen(tensor) for tensor in wanted(given)}
+    except TooManyValuesError:  # then what is passed through is taken for made
+        return {}
 
 
 @contextmanager

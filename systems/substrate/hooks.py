@@ -39,10 +39,8 @@ from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.parameters import take_gradient
 from systems.substrate.runtime import Runtime
-from systems.substrate.unit_tensors import Kept, Seen, TooManyValuesError, base_of, first_of, wanted
+from systems.substrate.unit_tensors import SEEN, Kept, Seen, TooManyValuesError, base_of, first_of, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel
-
-SEEN = "return it in tensors, lists, dicts or plain objects, or keep it on the module itself"
 
 
 class _Given:
@@ -194,10 +192,7 @@ class UnitHooks:
         try:
             found = wanted(places) + kept.fresh()
         except TooManyValuesError:
-            raise HiddenUseError(
-                f"module {self._index.units[unit].name} returns, is given or keeps an object with so much in it that what it "
-                f"made cannot be found: {SEEN}, without what leads elsewhere"
-            ) from None
+            raise too_many(f"module {self._index.units[unit].name}", "returns, is given or keeps") from None
         return [t for t in {id(t): t for t in found}.values() if not given.passed_through(t)]
 
     def _begin_backward_with(self, unit: int, made: Sequence[torch.Tensor], given: _Given) -> None:

@@ -24,9 +24,10 @@ from torch import nn
 
 from systems.errors import HiddenUseError, OutOfMemoryError
 from systems.substrate.calls import NO_UNIT, Calls, past_the_engine
-from systems.substrate.hooks import SEEN, UnitHooks
+from systems.substrate.hooks import UnitHooks
 from systems.substrate.residency import BundleState
 from systems.substrate.runtime import Runtime
+from systems.substrate.unit_tensors import SEEN
 from systems.substrate.units import ROOT, FoundModel
 
 
