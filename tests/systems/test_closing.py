@@ -185,7 +185,8 @@ def test_a_start_that_fails_after_the_values_were_taken(
     """At its second attempt at what it does to the model, or its first: the model is as it was, and so are its modules."""
     model = build("stack")
     before = [(set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    whole, made = getattr(*place), []
+    whole = getattr(*place)
+    made: list[None] = []
 
     def fail(*given: Any, **named: Any) -> Any:
         made.append(None)
