@@ -199,6 +199,12 @@ class Engine(Reports):
     def eval(self) -> None:
         self.module.eval()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "an engine is not copied or pickled: systems.save_checkpoint(engine, folder) keeps all of it, engine.state_dict() "
+            "its weights"
+        )
+
     def __enter__(self) -> Self:
         return self
 

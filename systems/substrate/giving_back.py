@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from systems.errors import BudgetError
 from systems.limits import free_host_memory
+=======
+from systems.errors import BudgetError, UnsupportedError
+>>>>>>> fixb
 from systems.planning.plan import Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.parameters import data_of, refuse_state_dict, set_data, take_gradient
@@ -23,16 +27,30 @@ ADVICE = "build the model anew, give it to systems.initialize, and call systems.
 
 def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
     """A model whose weights are gone says so in its forward, in that of each module in it that has parameters, and to who asks
-    for its state_dict(). So do its copies.
+    for its state_dict() or saves it. So do its copies.
     """
 
-    def refuse(module: nn.Module, args: Any) -> None:
-        raise RuntimeError(f"{why}: {advice}")
-
+    refuse = _Gone(f"{why}: {advice}")
     for module in model.modules():
         if module is model or any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(refuse, prepend=True)
     refuse_state_dict(model, f"{why}: {advice}")
+
+
+class _Gone:
+    """A forward pre-hook."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise RuntimeError(self._words)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gone:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(self._words)
 
 
 def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Callable[[], None]:
