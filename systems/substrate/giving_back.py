@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-from systems.errors import BudgetError
-from systems.limits import free_host_memory
-=======
 from systems.errors import BudgetError, UnsupportedError
->>>>>>> fixb
+from systems.limits import free_host_memory
 from systems.planning.plan import Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.parameters import data_of, refuse_state_dict, set_data, take_gradient
