@@ -61,14 +61,18 @@ class LaneOperation(NamedTuple):
     @property
     def label(self) -> str:
         """What a reader is shown, everywhere: `update bundle 3, segment 7 (model.layers.5)`."""
-        if self.kind is Work.COMPUTE:
-            return self.name
-        words = [self.kind.value]
-        if self.bundle >= 0:
-            words.append(f"bundle {self.bundle}" + (f", segment {self.segment}" if self.segment >= 0 else ""))
-        if self.name:
-            words.append(f"({self.name})")
-        return " ".join(words)
+        return label_of(self.kind, self.name, self.bundle, self.segment)
+
+
+def label_of(kind: Work, name: str, bundle: int, segment: int) -> str:
+    if kind is Work.COMPUTE:
+        return name
+    words = [kind.value]
+    if bundle >= 0:
+        words.append(f"bundle {bundle}" + (f", segment {segment}" if segment >= 0 else ""))
+    if name:
+        words.append(f"({name})")
+    return " ".join(words)
 
 
 def of_bundle(layout: Layout, kind: Work, lane: LaneKind, bundle: int, segment: int = -1) -> LaneOperation:
@@ -103,6 +107,10 @@ class ScheduledOperation(NamedTuple):
     previous_waits: tuple[int, ...] = ()
     planned: bool = True
     name: str = ""
+
+    @property
+    def label(self) -> str:
+        return label_of(self.kind, self.name, self.bundle, self.segment)
 
     @property
     def operation(self) -> LaneOperation:

@@ -93,7 +93,7 @@ def simulation_of(
     costs = costs_of(schedule, profile, queues or {})
     timed = clocked(schedule.operations, len(trace), costs)
     events = tuple(
-        TimedEvent(_lane(operation), operation.operation.label, span.start_s, span.end_s - span.start_s)
+        TimedEvent(_lane(operation), operation.label, span.start_s, span.end_s - span.start_s)
         for operation, span in timed.operations
     )
     return Simulation(
