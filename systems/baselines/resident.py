@@ -24,7 +24,7 @@ from systems.machine import device_budget, make_device
 from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
-from systems.substrate.adam import AdamTask
+from systems.substrate.adam.kernel import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.substrate.calls import Calls, Hook, outer_modules
 from systems.substrate.device import ambient

@@ -22,7 +22,9 @@ from systems.errors import UnsupportedError
 from systems.limits import raise_open_files, read_limits
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.plan import LaneKind, Tier
-from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
+from systems.substrate.adam.cpu import cpu_kernel
+from systems.substrate.adam.cuda import cuda_kernel
+from systems.substrate.adam.kernel import AdamKernel
 from systems.substrate.events import EventLog
 from systems.substrate.lanes import CudaTicket, DoneTicket, Lane, Ticket, UpdateLane
 from systems.substrate.meter import ActivationMeter, Check, ReadWatch

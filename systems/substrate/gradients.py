@@ -24,7 +24,7 @@ from systems.planning.layout import Layout
 from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.accumulators import Accumulators
-from systems.substrate.adam import AdamKernel
+from systems.substrate.adam.kernel import AdamKernel
 from systems.substrate.device import Device
 from systems.substrate.events import Extent
 from systems.substrate.gradient_ranges import BundleGradient, Ranges

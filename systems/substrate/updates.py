@@ -11,7 +11,7 @@ from systems.planning.layout import Bundle, Layout, Placement
 from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.planning.trace import Moment
-from systems.substrate.adam import AdamRange, AdamTask
+from systems.substrate.adam.kernel import AdamRange, AdamTask
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
 from systems.substrate.labels import labelled, working

@@ -24,7 +24,7 @@ from systems.planning.operations import LaneOperation, Work
 from systems.planning.plan import LaneKind, OpKind, Plan, Tier
 from systems.strategies.elixir import STRATEGY as ELIXIR
 from systems.strategies.patrickstar import STRATEGY as PATRICKSTAR
-from systems.substrate.adam import AdamKernel, AdamTask
+from systems.substrate.adam.kernel import AdamKernel, AdamTask
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.events import Extent, LoggedOperation
 from systems.system import Engine
