@@ -27,6 +27,7 @@ Note [Resources]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -39,7 +40,7 @@ from systems.planning.operations import ScheduledOperation, Work, grad, param, s
 from systems.planning.plan import LaneKind, OpKind, Plan, UpdateRule
 from systems.planning.races import IssuedOperation
 from systems.planning.strategy import PlanningContext
-from systems.planning.trace import ENTER, NO_UNIT, Phase, Trace
+from systems.planning.trace import ENTER, NO_UNIT, Moment, Phase, Trace
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,33 @@ def inputs_leaving(trace: Trace, units: frozenset[int]) -> dict[int, list[int]]:
     return found
 
 
+class _WaitingInputs:
+    """Inputs that have left and that no backward has taken, as the substrate's offloaded_inputs keeps them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[list[int]] = []  # [unit, 1 if fetched], in order of forward
+
+    def leave(self, unit: int) -> None:
+        self._waiting.append([unit, 0])
+
+    def needed(self, unit: int) -> Iterator[int]:
+        """The unit's backward begins: its own, then the one before it; of a unit that has none, the last. Each comes once."""
+        mine = max((place for place, (each, _) in enumerate(self._waiting) if each == unit), default=len(self._waiting))
+        for entry in reversed(self._waiting[max(mine - 1, 0) : mine + 1]):
+            if not entry[1]:
+                entry[1] = 1
+                yield entry[0]
+        del self._waiting[mine : mine + 1]
+
+
+def _name_of_compute(moment: Moment, layout: Layout) -> str:
+    """As a run's spans are called, while a unit is entered; between two units whatever the model does there."""
+    if moment.unit == NO_UNIT:
+        return f"behind {moment.phase.value}"
+    way = "forward" if moment.phase in (Phase.FORWARD_ENTER, Phase.FORWARD_EXIT) else "backward"
+    return f"{'' if moment.phase in ENTER else 'behind '}{way} of {layout.unit_name(moment.unit)}"
+
+
 class _Expansion:
     """The runtime's bookkeeping, moment by moment."""
 
@@ -132,7 +160,7 @@ class _Expansion:
         leaving = trace.offloaded if plan.offload_inputs is None else plan.offload_inputs
         self._input_bytes = {unit: size for unit, size in trace.input_bytes if unit in leaving and size}
         self._leaving = inputs_leaving(trace, frozenset(self._input_bytes))
-        self._inputs: list[list[int]] = []  # [unit, 1 if fetched] of inputs that no backward has taken, in order of forward
+        self._inputs = _WaitingInputs()
         self._opening: dict[int, list[int]] = {}
         for bundle, spans in demand.gradient_spans.items():
             for span in spans:
@@ -151,8 +179,9 @@ class _Expansion:
         if moment in self.plan.barriers:
             self._add(Work.BARRIER, None)
         if entering.phase in ENTER:
-            if entering.phase is Phase.BACKWARD_ENTER and self._input_bytes:
-                self._fetch_inputs(entering.unit)
+            if entering.phase is Phase.BACKWARD_ENTER:
+                for unit in self._inputs.needed(entering.unit):
+                    self._input(Work.FETCH_INPUT, unit)
             self._planned_operations()
             for bundle in bundles:
                 if bundle not in self.resident:
@@ -174,26 +203,17 @@ class _Expansion:
                     self._drop(bundle)
             self._planned_operations()
         for unit in self._leaving.get(moment, ()):
-            self._offload_input(unit)
+            self._inputs.leave(unit)
+            self._input(Work.OFFLOAD_INPUT, unit)
         if moment < len(self.trace) - 1:
             self._compute()
 
-    def _offload_input(self, unit: int) -> None:
-        self._inputs.append([unit, 0])
-        size, reads, writes = self._input_bytes[unit], (f"hidden:{unit}",), (f"host:hidden:{unit}",)
-        name = self.layout.unit_name(unit)
-        self._add(Work.OFFLOAD_INPUT, LaneKind.D2H, bytes=size, reads=reads, writes=writes, name=name)
-
-    def _fetch_inputs(self, unit: int) -> None:
-        """Its own, then the one before it; of another unit, the last. Those that are there, or on their way, are not again."""
-        mine = max((place for place, (each, _) in enumerate(self._inputs) if each == unit), default=len(self._inputs))
-        for entry in reversed(self._inputs[max(mine - 1, 0) : mine + 1]):
-            if not entry[1]:
-                each, entry[1] = entry[0], 1
-                size, reads, writes = self._input_bytes[each], (f"host:hidden:{each}",), (f"hidden:{each}",)
-                name = self.layout.unit_name(each)
-                self._add(Work.FETCH_INPUT, LaneKind.H2D, bytes=size, reads=reads, writes=writes, name=name)
-        del self._inputs[mine : mine + 1]
+    def _input(self, kind: Work, unit: int) -> None:
+        size, name, here, there = self._input_bytes[unit], self.layout.unit_name(unit), f"hidden:{unit}", f"host:hidden:{unit}"
+        if kind is Work.OFFLOAD_INPUT:
+            self._add(kind, LaneKind.D2H, bytes=size, reads=(here,), writes=(there,), name=name)
+        else:
+            self._add(kind, LaneKind.H2D, bytes=size, reads=(there,), writes=(here,), name=name)
 
     def _planned_operations(self) -> None:
         entering = self.trace.moments[self.moment].phase in ENTER  # then its own holds come after the plan's operations
@@ -367,16 +387,8 @@ class _Expansion:
                 writes = (*writes, f"hidden:{then.unit}")
         seconds = self.trace.compute_time_s[self.moment]
         written = tuple(dict.fromkeys(writes))
-        name = self._name_of_compute()
+        name = _name_of_compute(self.trace.moments[self.moment], self.layout)
         self._add(Work.COMPUTE, LaneKind.COMPUTE, reads=reads, writes=written, seconds=seconds, name=name)
-
-    def _name_of_compute(self) -> str:
-        """As a run's spans are called, while a unit is entered; between two units whatever the model does there."""
-        moment = self.trace.moments[self.moment]
-        if moment.unit == NO_UNIT:
-            return f"behind {moment.phase.value}"
-        way = "forward" if moment.phase in (Phase.FORWARD_ENTER, Phase.FORWARD_EXIT) else "backward"
-        return f"{'' if moment.phase in ENTER else 'behind '}{way} of {self.layout.unit_name(moment.unit)}"
 
     def _shard_bytes(self, bundle: int) -> int:
         segments = self.layout.bundles[bundle].segments

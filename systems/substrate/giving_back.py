@@ -15,7 +15,7 @@ from systems.planning.plan import Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.parameters import data_of, refuse_state_dict, set_data, take_gradient
 from systems.substrate.residency import Residency
-from systems.substrate.runs import follows, joined
+from systems.substrate.segments import follows, joined
 from systems.substrate.store import Store
 
 ADVICE = "build the model anew, give it to systems.initialize, and call systems.load_checkpoint"

@@ -14,7 +14,7 @@ import torch
 from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind
 from systems.substrate.residency import Residency
-from systems.substrate.runs import Run
+from systems.substrate.segments import Run
 from systems.substrate.tiers import Allocation
 
 

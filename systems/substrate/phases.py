@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from systems.planning.operations import LaneOperation, Work
-from systems.substrate.lanes import Ticket
-from systems.substrate.transfers import Memory, Transfers
-
-if TYPE_CHECKING:
-    from systems.substrate.device import Device
 
 Phase = Literal[
     "forward",
@@ -67,6 +62,8 @@ OPERATIONS: dict[Work, Phase] = {
 
 
 class Phases(Protocol):
+    """Of whom the engine and its mechanism tell what they are at."""
+
     def of(self, phase: Phase) -> AbstractContextManager[object]:
         """What runs inside is of that phase, but for phases inside of it. A movement has no phases inside."""
 
@@ -92,6 +89,10 @@ class PhaseClock:
         """In a phase of movement, which whoever issues it has named."""
         return bool(self._open) and self._open[-1].startswith(("h2d", "d2h"))
 
+    def around(self, operation: LaneOperation) -> AbstractContextManager[object]:
+        """An operation of a lane: a phase of its own, which begins when all before is done, and is waited for."""
+        return contextlib.nullcontext() if self.moving else self.of(OPERATIONS[operation.kind])
+
     @contextmanager
     def of(self, phase: Phase) -> Iterator[None]:
         self._charge()
@@ -109,37 +110,3 @@ class PhaseClock:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since_s
         self._since_s = now
-
-
-class PhasedTransfers(Transfers):
-    """Every operation of a lane is a phase of its own: it begins when all before is done, and is waited for."""
-
-    def __init__(self, plain: Transfers, clock: PhaseClock) -> None:
-        super().__init__(plain._lanes, plain._compute, plain._log)
-        self._clock = clock
-
-    def issue(
-        self,
-        operation: LaneOperation,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Memory] = (),
-        writes: Sequence[Memory] = (),
-        priority: int = 0,
-    ) -> Ticket:
-        own = self._clock.of(OPERATIONS[operation.kind])
-        with contextlib.nullcontext() if self._clock.moving else own:
-            return super().issue(operation, work, reads=reads, writes=writes, priority=priority)
-
-
-@contextmanager
-def phased(device: Device) -> Iterator[dict[str, float]]:
-    """Steps inside are phased, see the note; gives the seconds of each phase."""
-    plain, before = device.transfers, device.phases
-    device.phases = clock = PhaseClock(device.drain)
-    device.transfers = PhasedTransfers(plain, clock)
-    try:
-        with clock.of("other"):
-            yield clock.seconds
-    finally:
-        device.transfers, device.phases = plain, before

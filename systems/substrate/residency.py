@@ -18,7 +18,7 @@ from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind
 from systems.substrate.device import Device
 from systems.substrate.labels import labelled
-from systems.substrate.runs import Run
+from systems.substrate.segments import Run
 from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 from systems.substrate.transfers import Memory

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate as running_sums
 from typing import Literal
 
@@ -22,65 +21,13 @@ from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
-from systems.substrate.disk import Disk, DiskPlace
+from systems.substrate.disk import Disk
 from systems.substrate.host import HostMapping, release_freed
-from systems.substrate.runs import Run, runs_of
+from systems.substrate.segments import STATE_PARTS, DiskState, OptimizerState, Run, StoredSegment, runs_of
 from systems.substrate.tiers import Account, Allocation
-from systems.substrate.transfers import Memory
 
 FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device while they are made
 TAKEN_FIRST = ("slots", "master")
-STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
-
-
-@dataclass
-class OptimizerState:
-    """Flat fp32 tensors of the segment's shard on one tier. accumulator: only with several micro-batches."""
-
-    tier: Tier
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    accumulator: torch.Tensor | None
-    memory: Memory
-    allocation: Allocation | None = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        parts = [self.master, self.exp_avg, self.exp_avg_sq]
-        return parts if self.accumulator is None else [*parts, self.accumulator]
-
-
-@dataclass
-class DiskState:
-    """Of a segment whose master and moments are on the disk; its accumulator is on the host. memory: tickets of both."""
-
-    place: DiskPlace
-    accumulator: torch.Tensor | None
-    tier: Tier = Tier.DISK
-
-    @property
-    def memory(self) -> Memory:
-        return self.place.memory
-
-    def tensors(self) -> list[torch.Tensor]:
-        """On the host."""
-        return [] if self.accumulator is None else [self.accumulator]
-
-
-@dataclass
-class StoredSegment:
-    """slot: see Note [The slot]. at_home: the state's place on the host or the disk, kept while the state is on the device."""
-
-    segment: Segment
-    slot: torch.Tensor
-    slot_memory: Memory
-    state: OptimizerState | DiskState | None
-    at_home: OptimizerState | DiskState | None
-    slot_holds_gradient: bool = False
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.HOST if self.state is None else self.state.tier
 
 
 class Store:

@@ -18,6 +18,7 @@ from systems.planning.plan import DEVICE_LANES, LaneKind
 from systems.substrate.events import EventLog, Extent
 from systems.substrate.labels import issuing
 from systems.substrate.lanes import Lane, Ticket
+from systems.substrate.phases import PhaseClock
 
 MAX_READERS = 32  # finished readers are forgotten beyond this many
 
@@ -45,10 +46,14 @@ class ComputeLane:
 
 
 class Transfers:
-    """Issues operations on lanes. All calls come from the thread that runs the step, one at a time."""
+    """Issues operations on lanes. All calls come from the thread that runs the step, one at a time.
+
+    clock: of phased steps, in which each operation is waited for; None in all others.
+    """
 
     def __init__(self, lanes: Mapping[LaneKind, Lane], compute: ComputeLane, log: EventLog) -> None:
         self._lanes, self._compute, self._log = lanes, compute, log
+        self.clock: PhaseClock | None = None
         self._last: dict[LaneKind, Ticket] = {}  # of the device's lanes
         self._owed: dict[LaneKind, Ticket] = {}  # what a lane's next operation waits for since the last barrier
 
@@ -62,6 +67,19 @@ class Transfers:
         priority: int = 0,
     ) -> Ticket:
         """Queue `work` on the operation's lane after everything it depends on. See Note [Derived waits]."""
+        if self.clock is None:
+            return self._issue(operation, work, reads, writes, priority)
+        with self.clock.around(operation):
+            return self._issue(operation, work, reads, writes, priority)
+
+    def _issue(
+        self,
+        operation: LaneOperation,
+        work: Callable[[], None],
+        reads: Sequence[Memory],
+        writes: Sequence[Memory],
+        priority: int,
+    ) -> Ticket:
         lane, waits = operation.lane, _waits(reads, writes)
         if lane in self._owed:
             waits.append(self._owed.pop(lane))

@@ -17,8 +17,8 @@ from systems.substrate.gradients import Gradients
 from systems.substrate.labels import labelled, working
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
-from systems.substrate.runs import joined
-from systems.substrate.store import DiskState, OptimizerState, Store, StoredSegment
+from systems.substrate.segments import DiskState, OptimizerState, StoredSegment, joined
+from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 
 

@@ -24,7 +24,7 @@ from systems.planning.timeline import timeline
 from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate import disk as disk_module
 from systems.substrate.events import issued_operations
-from systems.substrate.store import STATE_PARTS
+from systems.substrate.segments import STATE_PARTS
 from systems.system import Settings
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import CASES

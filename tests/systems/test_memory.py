@@ -23,7 +23,7 @@ from systems.planning.trace import Phase
 from systems.substrate.device import EmulatedDevice
 from systems.substrate.events import LoggedBytes
 from systems.substrate.planner import Parts
-from systems.substrate.store import OptimizerState
+from systems.substrate.segments import OptimizerState
 from systems.system import Engine
 from tests.systems import models_plain
 from tests.systems.models_plain import CASES

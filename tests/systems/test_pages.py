@@ -13,7 +13,7 @@ from systems.planning.layout import Bundle, FlatSpace, Layout, Placement, Segmen
 from systems.planning.plan import Tier
 from systems.planning.races import find_races
 from systems.substrate.events import issued_operations
-from systems.substrate.runs import joined
+from systems.substrate.segments import joined
 from tests.paged import paged
 from tests.systems import models_small
 from tests.systems.models_plain import CASES, build
