@@ -7,17 +7,15 @@ they say bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
 from systems.planning.layout import (
-    Bundle,
     FlatSpace,
     Layout,
     ModelIndex,
     Parameter,
-    Segment,
     align_elements,
     pack,
     round_up,
@@ -150,39 +148,20 @@ class Chunker:
             if small:
                 pieces.append((False, small))
         pieces.sort(key=lambda piece: piece[1][0][1][0].index)
-        layout = self._layout(pieces)
+        itemsize = self._context.itemsize
+        packed = ([pack(run, space=space, itemsize=itemsize) for space, run in parts] for _, parts in pieces)
+        unmovable = {number for number, (movable, _) in enumerate(pieces) if not movable}
+        layout = Layout.of(self._index, itemsize, packed, unmovable=unmovable)
         held = sum(p.numel for _, run in chunks for p in run)
         nominal = len(chunks) * self.chunk
         return layout, ChunkStatistics(
             num_chunks=len(chunks),
-            chunk_size_bytes=self.chunk * self._context.itemsize,
+            chunk_size_bytes=self.chunk * itemsize,
             utilization=held / nominal if nominal else 1.0,
-            wasted_bytes=(nominal - held) * self._context.itemsize,
+            wasted_bytes=(nominal - held) * itemsize,
             num_private=len(private),
-            num_fused=sum(1 for movable, _ in pieces if not movable),
+            num_fused=len(unmovable),
         )
-
-    def _layout(self, pieces: Sequence[tuple[bool, list[tuple[FlatSpace, Run]]]]) -> Layout:
-        unit_of = {unit.name: unit.index for unit in self._index.units}
-        segments: list[Segment] = []
-        bundles: list[Bundle] = []
-        for movable, parts in pieces:
-            mine = []
-            for space, run in parts:
-                mine.append(pack(run, index=len(segments), space=space, itemsize=self._context.itemsize))
-                segments.append(mine[-1])
-            users = {unit_of[user] for _, run in parts for p in run for user in p.users}
-            bundles.append(
-                Bundle(
-                    index=len(bundles),
-                    segments=tuple(s.index for s in mine),
-                    units=tuple(sorted(users)),
-                    numel=sum(s.numel for s in mine),
-                    trainable=parts[0][0].trainable,
-                    movable=movable,
-                )
-            )
-        return Layout(self._context.itemsize, tuple(segments), tuple(bundles))
 
 
 def chunk_groups(index: ModelIndex, ranks: int) -> list[Group]:

@@ -15,6 +15,7 @@ from systems.planning.demand import Residence, demand_of, minimum_need, unmovabl
 from systems.planning.eviction import FarthestNextUse, ModelOrder
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.nominal import nominal_trace
+from systems.planning.packing import bundle_a_unit
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.refusal import check_need
 from systems.planning.strategy import Eviction, PlanningContext
@@ -22,7 +23,6 @@ from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.h3t.compiling import Compiler
-from systems.strategies.h3t.layers import layer_layout
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import Measured, Profiler
 from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
@@ -62,7 +62,7 @@ class H3T:
         chosen = self._context.recompute
         numbers = {"none": (), "full": tuple(u.block for u in index.units)}[chosen] if isinstance(chosen, str) else chosen
         self._forced = frozenset(u.index for u in index.units if u.block is not None and u.block in numbers)
-        layout = layer_layout(index, self._context)
+        layout = bundle_a_unit(index, self._context)
         trace = nominal_trace(layout, accumulate=self._context.accumulate)
         residence = Residence(layout, self._context, unmovable(layout), self.update_rule)
         need = minimum_need(trace, demand_of(layout, trace, self._context), residence)

@@ -7,16 +7,13 @@ parameters and those of another data-parallel group have lists of their own. All
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from systems.planning.layout import (
-    Bundle,
-    FlatSpace,
     Layout,
     ModelIndex,
     Parameter,
-    Segment,
     align_elements,
     pack,
     round_up,
@@ -105,7 +102,10 @@ class Chunker:
         chunks = [(space, chunk) for space, cut in cuts for chunk in cut.chunks]
         outside = [(each.space, shared) for each in self._lists for shared in each.shared]
         outside += [(space, (p,)) for space, cut in cuts for p in cut.alone]
-        layout = self._layout(sorted((*chunks, *outside), key=lambda piece: piece[1][0].index))
+        pieces = sorted((*chunks, *outside), key=lambda piece: piece[1][0].index)
+        packed = ([pack(chunk, space=space, itemsize=self._context.itemsize)] for space, chunk in pieces)
+        single = (n for n, (space, chunk) in enumerate(pieces) if space.trainable and all(len(p.users) == 1 for p in chunk))
+        layout = Layout.of(self._index, self._context.itemsize, packed, in_place=frozenset(single))
         held = sum(p.numel for _, chunk in chunks for p in chunk)
         nominal = len(chunks) * self.chunk
         trained = sum(s.shard_numel for s in layout.segments if s.space.trainable) * 4
@@ -117,16 +117,3 @@ class Chunker:
             utilization=held / nominal if nominal else 1.0,
             num_out_of_chunks=len(outside),
         )
-
-    def _layout(self, pieces: Sequence[tuple[FlatSpace, Chunk]]) -> Layout:
-        unit_of = {unit.name: unit.index for unit in self._index.units}
-        segments: list[Segment] = []
-        bundles: list[Bundle] = []
-        in_place = set()
-        for number, (space, chunk) in enumerate(pieces):
-            segments.append(pack(chunk, index=number, space=space, itemsize=self._context.itemsize))
-            units = tuple(sorted({unit_of[user] for p in chunk for user in p.users}))
-            bundles.append(Bundle(number, (number,), units, segments[-1].numel, space.trainable))
-            if space.trainable and all(len(p.users) == 1 for p in chunk):
-                in_place.add(number)
-        return Layout(self._context.itemsize, tuple(segments), tuple(bundles), frozenset(in_place))
