@@ -22,11 +22,11 @@ from systems.planning.validator import validate
 from systems.strategies.patrickstar import STRATEGY
 from systems.strategies.patrickstar.chunks import LISTS, Chunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
-from systems.strategies.patrickstar.states import TRANSITIONS, Event, TensorState, TensorStates, may_move
 from systems.strategies.patrickstar.strategy import PatrickStar
 from systems.strategies.patrickstar.tracer import margin
 from tests.planning.reference import ReferenceRuntime
 from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
+from tests.strategies.patrickstar_states import TRANSITIONS, Event, TensorState, TensorStates, may_move
 
 TINY = transformer(6, 64)
 VARIANTS = ("base", "spongebob", "static-partition", "osc")

@@ -57,7 +57,7 @@ class PatrickStarStatistics(BaseModel):
     margin_bytes, margin_chunks: what the device has left beside all parameters and the highest non-model memory. Positive:
     optimizer chunks (all three lists of one chunk) that it holds; negative: parameter chunks that spill, as in table 4.
     optimizer_share_on_device: of all trainable parameters. non_model_bytes: the curve of figure 2, one entry a moment.
-    max_computing: most bundles with a tensor in COMPUTE at once. fetches, fetched_bytes, written_back_bytes: planned a step.
+    fetches, fetched_bytes, written_back_bytes: planned a step.
     """
 
     variant: Variant
@@ -81,7 +81,6 @@ class PatrickStarStatistics(BaseModel):
     non_model_peak_bytes: int | None = None
     non_model_bytes: list[int] | None = None
     resident_bundles: int | None = None
-    max_computing: int | None = None
     fetches_per_step: int | None = None
     fetched_bytes_per_step: int | None = None
     written_back_bytes_per_step: int | None = None

@@ -21,7 +21,6 @@ from systems.planning.validator import validate
 from systems.strategies.patrickstar.chunks import Chunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
 from systems.strategies.patrickstar.placement import Placement, Placer
-from systems.strategies.patrickstar.states import TensorState, TensorStates
 from systems.strategies.patrickstar.tracer import margin
 
 
@@ -130,17 +129,11 @@ class PatrickStar:
                 "non_model_peak_bytes": max(curve),
                 "non_model_bytes": curve,
                 "resident_bundles": len(plan.resident_at_start),
-                "max_computing": self._max_computing(layout, trace),
                 "fetches_per_step": len(moved[OpKind.FETCH]),
                 "fetched_bytes_per_step": sum(map(layout.bundle_bytes, moved[OpKind.FETCH])),
                 "written_back_bytes_per_step": sum(map(layout.bundle_bytes, moved[OpKind.WRITE_BACK])),
             }
         )
-
-    def _max_computing(self, layout: Layout, trace: Trace) -> int:
-        owner = layout.bundle_of_parameter
-        steps = TensorStates(self._index, trace).steps()
-        return max(len({owner[p] for p, state in enumerate(now) if state is TensorState.COMPUTE}) for now in steps)
 
     def _unit_name(self, unit: int) -> str:
         names = self._index.units
