@@ -176,8 +176,8 @@ class Pass:
         after_r, taken = np.nonzero(good)
         parent, choice, after = parent[taken], choice[taken], after_r
         if not last:
-            taken, after = self._next_keys(i + 1, after_r)
-            parent, choice, after_r = parent[taken], choice[taken], after_r[taken]
+            those, after = self._next_keys(i + 1, after_r)
+            parent, choice, after_r = parent[those], choice[those], after_r[those]
         before, resident = states.before[parent], costs.resident_bytes[i, choice]
         current = states.current[parent] + costs.delta_bytes[i, choice] + resident
         peak = np.maximum(states.peak[parent], states.current[parent] + costs.peak_bytes[i, after_r, before, choice]) + resident

@@ -14,7 +14,7 @@ The paper's words and where they are here
 | 20 % of GPU memory and chunk list order in the warm-up step | option warmup_share; `planning.eviction.ModelOrder` |
 | eviction of the longest future reference chunk | `planning.caching`; `planning.eviction.FarthestNextUse` outside a plan |
 | evicted chunk goes to the CPU | OpKind.WRITE_BACK |
-| margin space, device-aware operator placement (7.2), table 4 | `tracer.margin`, `placement.Placer._optimizers` |
+| margin space, device-aware operator placement (7.2), table 4 | `tracer.margin`, `placement.in_the_margin` |
 | SpongeBob, SP, OSC | variants spongebob, static-partition, osc |
 
 Where this departs from the paper, and why
