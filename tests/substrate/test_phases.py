@@ -15,6 +15,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
 from systems.substrate.phases import OPERATIONS, PHASES, Phase, PhaseClock, phase_of
 from tests.random_eviction import RandomOptions
+from tests.systems.every import STRATEGIES
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     RANDOM,
@@ -92,11 +93,13 @@ def test_an_operation_without_a_phase_is_a_bug() -> None:
         phase_of(LaneKind.H2D, "something new")
 
 
+OTHERS = [system for name, system in STRATEGIES.items() if name not in ("elixir", "patrickstar")]
 HARD: tuple[tuple[Any, BaseModel, Setup, Callable[[Any], None]], ...] = (
     (RANDOM, RandomOptions(write_back=True, in_place=True), Setup("opt"), evict_at_once),
     (RANDOM, RandomOptions(activations="host"), Setup("gpt2", "full", 2, clip=0.5), evict_at_once),
     (elixir(), ElixirOptions(activations="host"), Setup("opt", "full", 2, "untied", clip=0.5), lambda engine: None),
     (patrickstar(), PatrickStarOptions(activations="host"), Setup("opt", "full"), lambda engine: None),
+    *((system, system.Options(), Setup("opt", accumulate=2, clip=0.5), lambda engine: None) for system in OTHERS),
 )
 
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from systems.errors import HiddenUseError
 from systems.system import Engine
+from tests.systems.every import MANAGED
 from tests.systems.models_plain import Stack, squared_error
 from tests.systems.models_small import build, tokens
 from tests.systems.running import (
     RANDOM,
     RESIDENT,
     assert_equal,
-    elixir,
     one_step,
     parameters_of,
     parts_of,
@@ -63,7 +63,7 @@ def drop_everything(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("system", [elixir(), RANDOM], ids=lambda s: s.name)
+@pytest.mark.parametrize("system", MANAGED.values(), ids=MANAGED)
 def test_a_released_parameter_is_nan_everywhere(system: Any, dtype: str) -> None:
     model = build("gpt2")
     with start(system, model, settings(dtype=dtype)) as engine:
@@ -82,7 +82,7 @@ def test_a_released_parameter_is_nan_everywhere(system: Any, dtype: str) -> None
         assert all(p.isnan().all() for p in released)
 
 
-@pytest.mark.parametrize("system", [elixir(), RANDOM], ids=lambda s: s.name)
+@pytest.mark.parametrize("system", MANAGED.values(), ids=MANAGED)
 @pytest.mark.parametrize("use", [add, multiply])
 def test_a_borrowed_weight_is_held_for_who_borrows_it(use: Any, system: Any) -> None:
     ids = tokens(4, 1)
@@ -119,7 +119,7 @@ def total(model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("budget", [2 * TIGHT, 300_000, 1 << 30])  # the hook keeps copies
-@pytest.mark.parametrize("system", [elixir(), RANDOM], ids=lambda s: s.name)
+@pytest.mark.parametrize("system", MANAGED.values(), ids=MANAGED)
 def test_reads_between_steps_are_true_or_nan(system: Any, budget: int) -> None:
     """Or refused; never zero, empty or old: between steps, after step() and in a user's hook, parameter by parameter."""
     torch.manual_seed(0)

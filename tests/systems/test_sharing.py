@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from systems.system import Engine
+from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_small import WIDTH, build, next_token_loss, tokens
 from tests.systems.running import (
-    RANDOM,
     RESIDENT,
     Run,
     assert_equal,
-    elixir,
     finished,
-    h3t,
     one_step,
     parameters_of,
     settings,
@@ -29,8 +27,6 @@ from tests.systems.running import (
 )
 from tests.systems.setups import blocks_of, checkpoint_blocks
 
-SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "h3t": h3t(), "random": RANDOM}
-MANAGED = ["elixir", "h3t", "random"]
 STEPS = 3
 
 

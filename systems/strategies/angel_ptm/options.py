@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -37,6 +39,8 @@ class AngelPTMOptions(BaseModel):
     cache: Annotated[int | Literal["auto"], BeforeValidator(_cache)] = "auto"
     nonfinite: Literal["skip", "stop"] = "skip"
     activations: Literal["device", "host"] = "device"
+
+    for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"page": 1280})  # a tensor takes several
 
 
 class AngelPTMStatistics(BaseModel):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -40,6 +42,8 @@ class H3TOptions(BaseModel):
     bins: int = Field(default=128, ge=1)
     variant: Variant = "global-offload"
     nonfinite: Literal["skip", "stop"] = "skip"
+
+    for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"profile_steps": 1})  # the second step has a plan
 
     @field_validator("hardware")
     @classmethod
