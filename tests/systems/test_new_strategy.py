@@ -36,7 +36,7 @@ TRAINED = ("--model", "opt-tiny", "--device", "cpu", "--device-memory", "6MiB", 
 PLANNED = ("--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device-memory", "6MiB")
 LEAST = 60  # tests of a new strategy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Tree:
