@@ -7,6 +7,7 @@ what only the model or the system can judge is judged in the run's own process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib.util
 import io
@@ -35,6 +36,8 @@ from harness.spec import BadInputError, RunSpec, flag, in_flags
 from harness.table import show
 from harness.wandb_log import Tracker
 from systems import registry
+from systems.errors import UnsupportedError
+from systems.launchers import refuse_launched_ranks
 from systems.messages import invalid_value, one_line, printable, unknown_name
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
@@ -203,14 +206,29 @@ def _one_line_errors() -> Iterator[list[int]]:
 
 def _check_before_work(spec: RunSpec) -> None:
     """What can be found wrong without torch, before any process is started."""
+    try:
+        refuse_launched_ranks()
+    except UnsupportedError as error:
+        raise BadInputError(str(error)) from None
     known = registry.find()
     if spec.system not in known:
         raise BadInputError(unknown_name("system", spec.system, known))
     if spec.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise BadInputError("--wandb needs the package wandb: pip install wandb, or use --wandb off")
+    _check_name(spec.disk)
     store.prepare(Path(spec.results))
     if spec.trace is not None:
         trace.prepare(Path(spec.trace))
+
+
+def _check_name(disk: str | None) -> None:
+    """Of a folder: one that no machine could have is no matter of this machine's."""
+    try:
+        if disk is not None:
+            os.stat(disk)
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise BadInputError(f"--disk {disk} cannot be used: {error.strerror}: name another folder") from None
 
 
 def run(spec: RunSpec) -> int:

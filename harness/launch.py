@@ -279,6 +279,10 @@ def launch(
         code = worker.put_away()
         if spec.trace is not None:
             trace.clear(Path(spec.trace), worker.process.pid)
+        if spec.checkpoint is not None and worker.seen.phase == "save" and worker.seen.record is None:
+            from systems.checkpoint import remove_unfinished  # which imports torch, as nothing else here does
+
+            remove_unfinished(spec.checkpoint)
     seen = worker.seen
     if seen.bad_input is not None:
         raise BadInputError(seen.bad_input)

@@ -112,19 +112,21 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
     known = Known(phases_s={"import": import_s}, limits=read_limits(cgroup_root=Path(job.cgroup_root)))
     status: Status = "ok"
     reason: Reason | None = None
+    broke_off: BaseException | None = None
     try:
         _train(job, channel, known)
         status, reason = _judge(job, known)
     except BadInputError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes the record's reason
+        broke_off = error
         status, reason = from_exception(error, channel.phase, rank=0, host_room=host_room(known.limits))
         if status in SAID_IN_ONE_LINE or isinstance(error, checkpoint.SaveError):
             reason = reason.model_copy(update={"log": traceback.format_exc().splitlines()})
         else:
             traceback.print_exc()
     try:
-        _close(channel, known)
+        _close(channel, known, broke_off)
     except Exception as error:  # noqa: BLE001 - whatever it is becomes the record's reason
         traceback.print_exc()
         if status == "ok":
@@ -351,8 +353,8 @@ def _measurement(engine: Engine, work: Work, job: Job, channel: Channel, known: 
     )  # fmt: skip
 
 
-def _close(channel: Channel, known: Known) -> None:
-    """Take the engine's own figures, then close it."""
+def _close(channel: Channel, known: Known, broke_off: BaseException | None) -> None:
+    """Take the engine's own figures, then close it. Nobody uses the model any more: its values are not brought together."""
     engine = known.engine
     if engine is None:
         return
@@ -365,7 +367,10 @@ def _close(channel: Channel, known: Known) -> None:
         known.notes.append(one_line(f"the engine's figures are missing: {type(error).__name__}: {error}"))
     channel.enter("close")
     with known.timing("close"):
-        engine.close()
+        if broke_off is None:
+            engine.close(keep=False)
+        else:
+            engine.__exit__(type(broke_off), broke_off, broke_off.__traceback__)
 
 
 def _engine_fields(engine: Engine, known: Known) -> dict[str, Any]:

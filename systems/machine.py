@@ -8,6 +8,7 @@ import shutil
 import torch
 
 from systems.errors import BudgetError, UnsupportedError
+from systems.launchers import refuse_launched_ranks, refuse_ranks
 from systems.limits import in_memory, read_limits
 from systems.substrate.device import CudaDevice, Device, EmulatedDevice
 from systems.substrate.events import EventLog
@@ -16,15 +17,10 @@ from systems.system import Settings
 
 def refuse_other_ranks() -> None:
     """UnsupportedError where this process is one of several that a launcher started to train one model together."""
-    told = os.environ.get("WORLD_SIZE", "1")
-    ranks, whence = int(told) if told.isdigit() else 1, "WORLD_SIZE"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks, whence = torch.distributed.get_world_size(), "the size of torch.distributed's group"
-    if ranks > 1:
-        raise UnsupportedError(
-            f"{whence} is {ranks}, and each of these processes would train a model of its own, as engines of several ranks do "
-            "not exist yet: start one process, without torchrun, and choose its GPU with CUDA_VISIBLE_DEVICES"
-        )
+        refuse_ranks(torch.distributed.get_world_size(), "the size of torch.distributed's group")
+    else:
+        refuse_launched_ranks()
 
 
 def host_budget(settings: Settings) -> int:

@@ -34,6 +34,11 @@ def one_line(text: str) -> str:
     return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
+def in_words(error: BaseException) -> str:
+    """What an error says, as one line; its name where it says nothing."""
+    return one_line(str(error)) or type(error).__name__
+
+
 def printable(text: str) -> str:
     """Text in which escapes stand for all that a terminal obeys or cannot show: control characters, line ends, directions
     of writing, and bytes that are no UTF-8."""

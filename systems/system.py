@@ -147,12 +147,13 @@ class Engine(Reports):
         """The learning rate from the next step on, of every parameter group."""
 
     @abstractmethod
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         """Free every pool and thread. Safe to call twice. An unfinished step is dropped.
 
-        The model has its values again: plain parameters on the CPU in the engine's dtype, buffers where they came from. After
-        an error, and from packages, it gets nothing, and its forward says so. DivergedError where nonfinite=stop finds only now
-        that the last step was not finite.
+        The model has its values again: plain parameters on the CPU in the engine's dtype, buffers where they came from. With
+        keep=False, after an error, from packages, and where the host has no room, it gets nothing, and its forward says so.
+        What went wrong behind the last step and was not told is raised: DivergedError where nonfinite=stop finds only now that
+        it was not finite, RuntimeError where parameters belong to two steps.
         """
 
     def training_state(self) -> TrainingState:
@@ -197,6 +198,12 @@ class Engine(Reports):
 
     def eval(self) -> None:
         self.module.eval()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "an engine is not copied or pickled: systems.save_checkpoint(engine, folder) keeps all of it, engine.state_dict() "
+            "its weights"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -168,7 +168,7 @@ class DummyEngine(Engine):
     def set_lr(self, lr: float) -> None:
         self.learning_rates.append(lr)
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         if self._thread.is_alive():
             self.drain()
             self._background.put(None)

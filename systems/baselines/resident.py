@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,11 +26,11 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
-from systems.substrate.calls import Calls, outer_modules
+from systems.substrate.calls import Calls, Hook, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
-from systems.substrate.giving_back import remember_buffers
+from systems.substrate.giving_back import on_the_host, remember_buffers
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
@@ -38,8 +38,8 @@ from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine, starting
-from systems.substrate.unit_tensors import tensors_in
-from systems.substrate.units import FoundModel, find_units, release, take
+from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
+from systems.substrate.units import ROOT, FoundModel, find_units, release, take
 from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 
@@ -58,7 +58,7 @@ class ResidentEngine(SteppingEngine):
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
-        self._in_backward = False
+        self._in_step = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
         self._micro_step = self._steps = 0
         self._updating = False
@@ -81,7 +81,7 @@ class ResidentEngine(SteppingEngine):
         self._trains = found.trains
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         for module in {self.module, *found.modules}:
-            self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
+            self._cleanup.callback(module.register_forward_pre_hook(Hook(refuse_compiled)).remove)
         self._calls = Calls(partial(_past_the_engine, self))
         self._cleanup.callback(self._calls.detach)
         self._calls.attach_all([*found.modules, *outer_modules(found)])
@@ -150,12 +150,23 @@ class ResidentEngine(SteppingEngine):
         ):
             if self._micro_step == 0 or not trains:
                 self._watch.check()
+            self._in_step |= trains
             args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
+            given = _seen((args, kwargs)) if trains else {}
             made = self.module(*args, **kwargs)
-            for tensor in tensors_in(made):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._arrived)
+            if trains:
+                self._follow(made, given)
             return made
+
+    def _follow(self, made: object, given: Mapping[int, Seen]) -> None:
+        """What the model made, and not what it was given and hands back: that has a backward pass of its own."""
+        try:
+            found = wanted(made)
+        except TooManyValuesError:
+            raise too_many(f"module {ROOT}", "returns") from None
+        for tensor in found:
+            if not tensor.is_leaf and not (id(tensor) in given and given[id(tensor)].still(tensor)):
+                tensor.register_hook(self._arrived)
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         """At what a forward pass made: the backward pass has come to this engine's model."""
@@ -201,7 +212,8 @@ class ResidentEngine(SteppingEngine):
                 accumulator.zero_()
         self._fired.clear()
         self._rounded.forget()
-        self._in_backward, self._micro_step, self._updating = False, 0, False
+        self._in_step = self._in_backward = self._updating = False
+        self._micro_step = 0
 
     @record_function("step")
     def _finish_step(self) -> None:
@@ -255,16 +267,13 @@ class ResidentEngine(SteppingEngine):
         return dict(self._startup)
 
     def _state(self, what: str) -> ResidentState:
-        self._settle(what, in_step=self._micro_step > 0)
+        self._settle(what, in_step=self._in_step)
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._check_open()
-        self._control.check_whole()
-        if not write:
-            self._watch.check()
+        self._settle("summon", in_step=self._in_step, overwrites=write)
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             source = parameter.detach() if master is None else master
@@ -278,16 +287,19 @@ class ResidentEngine(SteppingEngine):
             data_of(parameter).copy_(values[name])
         self._watch.accept()
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, keep: bool) -> None:
         """Compute copies stay, on the CPU."""
         try:
             self._discard()
             self.drain()
             self._control.check_whole()
-            values = [data_of(parameter).to("cpu") for parameter in self.parameters]
+            values = on_the_host([data_of(parameter) for parameter in self.parameters]) if keep else []
         except BaseException:
             self._let_go()
             raise
+        if not keep:
+            self._let_go()
+            return
         self._cleanup.close()
         for parameter, value in zip(self.parameters, values, strict=True):
             set_data(parameter, value)
@@ -297,6 +309,13 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.close()
         for parameter in self.parameters:
             set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+def _seen(given: object) -> dict[int, Seen]:
+    try:
+        return {id(tensor): Seen(tensor) for tensor in wanted(given)}
+    except TooManyValuesError:  # then what is passed through is taken for made
+        return {}
 
 
 @contextmanager

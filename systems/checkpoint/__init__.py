@@ -17,7 +17,7 @@ Note [What is checked]
 
 from systems.checkpoint.loading import load, position
 from systems.checkpoint.manifest import BESIDE, BUFFERS, MANIFEST
-from systems.checkpoint.saving import check_folder, check_room, save
+from systems.checkpoint.saving import check_folder, check_room, remove_unfinished, save
 from systems.checkpoint.state import (
     PARTS,
     CheckpointError,
@@ -53,5 +53,6 @@ __all__ = [
     "load",
     "persistent_buffers",
     "position",
+    "remove_unfinished",
     "save",
 ]

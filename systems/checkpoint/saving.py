@@ -58,15 +58,38 @@ def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str
         target.mkdir(exist_ok=True)
         with locked(target, fcntl.LOCK_EX):
             try:
-                _tidy(target)
-                _check_disk(state, more, target)
-                _replace(state, more, target)
-            finally:
-                with contextlib.suppress(OSError):
-                    _tidy(target)
-                    target.rmdir()  # if nothing is in it
-    except OSError as error:
-        raise _not_saved(error, target) from error
+                _replace_tidily(state, more, target)
+            except BaseException:  # Ctrl-C may have come while what is left was being removed
+                _clear(target)
+                raise
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            target.rmdir()  # if nothing is in it
+        if isinstance(error, OSError):
+            raise _not_saved(error, target) from error
+        raise
+
+
+def remove_unfinished(folder: str | os.PathLike[str]) -> None:
+    """What a save left whose process was killed, unless somebody else is at it."""
+    target = Path(folder).absolute()
+    with contextlib.suppress(OSError), locked(target, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        _clear(target)
+
+
+def _replace_tidily(state: TrainingState, more: Mapping[str, dict[str, torch.Tensor]], target: Path) -> None:
+    try:
+        _tidy(target)
+        _check_disk(state, more, target)
+        _replace(state, more, target)
+    finally:
+        _clear(target)
+
+
+def _clear(target: Path) -> None:
+    with contextlib.suppress(OSError):
+        _tidy(target)
+        target.rmdir()  # if nothing is in it
 
 
 def _replace(state: TrainingState, more: Mapping[str, dict[str, torch.Tensor]], target: Path) -> None:
@@ -132,8 +155,12 @@ def _tidy(target: Path) -> None:
 def locked(folder: Path, how: int) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # there are file systems without locks
+        try:
             fcntl.flock(descriptor, how)
+        except BlockingIOError:
+            raise
+        except OSError:  # there are file systems without locks
+            pass
         yield
     finally:
         os.close(descriptor)

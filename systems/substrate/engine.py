@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.errors import UnsupportedError
+from systems.messages import in_words
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
@@ -253,8 +254,12 @@ class ManagedEngine(ManagedReports):
         self.runtime.planner.resume()
 
     def drain(self) -> None:
-        self.parts.device.drain()
-        self.runtime.ending.settle()
+        try:
+            self.parts.device.drain()
+            self.runtime.ending.settle()
+        except BaseException as error:
+            self._control.told.add(in_words(error))
+            raise
 
     def _state(self, what: str) -> ManagedState:
         self._settle(what, in_step=self.runtime.in_step)
@@ -275,7 +280,7 @@ class ManagedEngine(ManagedReports):
             self._watch.accept()
             self.drain()
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, keep: bool) -> None:
         """Values stay where they are, in the slots, which are the parameters' own from now on."""
         store = self.parts.store
         try:
@@ -283,9 +288,11 @@ class ManagedEngine(ManagedReports):
                 self.runtime.abort()
             self.drain()
             self._control.check_whole()
-            pieces = values_in_slots(store, self.parts.residency)
+            pieces = values_in_slots(store, self.parts.residency) if keep else []
         finally:
             self._let_go()
+        if not keep:
+            return
         check_room(pieces, store.host.budget - store.slots.nbytes)
         give(self.parameters, pieces)
         release(self.module)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from systems.errors import BudgetError
+from systems.errors import BudgetError, UnsupportedError
+from systems.limits import free_host_memory
 from systems.planning.plan import Tier
-from systems.sizes import format_size
+from systems.sizes import format_need, format_size
 from systems.substrate.parameters import data_of, refuse_state_dict, set_data, take_gradient
 from systems.substrate.residency import Residency
 from systems.substrate.runs import follows, joined
@@ -22,16 +23,30 @@ ADVICE = "build the model anew, give it to systems.initialize, and call systems.
 
 def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
     """A model whose weights are gone says so in its forward, in that of each module in it that has parameters, and to who asks
-    for its state_dict(). So do its copies.
+    for its state_dict() or saves it. So do its copies.
     """
 
-    def refuse(module: nn.Module, args: Any) -> None:
-        raise RuntimeError(f"{why}: {advice}")
-
+    refuse = _Gone(f"{why}: {advice}")
     for module in model.modules():
         if module is model or any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(refuse, prepend=True)
     refuse_state_dict(model, f"{why}: {advice}")
+
+
+class _Gone:
+    """A forward pre-hook."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise RuntimeError(self._words)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gone:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(self._words)
 
 
 def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Callable[[], None]:
@@ -96,6 +111,20 @@ def check_room(pieces: Sequence[Sequence[torch.Tensor]], room: int) -> None:
             need=need,
             have=max(room, 0),
         )
+
+
+def on_the_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of those that are elsewhere. BudgetError, before any is made, where the host has no room for them."""
+    need = sum(value.nbytes for value in values if value.device.type != "cpu")
+    have = free_host_memory() if need else None
+    if have is not None and need > have:
+        raise BudgetError(
+            f"{format_need(need, have)} of host memory for weights on the device, {format_size(have)} are free",
+            tier="host",
+            need=need,
+            have=have,
+        )
+    return [value.to("cpu") for value in values]
 
 
 def give(parameters: Sequence[nn.Parameter], pieces: Sequence[Sequence[torch.Tensor]]) -> None:

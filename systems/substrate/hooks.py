@@ -39,10 +39,8 @@ from systems.substrate.calls import Calls, outer_modules
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.parameters import take_gradient
 from systems.substrate.runtime import Runtime
-from systems.substrate.unit_tensors import Kept, Seen, TooManyValuesError, base_of, first_of, wanted
+from systems.substrate.unit_tensors import SEEN, Kept, Seen, TooManyValuesError, base_of, first_of, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel
-
-SEEN = "return it in tensors, lists, dicts or plain objects, or keep it on the module itself"
 
 
 class _Given:
@@ -81,7 +79,6 @@ class UnitHooks:
         self._active = [bool(unit.parameters) for unit in units]
         self._kept: dict[int, Kept] = {}
         self._handles: list[Any] = []
-        self.doubtful = False  # a gradient came that nobody was seen to have read the parameter for
         self.users: dict[int, list[int]] = {}
         mine = {id(module) for module in found.modules}
         self._encloses = [sum(id(part) in mine for part in module.modules()) > 1 for module in found.modules]
@@ -194,10 +191,7 @@ class UnitHooks:
         try:
             found = wanted(places) + kept.fresh()
         except TooManyValuesError:
-            raise HiddenUseError(
-                f"module {self._index.units[unit].name} returns, is given or keeps an object with so much in it that what it "
-                f"made cannot be found: {SEEN}, without what leads elsewhere"
-            ) from None
+            raise too_many(f"module {self._index.units[unit].name}", "returns, is given or keeps") from None
         return [t for t in {id(t): t for t in found}.values() if not given.passed_through(t)]
 
     def _begin_backward_with(self, unit: int, made: Sequence[torch.Tensor], given: _Given) -> None:
@@ -244,7 +238,7 @@ class UnitHooks:
             if not self._runtime.in_backward:
                 raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
             if self._began.isdisjoint(users):
-                self.doubtful = True
+                self._runtime.doubtful = True
                 raise self._unseen(number)
             self._runtime.gradient(number, bundle, gradient.detach())
             del gradient

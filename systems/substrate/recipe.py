@@ -20,6 +20,7 @@ import torch
 
 from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
+from systems.messages import one_line
 from systems.planning.layout import ModelIndex
 from systems.substrate.adam import AdamRange
 from systems.substrate.parameter_groups import ParameterGroups
@@ -39,7 +40,7 @@ class StepControl:
 
     updates: optimizer steps that each parameter took. begun: the number of its update, for each that the step in progress
     updates. loop: where the run stands, that before a restored checkpoint included. ruined: why no step may follow, for a
-    message; None as long as one may.
+    message; None as long as one may. told: what the engine's caller has been told went wrong, in words.
 
     Note [When a step is done]
         Counts, scale and outcome change together, in one statement that calls nothing, once the step was carried out. Whatever
@@ -54,6 +55,7 @@ class StepControl:
         self._loop = LoopState(0, 0, FP16_FIRST_SCALE if self._dynamic else 1.0, 0, 0)
         self.begun: dict[int, int] = {}
         self.ruined: str | None = None
+        self.told: set[str] = set()
         self._groups = ParameterGroups(settings, index, parameters)
 
     @property
@@ -113,6 +115,7 @@ class StepControl:
     def check_whole(self) -> None:
         """RuntimeError where parameters or moments belong to no step that there was."""
         if self.ruined is not None:
+            self.told.add(one_line(self.ruined))
             raise RuntimeError(self.ruined)
 
     def check(self) -> None:

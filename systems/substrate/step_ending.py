@@ -29,10 +29,10 @@ class StepEnding:
 
     def give_up(self) -> None:
         """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
-        if self.updated and (self.early or self.parts.control.loop.steps == self._steps):
-            advice = ", or use `options=dict(nonfinite='skip')`" if self.early else ""
-            self.parts.control.ruined = HALF_UPDATED + advice
-        self.parts.control.begun = {}
+        control = self.parts.control
+        if self.updated and control.ruined is None and (self.early or control.loop.steps == self._steps):
+            control.ruined = HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else "")
+        control.begun = {}
 
     def update_bundle(self, bundle: int) -> None:
         """The bundle's gradient is complete: update it now."""

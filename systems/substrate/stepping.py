@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 
 from systems.checkpoint import TrainingState
-from systems.errors import DivergedError, UnsupportedError
+from systems.errors import BudgetError, UnsupportedError
 from systems.machine import host_budget
-from systems.messages import one_line
+from systems.messages import in_words
 from systems.substrate.giving_back import leave_without
 from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
@@ -64,8 +64,11 @@ class SteppingEngine(Engine):
         return host_budget(self.settings)
 
     @abstractmethod
-    def _give_back(self) -> None:
-        """Free everything; if nothing is in the way, the model has its values again. Else it raises, all being freed."""
+    def _give_back(self, *, keep: bool) -> None:
+        """Free everything; if nothing is in the way, the model has its values again. Else it raises, all being freed.
+
+        keep: False for a model that shall have none; what is in the way is told all the same.
+        """
 
     @abstractmethod
     def _let_go(self) -> None:
@@ -111,7 +114,8 @@ class SteppingEngine(Engine):
         """An exception leaves an engine that can run the next step, or says why it cannot, or close."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._control.told.add(in_words(error))
             self._abort()
             raise
 
@@ -144,11 +148,11 @@ class SteppingEngine(Engine):
         with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
             self.close()
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
-        lost = self._watch.lost()
+        lost, told = self._watch.lost(), frozenset(self._control.told)
         if self._states is not None:
             self._states.end(used=any(self._control.updates))
         if self._failed:
@@ -156,11 +160,14 @@ class SteppingEngine(Engine):
             self._let_go()
             return
         try:
-            self._give_back()
+            self._give_back(keep=keep)
         except BaseException as error:
-            self._leave_without(f"its engine could not give them back ({one_line(str(error)) or type(error).__name__})")
-            if isinstance(error, DivergedError) or not isinstance(error, Exception):
+            self._leave_without(f"its engine could not give them back ({in_words(error)})")
+            if not isinstance(error, BudgetError) and in_words(error) not in told:
                 raise
+        else:
+            if not keep:
+                self._leave_without("its engine was closed with keep=False")
         if lost is not None:
             raise lost
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from systems.errors import HiddenUseError
+
 MOST_VALUES = 100_000  # that are looked at for one call of a unit
 
 _Children = Callable[[Any], "list[Any]"]
@@ -25,8 +27,18 @@ _PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dty
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
 
+SEEN = "return it in tensors, lists, dicts or plain objects, or keep it on the module itself"
+
+
 class TooManyValuesError(Exception):
     """Nobody could say any more where its tensors are."""
+
+
+def too_many(module: str, does: str) -> HiddenUseError:
+    """does: where the values are."""
+    return HiddenUseError(
+        f"{module} {does} an object with so much in it that what it made cannot be found: {SEEN}, without what leads elsewhere"
+    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Stands in for the process of a run in tests of its parent: the same entry and messages, a script in place of training.
 
 It imports no torch, so it is there in a moment. Its options are some of the scripted system's, steps counted from 1; 0 is
-initialize.
+initialize, the number after the last a save.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import types
+from pathlib import Path
 
 import harness
 from harness.channel import Channel, Job
@@ -67,6 +68,10 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
         misbehave(step, script)
         time.sleep(float(script.get("step_time_s", 0)))
         channel.step(step, steps, 1.0)
+    if spec.checkpoint is not None:
+        channel.enter("save")
+        (Path(spec.checkpoint) / "data-0123456789abcdef").mkdir(parents=True)
+        misbehave(steps + 1, script)
     identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": spec}
     return build({**identity, "status": "ok"})
 

@@ -6,6 +6,7 @@ The process is a stand-in that trains nothing and starts in a moment; `test_end_
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shlex
@@ -69,6 +70,23 @@ def test_a_process_that_dies_without_a_record(
         assert any("Segmentation fault" in line for line in reason.log), reason.log
     if exit_code == 1:
         assert reason.log[-1] == "RuntimeError: the script says that step 2 crashes"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_a_killed_process_has_not_finished_to_save_goes(held: bool, tmp_path: Path) -> None:
+    """Unless somebody else saves there."""
+    folder = tmp_path / "kept"
+    if held:
+        folder.mkdir()
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    record = run_apart("signal_at=5", checkpoint=str(folder))
+    assert (record.status, record.reason and record.reason.phase) == ("failed", "save")
+    if held:
+        os.close(descriptor)
+        assert os.listdir(folder) == ["data-0123456789abcdef"]
+    else:
+        assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_with_packages_of_the_same_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

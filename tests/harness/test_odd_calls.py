@@ -40,6 +40,8 @@ def test_closed_streams_fail_no_run(tmp_path: Path, closed: str) -> None:
         ("ls", os.fsdecode(b"\xff")),
         (*RUN, "--results", f"/tmp/{LONG}"),
         (*RUN, "--trace", f"/tmp/{LONG}.json"),
+        ("run", "--system", "elixir", "--model", "opt-tiny", "--disk", f"/tmp/{LONG}"),
+        ("max-batch", "--system", "elixir", "--model", "opt-tiny", "--disk", f"/tmp/{LONG}"),
         ("ls", "runs", "--results", f"/tmp/{LONG}"),
         ("compare", "--runs", "a", "b", "--results", f"/tmp/{LONG}"),
         ("tables", "--results", f"/tmp/{LONG}"),
@@ -59,6 +61,21 @@ def test_arguments_that_cannot_be_are_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    "command", [RUN, ("compare", *RUN[1:], "--system", "resident"), ("max-scale", *RUN[1:]), ("max-batch", *RUN[1:])]
+)
+def test_one_process_of_several_is_refused_before_anything_is_made(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun starts them."""
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main([*command, "--results", str(tmp_path / "results")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
+    assert "WORLD_SIZE is 2" in err and "without torchrun" in err
 
 
 def test_a_results_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:

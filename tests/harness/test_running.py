@@ -16,8 +16,10 @@ from harness import environment
 from harness.measure import CLOCK
 from harness.record import Record, to_json
 from harness.spec import BadInputError, in_flags
+from systems.baselines import resident
 from systems.baselines.dummy import DummyEngine
 from systems.limits import process_memory, read_limits
+from systems.substrate import engine as managed_engine
 from tests.harness.conftest import make_spec
 
 Run = Callable[..., Record]
@@ -136,6 +138,33 @@ def test_cuda_that_is_not_there_makes_a_run_unavailable(run_here: Run) -> None:
     record = run_here(make_spec(device="cuda"))
     assert record.status == "unavailable"
     assert "--device cpu" in (record.reason.message if record.reason else "")
+
+
+@pytest.mark.parametrize("failure", [None, "crash_at=2"])
+def test_no_model_is_gathered_at_the_end_of_a_run(run_here: Run, failure: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that failed is left with its error, which stands whatever closing meets."""
+    seen: list[Any] = []
+
+    def leave(engine: DummyEngine, kind: Any = None, *rest: Any) -> None:
+        seen.append(kind)
+        raise RuntimeError("of closing")
+
+    def close(engine: DummyEngine, *, keep: bool = True) -> None:
+        seen.append(keep)
+
+    monkeypatch.setattr(DummyEngine, "__exit__", leave)
+    monkeypatch.setattr(DummyEngine, "close", close)
+    record = run_here(make_spec(*filter(None, [failure])))
+    assert (record.status, seen) == (("ok", [False]) if failure is None else ("failed", [RuntimeError]))
+    assert failure is None or (record.reason and "step 2 crashes" in record.reason.message)
+
+
+@pytest.mark.parametrize("system", ["resident", "elixir"])
+def test_a_run_whose_values_cannot_be_gathered_is_good(run_here: Run, system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((resident, "on_the_host"), (managed_engine, "values_in_slots")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("values were gathered"))
+    small = make_spec(system=system, set=("num_layers=1",), seq_len=16, steps=2, dtype="fp32")
+    assert run_here(small).status == "ok"
 
 
 def test_a_small_container_is_refused_before_anything_is_allocated(run_here: Run) -> None:

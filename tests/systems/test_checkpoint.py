@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -360,6 +362,39 @@ def test_what_a_killed_save_left_goes_with_the_next_and_all_else_stays(
                     systems.save_checkpoint(engine, link)
             assert contents(elsewhere) == before
         systems.load_checkpoint(engine, link)
+
+
+class Interrupt:
+    """Ctrl-C at the first line of a function that runs under `save`, at its call `number`."""
+
+    def __init__(self, function: str, number: int) -> None:
+        self._function, self._left = function, number
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code.co_name == self._function and frame.f_code.co_filename == checkpoint.saving.__file__:
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ctrl_c_leaves_nothing_unfinished(tmp_path: Path, good: Path, first: bool) -> None:
+    """Also while what is left is being removed: once the last one was replaced, that is the one before."""
+    with begin("elixir") as engine:
+        for function, number in (("locked", 1), ("_tidy", 1), ("_replace", 1), ("_entries", 2), ("_tidy", 2)):
+            folder = tmp_path / f"{function}-{number}"
+            if not first:
+                shutil.copytree(good, folder)
+            before = sys.gettrace()
+            sys.settrace(Interrupt(function, number))
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    systems.save_checkpoint(engine, folder)
+            finally:
+                sys.settrace(before)
+            assert folder.exists() is (not first or (function, number) == ("_tidy", 2))
+            assert not folder.exists() or len(list(folder.iterdir())) == 2
+        systems.load_checkpoint(engine, folder)
 
 
 def test_one_that_is_being_read_is_not_replaced(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:

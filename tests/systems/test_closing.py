@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 import systems
-from systems.errors import UnsupportedError
+from systems.baselines import resident
+from systems.errors import BudgetError, UnsupportedError
 from systems.strategies.elixir.options import ElixirOptions
+from systems.substrate import engine as managed_engine
 from systems.substrate import giving_back, parameter_watch
 from systems.substrate.calls import Calls
 from systems.substrate.parameter_watch import ParameterWatch
@@ -119,6 +121,9 @@ def test_after_an_error_nothing_is_given_back_and_the_first_error_stands(system:
             use(torch.zeros(1, 48))
     with pytest.raises(UnsupportedError, match=r"weights are gone: an error ended its engine: .*call systems\.load_checkpoint"):
         model.state_dict()
+    for lost in (model, model.blocks[1], copy.deepcopy(model)):
+        with pytest.raises(UnsupportedError, match="weights are gone: an error ended its engine"):
+            torch.save(lost, io.BytesIO())
     with pytest.raises(UnsupportedError, match="the model was given to an engine before"):
         begin(system, model)
 
@@ -133,15 +138,19 @@ def test_an_error_while_closing_does_not_hide_the_first(monkeypatch: pytest.Monk
 
 
 def test_an_update_that_failed_behind_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody drained, and so was told: the forward says it."""
+    """Nobody drained, and so was told: closing says it, and the forward."""
     model = build("stack")
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
     engine.drain()
     monkeypatch.setattr(parts_of(engine).device.host_kernel, "update", lambda **_: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):  # it may be told in time
+    told = False
+    try:
         one_step(engine, BATCH, LOSS)
-    engine.close()
+    except ZeroDivisionError:  # in time
+        told = True
+    with contextlib.nullcontext() if told else pytest.raises(ZeroDivisionError):
+        engine.close()
     with pytest.raises(RuntimeError, match="could not give them back .division by zero."):
         evaluated(model)
 
@@ -169,8 +178,62 @@ def test_an_engine_that_did_not_end_its_updates_gives_nothing_back() -> None:
     engine = start(elixir(), model, settings(device_memory=TIGHT), ElixirOptions(nonfinite="stop"))
     one_step(engine, BATCH, LOSS)
     engine.backward(LOSS(engine, BATCH[0], 1))  # which updates
+    with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+        engine.close()
     engine.close()
     with pytest.raises(RuntimeError, match="parameters belong to two steps"):
+        evaluated(model)
+
+
+@pytest.mark.parametrize(("system", "told"), in_turn(SYSTEMS, [(False,), (True,)]))
+def test_a_state_that_is_half_updated_is_told_once(system: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C says nothing of it: the next call does, or closing, were it by the end of a `with` block."""
+    model = build("stack")
+    engine: Any = begin(system, model)
+    monkeypatch.setattr(engine._control, "record", lambda outcome: (_ for _ in ()).throw(KeyboardInterrupt))
+    half = pytest.raises(RuntimeError, match="parameters belong to two steps")
+    with contextlib.nullcontext() if told else half, engine:
+        with pytest.raises(KeyboardInterrupt):
+            one_step(engine, BATCH, LOSS)
+        if told:
+            with half:
+                evaluated(engine)
+    with pytest.raises(RuntimeError, match="weights are gone: .*parameters belong to two steps"):
+        evaluated(model)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_nothing_is_gathered_for_a_model_that_shall_keep_nothing(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("stack")
+    engine = begin(system, model)
+    one_step(engine, BATCH, LOSS)
+    for owner, name in ((managed_engine, "values_in_slots"), (resident, "on_the_host")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("values were gathered"))
+    engine.close(keep=False)
+    engine.close()
+    with pytest.raises(RuntimeError, match=r"weights are gone: .* closed with keep=False: .*call systems\.load_checkpoint"):
+        evaluated(model)
+    with pytest.raises(UnsupportedError, match="closed with keep=False"):
+        model.state_dict()
+    if system != "resident":
+        assert parts_of(engine).store.host.live == 0 and parts_of(engine).device.account.pool == 0
+
+
+def test_values_on_a_device_that_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under resident. Closing is clean, and the forward says why; those that are on the host already need none."""
+    here, there = torch.ones(30), torch.ones(30, device="meta")
+    monkeypatch.setattr(giving_back, "free_host_memory", lambda: 100)
+    assert giving_back.on_the_host([here, here])[0] is here
+    with pytest.raises(BudgetError) as short:
+        giving_back.on_the_host([here, there])
+    assert (short.value.tier, short.value.need, short.value.have) == ("host", 120, 100)
+    model = build("stack")
+    engine = begin("resident", model)
+    one_step(engine, BATCH, LOSS)
+    monkeypatch.setattr(resident, "data_of", lambda parameter: torch.empty(parameter.shape, device="meta"))
+    engine.close()
+    assert sum(parameter.nbytes for parameter in model.parameters()) == 0
+    with pytest.raises(RuntimeError, match=r"of host memory for weights on the device, 100B are free\): build the model anew"):
         evaluated(model)
 
 
@@ -182,7 +245,7 @@ def test_a_start_that_fails_after_the_values_were_taken(
     """At its second attempt at what it does to the model, or its first: the model is as it was, and so are its modules."""
     model = build("stack")
     before = [(set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    whole, made = getattr(*place), []
+    whole, made = getattr(*place), list[None]()
 
     def fail(*given: Any, **named: Any) -> Any:
         made.append(None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import systems
-from systems.errors import UnsupportedError
+from systems.errors import HiddenUseError, UnsupportedError
 from systems.system import Engine
 from tests.systems.every import STRATEGIES
 
@@ -102,3 +102,47 @@ def test_a_loss_through_two_engines_is_refused_and_both_go_on(system: str, begin
         with torch.no_grad():
             given = first(batch(9))
         assert steps(second, lambda x: second(given)) == steps(apart, lambda x: apart(given))
+
+
+class Handing(nn.Module):
+    """Hands back what it was given beside what it made, or `more`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.more: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, self.block(x) * self.scale, self.more
+
+
+@pytest.mark.parametrize("system", OURS)
+def test_what_a_model_hands_back_has_a_backward_of_its_own(system: str) -> None:
+    weight = torch.ones(8, requires_grad=True)
+    with systems.initialize(Handing(), system=system, device="cpu", device_memory="1MiB", dtype="fp32") as engine:
+        x = batch(0) + weight
+        given, made, _ = engine(x)
+        assert given is x
+        given.sum().backward(retain_graph=True)
+        assert weight.grad is not None and weight.grad.eq(4).all()
+        with pytest.raises(RuntimeError, match=r"engine\.backward"):
+            made.sum().backward(retain_graph=True)
+        engine.discard()
+        engine.backward(engine(batch(1) + weight)[1].mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("system", OURS)
+def test_a_model_that_returns_too_much_is_refused_in_words(system: str) -> None:
+    """With gradients; an evaluation needs nothing of what it returns. The next step is taken."""
+    model = Handing()
+    with systems.initialize(model, system=system, device="cpu", device_memory="1MiB", dtype="fp32") as engine:
+        model.more = list(range(200_000))
+        with pytest.raises(HiddenUseError, match=r"module <root> returns.* so much in it .*: return it in tensors"):
+            engine(batch(0))
+        with torch.no_grad():
+            assert torch.equal(engine(batch(0))[0], batch(0))
+        model.more = None
+        engine.backward(engine(batch(0))[1].mean())
+        engine.step()

@@ -143,7 +143,7 @@ class PackageEngine(Engine):
     def startup_s(self) -> dict[str, float]:
         return dict(self._startup)
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
