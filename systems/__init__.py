@@ -55,7 +55,7 @@ def initialize(
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"options is {type(options).__name__}: give a dict, such as {{'prefetch': 4}}")
     chosen = get(system)
-    if disk is not None and not getattr(chosen, "uses_disk", False):
+    if disk is not None and not chosen.abilities.disk:
         raise ValueError(f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies")
     settings = Settings(
         device=device_of(device),
@@ -71,8 +71,7 @@ def initialize(
         optimizer=optimizer,
     )
     asked = parse_options(chosen, [f"{k}={v}" for k, v in (options or {}).items()])
-    look = getattr(chosen, "look_for_room", None)
-    return chosen.initialize(model, settings if look is None else look(model, settings, asked), asked)
+    return chosen.initialize(model, chosen.look_for_room(model, settings, asked), asked)
 
 
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:

@@ -40,7 +40,7 @@ from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel, find_units, release, take
-from systems.system import TORCH_DTYPE, Engine, Settings
+from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 
 class ResidentOptions(BaseModel):
@@ -420,13 +420,13 @@ class ResidentState:
         moments[1].copy_(exp_avg_sq.reshape(-1))
 
 
-class Resident:
+class Resident(System):
     """See the module's docstring."""
 
     name = "resident"
     summary = "reference recipe, everything on the device"
     Options = ResidentOptions
-    can_trace = True
+    abilities = Abilities(trace=True)
 
     def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
         """The settings. Raises BudgetError where model states alone exceed the device."""

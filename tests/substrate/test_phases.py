@@ -19,6 +19,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
 from systems.substrate.phases import OPERATIONS, PHASES, Phase, PhaseClock
 from tests.random_eviction import RandomOptions
+from tests.systems.every import STRATEGIES
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     RANDOM,
@@ -97,11 +98,13 @@ def test_every_kind_of_operation_that_a_lane_is_given_has_a_phase() -> None:
     assert len(kinds) > 10 and kinds == set(OPERATIONS)
 
 
+OTHERS = [system for name, system in STRATEGIES.items() if name not in ("elixir", "patrickstar")]
 HARD: tuple[tuple[Any, BaseModel, Setup, Callable[[Any], None]], ...] = (
     (RANDOM, RandomOptions(write_back=True, in_place=True), Setup("opt"), evict_at_once),
     (RANDOM, RandomOptions(activations="host"), Setup("gpt2", "full", 2, clip=0.5), evict_at_once),
     (elixir(), ElixirOptions(activations="host"), Setup("opt", "full", 2, "untied", clip=0.5), lambda engine: None),
     (patrickstar(), PatrickStarOptions(activations="host"), Setup("opt", "full"), lambda engine: None),
+    *((system, system.Options(), Setup("opt", accumulate=2, clip=0.5), lambda engine: None) for system in OTHERS),
 )
 
 

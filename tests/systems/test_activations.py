@@ -30,6 +30,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
 from systems.substrate.events import LoggedOperation, issued_operations
 from tests.random_eviction import RandomOptions
+from tests.systems.every import with_option
 from tests.systems.models_plain import DIM, Block, Stack, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import (
@@ -43,18 +44,14 @@ from tests.systems.running import (
     finished,
     one_step,
     parts_of,
-    patrickstar,
     settings,
     start,
     train,
 )
 from tests.systems.setups import Setup, budget_of, reference
 
-ON_HOST: dict[str, tuple[Any, BaseModel]] = {
-    "patrickstar": (patrickstar(), PatrickStarOptions(activations="host")),
-    "elixir": (elixir(), ElixirOptions(activations="host")),
-    "random": (RANDOM, RandomOptions(activations="host")),
-}
+ON_HOST: dict[str, tuple[Any, BaseModel]] = with_option("activations", "host")
+OTHERS = [name for name in ON_HOST if name not in ("patrickstar", "elixir", "random")]
 INPUTS = 4 * 2 * 16 * 64  # elements of one micro-batch's block inputs in a Setup: blocks x batch x length x width
 
 
@@ -77,6 +74,7 @@ def check_log(engine: Any) -> None:
         ("elixir", Setup("opt", "reentrant", 1, "untied"), "half"),
         ("elixir", Setup("gpt2", "non-reentrant", 2, "tied", "bf16"), "tight"),
         ("random", Setup("opt", "non-reentrant", 1, "half-frozen"), "tight"),
+        *((name, Setup("gpt2", "full", 2, "tied", "bf16", clip=0.5), "half") for name in OTHERS),
     ],
     ids=str,
 )
@@ -341,7 +339,7 @@ class OnPurposeError(Exception):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("system", ["patrickstar", "random"])
+@pytest.mark.parametrize("system", ON_HOST)
 def test_an_exception_leaves_no_slot_in_use(system: str, where: str) -> None:
     def fail(*_: Any) -> None:
         raise OnPurposeError

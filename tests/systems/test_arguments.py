@@ -10,10 +10,10 @@ import torch
 
 import systems
 from systems.arguments import device_of, dtype_of
-from systems.registry import find
+from tests.systems.every import STRATEGIES
 from tests.systems.test_foreign_calls import Stack
 
-OURS = sorted([name for name, entry in find().items() if entry.exposes == "STRATEGY"] + ["resident"])
+OURS = sorted(["resident", *STRATEGIES])
 
 
 def test_dtypes_are_torch_s_and_their_names() -> None:

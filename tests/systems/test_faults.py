@@ -26,13 +26,11 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate.events import issued_operations
 from systems.substrate.tiers import Allocation
 from systems.system import Engine
+from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (
-    RANDOM,
-    RESIDENT,
     Run,
-    angel_ptm,
     assert_equal,
     elixir,
     finished,
@@ -46,8 +44,6 @@ from tests.systems.running import (
 )
 
 LOSS = CASES["stack"].loss
-MANAGED = {"angel-ptm": angel_ptm(), "elixir": elixir(), "h3t": h3t(), "random": RANDOM}
-SYSTEMS = {"resident": RESIDENT, **MANAGED}
 TIGHT = 150_000  # bytes: about 40 % of what resident needs
 STEPS = 3
 

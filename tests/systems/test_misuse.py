@@ -18,10 +18,10 @@ from torch import nn
 import systems
 from systems.errors import BudgetError, UnsupportedError
 from systems.system import Engine
+from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (
-    RANDOM,
     RESIDENT,
     assert_equal,
     elixir,
@@ -32,8 +32,6 @@ from tests.systems.running import (
     train,
 )
 
-SYSTEMS = {"resident": RESIDENT, "elixir": elixir(), "random": RANDOM}
-MANAGED = ["elixir", "random"]
 LOSS = CASES["stack"].loss
 BATCH = tokens(1, 1)[0]
 

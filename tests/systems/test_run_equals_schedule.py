@@ -154,7 +154,7 @@ def possible(row: Mapping[str, Any]) -> bool:
     return (
         (inputs or not row["host_inputs"])
         and (("nonfinite" in offered and not row["clip"]) or not row["stop"])
-        and (system.uses_disk or not row["disk"])
+        and (system.abilities.disk or not row["disk"])
     )
 
 
