@@ -104,11 +104,13 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
 
 
 def inputs_leaving(trace: Trace, units: frozenset[int]) -> dict[int, list[int]]:
-    """Per moment those of `units` whose inputs leave there: where the trace saw it, else where their forward begins."""
+    """Per moment those of `units` whose inputs leave there: where the trace saw it. Those that stayed in it behave so again (a
+    model that recomputes within hooks of its own keeps them); what it was not asked to show leaves where its forward begins.
+    """
     found: dict[int, list[int]] = {}
     for number, seen in enumerate(trace.inputs_left):
         found.setdefault(number, []).extend(unit for unit in seen if unit in units)
-    unseen = units.difference(*trace.inputs_left)
+    unseen = units - trace.offloaded if trace.inputs_left else units
     for number, moment in enumerate(trace.moments):
         if moment.phase is Phase.FORWARD_ENTER and moment.unit in unseen:
             found.setdefault(number, []).append(moment.unit)

@@ -107,7 +107,7 @@ class Recorder:
             recomputed=recomputation.units,
             offloaded=offloaded & (recomputation.units | self._input_bytes.keys()),
             input_bytes=tuple(sorted((recomputation.input_bytes | self._input_bytes).items())),
-            inputs_left=tuple(tuple(units) for units in self._inputs) if self._input_bytes else (),
+            inputs_left=tuple(tuple(units) for units in self._inputs),
         )
 
 
