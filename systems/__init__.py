@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -44,16 +43,14 @@ def initialize(
     """
     from torch import nn
 
-    from systems.arguments import device_of, dtype_of, size_of
-    from systems.machine import refuse_other_ranks
-    from systems.registry import get, parse_options
+    from systems.arguments import device_of, dtype_of, options_of, size_of
+    from systems.machine import refuse_absent_device, refuse_other_ranks
+    from systems.registry import check_options, get
     from systems.system import Settings
 
     refuse_other_ranks()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
-    if options is not None and not isinstance(options, Mapping):
-        raise ValueError(f"options is {type(options).__name__}: give a dict, such as {{'prefetch': 4}}")
     chosen = get(system)
     if disk is not None and not getattr(chosen, "uses_disk", False):
         raise ValueError(f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies")
@@ -70,7 +67,8 @@ def initialize(
         seed=seed,
         optimizer=optimizer,
     )
-    asked = parse_options(chosen, [f"{k}={v}" for k, v in (options or {}).items()])
+    asked = check_options(chosen, options_of(options))
+    refuse_absent_device(settings)
     look = getattr(chosen, "look_for_room", None)
     return chosen.initialize(model, settings if look is None else look(model, settings, asked), asked)
 
