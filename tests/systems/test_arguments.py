@@ -70,7 +70,8 @@ def test_cuda_that_is_not_there_is_told_in_words(system: str, monkeypatch: pytes
 @pytest.mark.parametrize("system", OURS)
 def test_options_are_values_of_python(system: str) -> None:
     """None is none of them unless the system says so, and True is no number; texts are read as on a command line."""
-    chosen, given = get(system), {"device": "cpu", "device_memory": "1MiB", "system": system}
+    chosen = get(system)
+    given: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "system": system}
     defaults = chosen.Options()
     assert check_options(chosen, options_of(defaults.model_dump())) == defaults
     for name, field in chosen.Options.model_fields.items():
