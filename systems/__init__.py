@@ -74,14 +74,18 @@ def initialize(
 
 
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Write all that training needs to go on; see systems.checkpoint.save."""
+    """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
+
+    What the optimizer's groups say (lr, betas, ...), the scheduler and the data's order are the loop's to keep: README has the
+    lines.
+    """
     from systems.checkpoint import save
 
     save(engine, folder)
 
 
 def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Restore what any system saved of the same model; see systems.checkpoint.load."""
+    """Restore what any system saved of the same model, for the loop to restore the rest; see systems.checkpoint.load."""
     from systems.checkpoint import load
 
     load(engine, folder)
