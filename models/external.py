@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from models import find_namesakes
 from models.family import Family, FillWeights, from_config, parameters_on_meta
 from models.folder_weights import FolderWeights, fill_buffers, stored_tensors
 from models.shape import ModelShape, ObjectiveName
@@ -102,6 +103,7 @@ def _call(name: str) -> nn.Module:
     module_name, _, function_name = name.partition(":")
     here = os.getcwd()
     sys.path.insert(0, here)
+    find_namesakes()
     try:
         function = getattr(importlib.import_module(module_name), function_name)
         made = function()

@@ -24,7 +24,7 @@ from systems.blocks import find_blocks
 @cache
 def families() -> dict[str, Family]:
     """Families with a table of sizes, by name: every module of this package that defines FAMILY."""
-    modules = (importlib.import_module(f"models.{m.name}") for m in pkgutil.iter_modules(models.__path__))
+    modules = (importlib.import_module(f"models.{m.name}") for m in pkgutil.iter_modules(models.OWN))
     found = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
     return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 

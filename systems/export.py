@@ -182,14 +182,23 @@ def _one_by_one(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         yield described.name, state.read(number, "value")
 
 
+def _names(engine: Engine) -> set[str] | None:
+    """First names of the engine's parameters. None: all that are floating, of a package that carries none along."""
+    from systems.system import Engine
+
+    if type(engine).training_state is Engine.training_state:
+        return None
+    return {described.name for described in engine.training_state().parameters}
+
+
 def _sizes(engine: Engine, dtype: torch.dtype) -> list[tuple[str, int]]:
     """Bytes of each parameter, and of persistent buffers, as they will be written."""
     seen: set[int] = set()
-    sizes = []
+    sizes, ours = [], _names(engine)
     for name, tensor, is_buffer in _named(engine.module):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            stays = is_buffer or not tensor.is_floating_point()
+            stays = is_buffer or not tensor.is_floating_point() or (ours is not None and name not in ours)
             sizes.append((name, tensor.numel() * (tensor.itemsize if stays else dtype.itemsize)))
     return sizes
 

@@ -26,7 +26,7 @@ from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
-from systems.substrate.calls import Calls, outer_modules
+from systems.substrate.calls import Calls, Hook, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
@@ -58,7 +58,7 @@ class ResidentEngine(SteppingEngine):
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
         self.log = EventLog(keep=settings.log_events)
-        self._in_backward = False
+        self._in_step = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
         self._micro_step = self._steps = 0
         self._updating = False
@@ -81,7 +81,7 @@ class ResidentEngine(SteppingEngine):
         self._trains = found.trains
         self._cleanup.callback(apply_recompute(found, settings.recompute))
         for module in {self.module, *found.modules}:
-            self._cleanup.callback(module.register_forward_pre_hook(refuse_compiled).remove)
+            self._cleanup.callback(module.register_forward_pre_hook(Hook(refuse_compiled)).remove)
         self._calls = Calls(partial(_past_the_engine, self))
         self._cleanup.callback(self._calls.detach)
         self._calls.attach_all([*found.modules, *outer_modules(found)])
@@ -151,6 +151,7 @@ class ResidentEngine(SteppingEngine):
         ):
             if self._micro_step == 0 or not trains:
                 self._watch.check()
+            self._in_step |= trains
             args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
             given = _seen((args, kwargs)) if trains else {}
             made = self.module(*args, **kwargs)
@@ -212,7 +213,8 @@ class ResidentEngine(SteppingEngine):
                 accumulator.zero_()
         self._fired.clear()
         self._rounded.forget()
-        self._in_backward, self._micro_step, self._updating = False, 0, False
+        self._in_step = self._in_backward = self._updating = False
+        self._micro_step = 0
 
     @record_function("step")
     def _finish_step(self) -> None:
@@ -266,16 +268,13 @@ class ResidentEngine(SteppingEngine):
         return dict(self._startup)
 
     def _state(self, what: str) -> ResidentState:
-        self._settle(what, in_step=self._micro_step > 0)
+        self._settle(what, in_step=self._in_step)
         parameters = list(zip(self._names, self.parameters, strict=True))
         return ResidentState(parameters, self._masters, self._moments, self._control)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._check_open()
-        self._control.check_whole()
-        if not write:
-            self._watch.check()
+        self._settle("summon", in_step=self._in_step, overwrites=write)
         values = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             source = parameter.detach() if master is None else master

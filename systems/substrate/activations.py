@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from systems.errors import UnsupportedError
+from systems.substrate.calls import forward_of_copy, put_back
 from systems.substrate.replay import Replay, own_containers
 from systems.substrate.units import FoundModel
 
@@ -32,12 +33,11 @@ def recomputed_units(found: FoundModel, choice: Literal["none", "full"] | tuple[
 def apply_recompute(found: FoundModel, choice: Literal["none", "full"] | tuple[int, ...]) -> Callable[[], None]:
     """Wrap the chosen blocks; returns what undoes it. Raises ValueError for a block number the model does not have."""
     modules = [found.modules[unit] for unit in sorted(recomputed_units(found, choice))]
-    for module in modules:
-        _wrap(module)
+    wrapped = [_wrap(module) for module in modules]
 
     def undo() -> None:
-        for module in modules:
-            module.__dict__.pop("forward", None)
+        for forward in wrapped:
+            forward.undo()
 
     return undo
 
@@ -51,9 +51,7 @@ class Recomputation:
     def __init__(self, found: FoundModel, units: frozenset[int]) -> None:
         self.units = units
         self.input_bytes: dict[int, int] = {}
-        self._modules = [found.modules[unit] for unit in sorted(units)]
-        for unit, module in zip(sorted(units), self._modules, strict=True):
-            _wrap(module, functools.partial(self._recomputes, unit))
+        self._wrapped = [_wrap(found.modules[unit], functools.partial(self._recomputes, unit)) for unit in sorted(units)]
 
     def _recomputes(self, unit: int, args: tuple[Any, ...]) -> bool:
         hidden = next((a for a in args if isinstance(a, torch.Tensor)), None)
@@ -61,8 +59,8 @@ class Recomputation:
         return unit in self.units
 
     def undo(self) -> None:
-        for module in self._modules:
-            module.__dict__.pop("forward", None)
+        for forward in self._wrapped:
+            forward.undo()
 
 
 def switchable(
@@ -79,10 +77,27 @@ def _always(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _always) -> None:
+class _Wrapped:
+    """A block's `forward` from now on. run: calls what was there before."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, module.forward)
+        self._module, self._own, self._run = module, module.__dict__.get("forward"), run
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return forward_of_copy(self._module, self._own)
+
+    def undo(self) -> None:
+        put_back(self._module, self, self._own)
+
+
+def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _always) -> _Wrapped:
     forward, replay = module.forward, Replay(module)
 
-    @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not recomputes(args) or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -102,7 +117,7 @@ def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _al
 
         return checkpoint(run, *own_containers(args), use_reentrant=False, **own_containers(kwargs))
 
-    module.forward = recomputed
+    return _Wrapped(module, recomputed)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,14 +126,14 @@ class Calls:
                 self.end(module)
 
         handles = [
-            module.register_forward_pre_hook(_Hook(begin), with_kwargs=True, prepend=True),
-            module.register_forward_hook(_Hook(end), with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(Hook(begin), with_kwargs=True, prepend=True),
+            module.register_forward_hook(Hook(end), with_kwargs=True, always_call=True),
         ]
         self._undo += [handle.remove for handle in handles]
         if not isinstance(module, torch.jit.ScriptModule):
             own, forward = module.__dict__.get("forward"), _Forward(self, module, begin, end)
             module.forward = forward
-            self._undo.append(functools.partial(_put_back, module, forward, own))
+            self._undo.append(functools.partial(put_back, module, forward, own))
 
     def _begin(self, module: nn.Module, unit: int, given: object, *, outermost: bool) -> None:
         call = _Call(module, unit)
@@ -172,31 +173,29 @@ class Calls:
             self._undo.pop()()
 
 
-class _Hook:
-    """A copy of the module (an average of weights, say) is nobody's: its calls are not told."""
+class Hook:
+    """A copy of the module (an average of weights, say), or one that was saved, is nobody's: its calls are not told."""
 
     __slots__ = ("_tell",)
 
-    def __init__(self, tell: Before | After) -> None:
-        self._tell: Callable[..., None] = tell
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
 
     def __call__(self, *given: Any) -> None:
         self._tell(*given)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*given: Any) -> None:
-    return
+    def __reduce__(self) -> Any:
+        """It becomes what takes anything and does nothing, and is there where a file is read without this package."""
+        return getattr, (nullcontext(), "__exit__")
 
 
 class _Forward:
     """`forward` called by itself is a call too. Reached through the hooks, it only looks after what they are not told."""
 
     def __init__(self, calls: Calls, module: nn.Module, begin: Before, end: After) -> None:
+        functools.update_wrapper(self, module.forward)
         self._calls, self._module, self._begin, self._end, self._inner = calls, module, begin, end, module.forward
-        functools.update_wrapper(self, self._inner)
+        self._own = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = self._calls
@@ -224,12 +223,16 @@ class _Forward:
             self._end(self._module, args, kwargs, output)
         return output
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module))
-        return self._inner if copied is None else type(copied).forward.__get__(copied)
+    def __reduce__(self) -> Any:
+        return forward_of_copy(self._module, self._own)
 
 
-def _put_back(module: nn.Module, forward: _Forward, own: Any) -> None:
+def forward_of_copy(module: nn.Module, own: Any) -> Any:
+    """What stands before a module's `forward` reduces to that: its class's, or the one that it was given itself."""
+    return (getattr, (module, "forward")) if own is None else (itemgetter(0), ((own,),))
+
+
+def put_back(module: nn.Module, forward: object, own: Any) -> None:
     if module.__dict__.get("forward") is forward:
         del module.__dict__["forward"]
         if own is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from systems.errors import BudgetError
+from systems.errors import BudgetError, UnsupportedError
 from systems.limits import free_host_memory
 from systems.planning.plan import Tier
 from systems.sizes import format_need, format_size
@@ -23,17 +23,33 @@ ADVICE = "build the model anew, give it to systems.initialize, and call systems.
 
 def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
     """A model whose weights are gone says so in its forward, in that of each module in it that has parameters, and to who asks
-    for its state_dict() or loads one. So do its copies.
+    for its state_dict(), loads one or saves it. So do its copies.
     """
-
-    def refuse(module: nn.Module, args: Any) -> None:
-        raise RuntimeError(f"{why}: {advice}")
-
+    refuse = _Gone(f"{why}: {advice}")
     for module in model.modules():
         if module is model or any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(refuse, prepend=True)
     refuse_state_dict(model, f"{why}: {advice}")
-    refuse_loading(model.modules(), f"{why}: {advice}", copies=True)
+    refuse_loading(model.modules(), refuse.load)
+
+
+class _Gone:
+    """A hook before a forward, and before a state dict is loaded."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        raise RuntimeError(self._words)
+
+    def load(self, module: nn.Module, *given: Any) -> None:
+        raise UnsupportedError(self._words)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gone:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(self._words)
 
 
 def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Callable[[], None]:

@@ -79,7 +79,6 @@ class UnitHooks:
         self._active = [bool(unit.parameters) for unit in units]
         self._kept: dict[int, Kept] = {}
         self._handles: list[Any] = []
-        self.doubtful = False  # a gradient came that nobody was seen to have read the parameter for
         self.users: dict[int, list[int]] = {}
         mine = {id(module) for module in found.modules}
         self._encloses = [sum(id(part) in mine for part in module.modules()) > 1 for module in found.modules]
@@ -239,7 +238,7 @@ class UnitHooks:
             if not self._runtime.in_backward:
                 raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
             if self._began.isdisjoint(users):
-                self.doubtful = True
+                self._runtime.doubtful = True
                 raise self._unseen(number)
             self._runtime.gradient(number, bundle, gradient.detach())
             del gradient

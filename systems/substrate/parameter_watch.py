@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
+from systems.substrate.calls import Hook
 from systems.substrate.parameters import ManagedParameter, data_of, refuse_loading, set_data
 from systems.substrate.units import FoundModel
 
@@ -115,7 +116,7 @@ class ParameterWatch:
             parameter._watched = _Eye(self, number, pending)  # type: ignore[attr-defined]
         for module in self._guarded:
             module.__dict__["_apply"] = _Conversion(module, self)
-        self._end_refusing = refuse_loading(self._guarded)
+        self._end_refusing = refuse_loading(self._guarded, Hook(_refuse_to_load))
         self.accept()
 
     def accept(self) -> None:
@@ -286,6 +287,13 @@ class ParameterWatch:
         for parameter, kind in zip(self._parameters, self._classes, strict=True):
             parameter.__class__ = kind
             parameter.__dict__.pop("_watched", None)
+
+
+def _refuse_to_load(module: nn.Module, *given: Any) -> None:
+    raise UnsupportedError(
+        "load_state_dict(): the engine keeps this model's weights, and would not see what is loaded: call it before initialize, "
+        "or copy the values inside `with engine.summon(write=True) as values`, which has the names of the state dict"
+    )
 
 
 @cache

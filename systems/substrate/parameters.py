@@ -129,23 +129,12 @@ def refuse_state_dict(model: nn.Module, why: str = f"{COPY}the model's state_dic
     return undo
 
 
-LOADING = (
-    "load_state_dict(): the engine keeps this model's weights, and would not see what is loaded: call it before initialize, or "
-    "copy the values inside `with engine.summon(write=True) as values`, which has the names of the state dict"
-)
-
-
-def refuse_loading(modules: Iterable[nn.Module], why: str = LOADING, *, copies: bool = False) -> Callable[[], None]:
-    """Of modules with parameters somewhere below, so that a model says it before any part of it has changed. Returns what
-    undoes it. copies: of the modules, which have these hooks too, refuse as well.
+def refuse_loading(modules: Iterable[nn.Module], refuse: Callable[..., None]) -> Callable[[], None]:
+    """Of those with parameters somewhere below, so that a model says it before any part of it has changed. Returns what undoes
+    it. refuse: called with what torch's register_load_state_dict_pre_hook says, it raises.
     """
-    mine = WeakSet(module for module in modules if any(True for _ in module.parameters()))
-
-    def refuse(module: nn.Module, *_: Any) -> None:
-        if copies or module in mine:
-            raise UnsupportedError(why)
-
-    handles = [module.register_load_state_dict_pre_hook(refuse) for module in mine]
+    owners = [module for module in modules if any(True for _ in module.parameters())]
+    handles = [module.register_load_state_dict_pre_hook(refuse) for module in owners]
 
     def undo() -> None:
         for handle in handles:

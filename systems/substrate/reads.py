@@ -121,8 +121,9 @@ class Reads:
 
     @property
     def watches(self) -> bool:
-        """Where it costs time to be told: now is a time to. Each kind of step is seen once, and the first evaluation."""
-        if self._runtime.cursor.plan is None or self._hooks.doubtful:
+        """Where it costs time to be told: now is a time to. Each kind of step is seen once, the first evaluation,
+        and the next whole step after a gradient that nobody was seen to have read the parameter for."""
+        if self._runtime.cursor.plan is None or self._runtime.doubtful:
             return True
         first, self._saw_aside = self._runtime.is_aside and not self._saw_aside, self._saw_aside or self._runtime.is_aside
         return first

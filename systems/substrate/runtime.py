@@ -41,6 +41,7 @@ class Runtime:
         self._spans = UnitSpans()
         self.in_step = self.in_backward = False
         self.is_aside = False
+        self.doubtful = False  # a gradient came that nobody was seen to have read the parameter for
         self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # ParameterWatch.call
         self.micro_step = 0
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
@@ -207,6 +208,7 @@ class Runtime:
         if partial:
             self.planner.resume()
             return
+        self.doubtful = False
         moments = tuple(self.recorder.moments)
         expected = {b: g.expected for b, g in self.parts.gradients.bundles.items()}
         trace = self.recorder.finish(expected, self.parts.recomputation, self.parts.inputs.units)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from models import registry
+import models
+from models import external, registry
 
 
 def config_of(kind: str) -> Any:
@@ -116,3 +120,25 @@ def test_a_users_module_shows_or_is_told_what_it_trains_on(tmp_path: Path, monke
     with pytest.raises(ValueError, match="objective takes causal or masked or seq2seq, not 'mask'") as error:
         registry.resolve("user_families:plain", {"objective": "mask"})
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_the_user_s_with_this_package_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an `__init__.py` python would pass it over for an installed package. It is no registry."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.py").write_text(
+        "FAMILY = None\n\ndef build():\n    from torch import nn\n    return nn.Sequential(nn.Linear(4, 8))\n"
+    )
+    monkeypatch.setattr(models, "__path__", list(models.__path__))
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert isinstance(external._call("models.mine:build"), nn.Sequential)
+        assert "models.mine" in sys.modules and registry.families.__wrapped__() == registry.families()
+    finally:
+        sys.modules.pop("models.mine", None)
+        vars(models).pop("mine", None)
+    code = "import models.mine, models; print(models.mine.FAMILY, models.mine.__file__)"
+    path = os.pathsep.join([str(Path(models.OWN[0]).parent), str(tmp_path)])
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == ["None", str(tmp_path / "models" / "mine.py")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from systems.errors import OutOfMemoryError
+from systems.substrate.parameters import ManagedParameter
 from systems.system import Engine
 from tests.systems.models_plain import Stack, features, squared_error
 from tests.systems.models_small import tokens
@@ -196,6 +199,51 @@ def test_a_copy_of_resident_s_model_is_the_copy_s_own() -> None:
             assert torch.equal(average(INPUT), expected) and left(engine) == before
     with torch.no_grad():
         assert torch.equal(average(INPUT), expected)
+
+
+def saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"systems.substrate" not in file.getvalue(), "it is read where there is no engine"
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("take", [copy.deepcopy, saved, lambda model: copy.deepcopy(model.forward).__self__])
+def test_a_copy_of_resident_s_model_is_the_model(take: Callable[[nn.Module], Any], recompute: str) -> None:
+    """Whole, with a `forward` that a module was given itself; it can be compiled, trained and given to another engine."""
+    model: Any = parts()
+    model.tail.forward = functools.partial(scaled, model.encoder.blocks[1])
+    with torch.no_grad():
+        plain = model(INPUT)
+    with started("resident", model, recompute=recompute) as engine:
+        for inside in (True, False):
+            copied = take(model)
+            assert {type(p) for p in nn.ModuleList([copied]).parameters()} <= {nn.Parameter, ManagedParameter}
+            assert copied.tail.forward.args == (copied.encoder.blocks[1],)
+            with torch.no_grad():
+                assert torch.equal(copied(INPUT), plain)
+                assert inside or torch.equal(torch.compile(copied, backend="eager")(INPUT), plain)
+            if inside:
+                engine.backward(engine(INPUT).sum())
+                engine.discard()
+    with started("elixir", copied, recompute=recompute, budget=400_000) as engine:
+        one_step(engine, IDS[0], squared_error)
+    assert model.tail.forward.func is copied.tail.forward.func is scaled and "forward" not in vars(model.encoder.blocks[0])
+
+
+def scaled(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * block(x)
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_a_block_s_own_forward_is_there_after_the_engine(system: str) -> None:
+    model: Any = parts()
+    own = model.encoder.blocks[1].forward = functools.partial(scaled, model.tail)
+    with started(system, model, recompute="full", budget=400_000) as engine:
+        one_step(engine, IDS[0], squared_error)
+    assert model.encoder.blocks[1].forward is own and "forward" not in vars(model.encoder.blocks[0])
 
 
 def gpt2() -> Any:

@@ -121,6 +121,9 @@ def test_after_an_error_nothing_is_given_back_and_the_first_error_stands(system:
             use(torch.zeros(1, 48))
     with pytest.raises(UnsupportedError, match=r"weights are gone: an error ended its engine: .*call systems\.load_checkpoint"):
         model.state_dict()
+    for lost in (model, model.blocks[1], copy.deepcopy(model)):
+        with pytest.raises(UnsupportedError, match="weights are gone: an error ended its engine"):
+            torch.save(lost, io.BytesIO())
     with pytest.raises(UnsupportedError, match="the model was given to an engine before"):
         begin(system, model)
 

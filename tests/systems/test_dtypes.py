@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
+from systems.export import _sizes
 from systems.registry import get, names
 from systems.system import Engine
 from tests.systems.running import RESIDENT, assert_equal, finished, settings, start
@@ -87,6 +88,21 @@ def test_a_quantized_base_is_carried_along(system: str, dtype: str, narrow: torc
     for block, fresh in zip(net.blocks, model().blocks, strict=True):
         assert torch.equal(block.codes.float(), fresh.codes.float()) and block.codes.dtype == narrow
         assert dtype == "fp32" or torch.equal(block.scale, fresh.scale)
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_what_is_carried_along_is_reckoned_as_it_is_written(system: str) -> None:
+    chosen, options = ALL[system]
+    net = Net(narrow=torch.float8_e4m3fn).bfloat16()
+    for block in net.blocks:
+        block.codes.data = block.codes.data.to(torch.float8_e4m3fn)
+        block.scale.data = block.scale.data.float()
+    with start(chosen, net, settings(dtype="bf16"), options) as engine:
+        for dtype in (torch.float32, torch.bfloat16):
+            found = engine.state_dict(dtype=dtype)
+            sizes = _sizes(engine, dtype)
+            assert {name: value.nbytes for name, value in found.items()} == dict(sizes) and len(sizes) == len(found)
+            assert found["blocks.0.codes"].dtype == torch.float8_e4m3fn and found["blocks.0.scale"].dtype == torch.float32
 
 
 def half_wide() -> nn.Module:

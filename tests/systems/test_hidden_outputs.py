@@ -234,6 +234,8 @@ class Unseen(nn.Module):
             return (each for each in [y])
         if self.how == "function":
             return lambda: y
+        if self.how == "seen":
+            return y
         if self.how == "too much":
             return [y, list(range(200_000))]
         self.shared(y)
@@ -251,7 +253,7 @@ class UnseenStack(Stack):
             made: list[torch.Tensor] = []
             block.shared = made.append
             out = block(x)
-            x = TAKES[self.how](out, made)
+            x = out if self.how == "seen" else TAKES[self.how](out, made)
         return self.head(x)
 
 
@@ -282,3 +284,23 @@ def test_a_gradient_that_nobody_began_says_so_where_no_operation_is_seen(system:
             with pytest.raises(HiddenUseError, match=r"gradient.*module blocks\.\d makes hides from the engine"):
                 one_step(engine, tokens(1, 1)[0], squared_error)
         assert all(map(torch.equal, parameters_of(engine).values(), before.values()))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_after_a_hidden_gradient_one_whole_step_is_watched(system: str) -> None:
+    """And not all that follow: on CUDA that takes time."""
+    chosen, options = SYSTEMS[system]
+    model = UnseenStack("function")
+    with start(chosen, model, settings(), options) as engine:
+        runtime = engine.runtime  # type: ignore[attr-defined]
+        engine.parts.device.meter._check = None  # type: ignore[attr-defined]
+        with pytest.raises(HiddenUseError):
+            one_step(engine, tokens(1, 1)[0], squared_error)
+        assert runtime.doubtful
+        for part in (model, *model.blocks):
+            part.how = "seen"
+        squared_error(engine, tokens(1, 1)[0, 0], 1)
+        engine.discard()
+        assert runtime.doubtful
+        one_step(engine, tokens(1, 1)[0], squared_error)
+        assert not runtime.doubtful

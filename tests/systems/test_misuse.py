@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -224,6 +226,8 @@ def test_a_copy_of_the_model_would_hold_no_weights(system: str) -> None:
         model.blocks[1].state_dict,
         lambda: copy.deepcopy(model),
         lambda: torch.save(list(model.parameters()), io.BytesIO()),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: pickle.dumps(model.blocks[1]),
     ]
     for take in copies:
         with pytest.raises(UnsupportedError, match=r"engine\.state_dict\(\) and engine\.save_pretrained\(folder\) have them"):
@@ -236,6 +240,14 @@ def test_a_copy_of_the_model_would_hold_no_weights(system: str) -> None:
     engine.close()
     for take in copies:
         take()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_engine_is_not_copied(system: str) -> None:
+    with started(system) as engine:
+        for take in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match=r"not copied or pickled: systems\.save_checkpoint\(engine, folder\)"):
+                take(engine)
 
 
 def test_sparse_gradients_are_refused_by_the_module_that_makes_them() -> None:
@@ -298,15 +310,21 @@ def test_freezing_a_parameter_stops_its_updates(system: str) -> None:
     assert runs[1].adam["blocks.1.up.weight"].steps == 2 and runs[1].adam["blocks.0.up.weight"].steps == 4
 
 
-@pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_summon_in_the_middle_of_a_step(system: str) -> None:
     engine = started(system)
     loss = LOSS(engine, BATCH[0], 1)
     for after in (lambda: None, lambda: engine.backward(loss)):
         after()
-        with pytest.raises(UnsupportedError, match="a step is in progress"):
-            engine.summon().__enter__()
-    engine.close()
+        for take in (engine.summon, lambda: engine.summon(write=True), lambda: nullcontext(engine.training_state())):
+            with pytest.raises(UnsupportedError, match="a step is in progress"):
+                take().__enter__()
+    engine.discard()
+    with torch.no_grad():
+        LOSS(engine, BATCH[0], 1)
+    with engine.summon(write=True):
+        assert engine.training_state()
+    assert_still_right(engine)
 
 
 def test_a_model_without_parameters_or_with_odd_ones() -> None:
