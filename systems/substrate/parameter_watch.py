@@ -291,7 +291,7 @@ class ParameterWatch:
 
 def _refuse_to_load(module: nn.Module, *given: Any) -> None:
     raise UnsupportedError(
-        "load_state_dict(): the engine keeps this model's weights, and would not see what is loaded: call it before initialize, "
+        "load_state_dict(): the engine keeps this model's weights, and does not see what is loaded: call it before initialize, "
         "or copy the values inside `with engine.summon(write=True) as values`, which has the names of the state dict"
     )
 
