@@ -133,12 +133,24 @@ def split_assignments(kind: str, texts: Sequence[str]) -> dict[str, str]:
 
 def parse_options(system: System, texts: Sequence[str]) -> BaseModel:
     """Texts such as key=value checked by the system's own Options. ValueError says in one line what is allowed."""
-    given = split_assignments("option", texts)
+    return check_options(system, split_assignments("option", texts))
+
+
+def check_options(system: System, given: Mapping[str, Any]) -> BaseModel:
+    """The same of values, which may be texts."""
+
+    def label(field: str, value: Any) -> str:
+        return f"`options=dict({field}={value!r})`"
+
     fields = system.Options.model_fields
     for key in given:
         if key not in fields:
             raise ValueError(unknown_name(f"option of {system.name}", key, fields))
     try:
-        return system.Options.model_validate(given)
+        options = system.Options.model_validate(given)
     except ValidationError as error:
-        raise ValueError(invalid_value(error, lambda field, value: f"`options=dict({field}={value!r})`")) from None
+        raise ValueError(invalid_value(error, label)) from None
+    for key, value in given.items():
+        if isinstance(value, bool) and not isinstance(getattr(options, key), bool):  # pydantic takes True for 1
+            raise ValueError(f"{label(key, value)}: input should be a number")
+    return options

@@ -152,6 +152,7 @@ class Engine(Reports):
 
         The model has its values again: plain parameters on the CPU in the engine's dtype, buffers where they came from. With
         keep=False, after an error, from packages, and where the host has no room, it gets nothing, and its forward says so.
+        Values that were edited past the engine are given back as they were trained, which is raised unless it was told.
         What went wrong behind the last step and was not told is raised: DivergedError where nonfinite=stop finds only now that
         it was not finite, RuntimeError where parameters belong to two steps.
         """

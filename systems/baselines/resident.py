@@ -98,6 +98,7 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.callback(remember_buffers(self.module, found.carried.values()))
         place_beside(self.module, found, self.device)
         self._names = [p.name for p in found.index.parameters]
+        self._shapes = [p.shape for p in found.index.parameters]
         self._rounded = _Rounded(self.parameters, TORCH_DTYPE[settings.dtype], lambda: self._in_backward)
         self._cleanup.callback(self._rounded.remove)
         self._watch = ParameterWatch(
@@ -293,6 +294,8 @@ class ResidentEngine(SteppingEngine):
             self._discard()
             self.drain()
             self._control.check_whole()
+            if keep:
+                self._watch.undo(partial(_restore, self))
             values = on_the_host([data_of(parameter) for parameter in self.parameters]) if keep else []
         except BaseException:
             self._let_go()
@@ -309,6 +312,14 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.close()
         for parameter in self.parameters:
             set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+def _restore(engine: ResidentEngine, parameter: int) -> bool:
+    """Of a parameter that was edited: a frozen one has no master."""
+    master, edited = engine._masters[parameter], engine.parameters[parameter]
+    if master is not None:
+        set_data(edited, master.view(engine._shapes[parameter]).to(edited.dtype))
+    return master is not None
 
 
 def _seen(given: object) -> dict[int, Seen]:

@@ -288,13 +288,15 @@ class ManagedEngine(ManagedReports):
                 self.runtime.abort()
             self.drain()
             self._control.check_whole()
+            if keep:
+                self._watch.undo(partial(_restore, self))
             pieces = values_in_slots(store, self.parts.residency) if keep else []
         finally:
             self._let_go()
         if not keep:
             return
         check_room(pieces, store.host.budget - store.slots.nbytes)
-        give(self.parameters, pieces)
+        give(self.parameters, pieces, [p.shape for p in self.index.parameters])
         release(self.module)
 
     def _let_go(self) -> None:
@@ -304,6 +306,15 @@ class ManagedEngine(ManagedReports):
         self.parts.residency.release_all()
         self._cleanup.close()
         assert self.parts.device.account.pool == 0, "device pool not empty after close"
+
+
+def _restore(engine: ManagedEngine, parameter: int) -> bool:
+    """Of a parameter that was edited. A frozen one has its values in the slot, where the edit may have been written back to."""
+    described, residency = engine.index.parameters[parameter], engine.parts.residency
+    if residency.writes_back and not described.trainable:
+        return False
+    residency.overwrite(parameter, engine.parts.store.parameter_values(parameter, described.shape))
+    return True
 
 
 def _gradients_pending(runtime: Runtime, in_place: bool) -> bool:

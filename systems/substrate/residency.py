@@ -57,7 +57,7 @@ class Residency:
 
     def __init__(self, layout: Layout, store: Store, device: Device, poison: Poison, *, write_back: bool) -> None:
         self.layout, self.store, self.device = layout, store, device
-        self._write_back = write_back
+        self.writes_back = write_back
         self.choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
         self.demote: Callable[[], bool] = lambda: False
         self.bundles = [
@@ -181,7 +181,7 @@ class Residency:
             del managed.holds[key]
 
     def evict(self, index: int) -> None:
-        if self._write_back:
+        if self.writes_back:
             self.write_back(index)
         else:
             self.drop(index)
