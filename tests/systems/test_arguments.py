@@ -12,7 +12,7 @@ import torch
 
 import systems
 from systems.arguments import device_of, dtype_of, options_of
-from systems.registry import check_options, get
+from systems.registry import check_options, find, get
 from tests.systems.every import STRATEGIES
 from tests.systems.test_foreign_calls import Stack
 
