@@ -256,7 +256,11 @@ def _whole(engine: Engine, dtype: torch.dtype, place: Place) -> Iterator[list[to
     stand_ins: dict[int, nn.Parameter] = {}
     for name, value in _one_by_one(engine):
         target = place(tuple(value.shape), dtype if value.is_floating_point() else value.dtype).copy_(value)
-        key = number_of[name]
+        key = number_of.get(name)
+        if key is None:
+            raise UnsupportedError(
+                f"parameter {name} is gone since initialize: keep the model's modules while its engine is open"
+            )
         stand_ins[key] = nn.Parameter(target, requires_grad=live[key][1].requires_grad and target.is_floating_point())
     changed = []
     try:

@@ -39,7 +39,7 @@ from systems.substrate.parameters import data_of, has_gradient, set_data, take_g
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
-from systems.substrate.units import ROOT, FoundModel, find_units, release, take
+from systems.substrate.units import ROOT, FoundModel, find_units, take
 from systems.system import TORCH_DTYPE, Engine, Settings
 
 
@@ -70,7 +70,7 @@ class ResidentEngine(SteppingEngine):
                 self._cleanup.close()
                 raise
         with starting(self):
-            take(model)
+            self._release = take(model)
             if self._states is not None:
                 self._states.attach(self._state, self._host_room)
         self._startup = {"initialize": time.perf_counter() - started}
@@ -303,7 +303,7 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.close()
         for parameter, value in zip(self.parameters, values, strict=True):
             set_data(parameter, value)
-        release(self.module)
+        self._release()
 
     def _let_go(self) -> None:
         self._cleanup.close()

@@ -46,7 +46,7 @@ from systems.substrate.runtime import Runtime
 from systems.substrate.stepping import starting
 from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
-from systems.substrate.units import FoundModel, find_units, release, take
+from systems.substrate.units import FoundModel, find_units, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Settings, StepOutcome
@@ -79,7 +79,7 @@ class ManagedEngine(ManagedReports):
                 self._cleanup.close()
                 raise
         with starting(self):
-            take(model)
+            self._release = take(model)
             self._cleanup.callback(refuse_state_dict(model))
             take_rest(self.parts.store)
             if self._states is not None:
@@ -295,7 +295,7 @@ class ManagedEngine(ManagedReports):
             return
         check_room(pieces, store.host.budget - store.slots.nbytes)
         give(self.parameters, pieces)
-        release(self.module)
+        self._release()
 
     def _let_go(self) -> None:
         with contextlib.suppress(Exception):

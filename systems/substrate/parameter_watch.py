@@ -28,6 +28,7 @@ from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.substrate.parameters import ManagedParameter, data_of, set_data
+from systems.substrate.structure import ADVICE, Structure
 from systems.substrate.units import FoundModel
 
 Pending = Callable[[bool], bool]
@@ -41,6 +42,9 @@ class _Eye:
     def __init__(self, watch: ParameterWatch, number: int, pending: Pending) -> None:
         self._watch, self._number, self.gradients_pending = watch, number, pending
 
+    def is_of(self, watch: ParameterWatch) -> bool:
+        return self._watch is watch
+
     def hides_gradient(self) -> bool:
         return self._watch.converting
 
@@ -50,6 +54,9 @@ class _Eye:
     def place(self, parameter: nn.Parameter, source: object) -> None:
         if not (isinstance(source, torch.Tensor) and _same_place(parameter, source)):
             self._watch.refuse_values(self._number, "set_()")
+
+    def refuse_another(self) -> None:
+        self._watch.refuse_another(self._number)
 
 
 class _Conversion:
@@ -92,13 +99,13 @@ class ParameterWatch:
         self._classes: list[Any] = [type(p) for p in parameters]
         self._number = {id(p): number for number, p in enumerate(parameters)}
         self._trainable = [p.requires_grad for p in parameters]
-        self._owners = [(m._parameters, name, n) for n, owners in enumerate(found.owners) for m, name in owners]
         self._guarded = [m for m in model.modules() if any(id(p) in self._number for p in m.parameters())]
         self._references = [weakref.ref(p) for p in parameters]  # torch.utils.swap_tensors refuses what has one
         self._calls = 0
         self._homes: dict[int, torch.Tensor] = {}  # what a cast stands for
         self.converting = False
         self._told = False
+        self._structure = Structure(model, parameters, self._names)
         try:
             self._begin(kind, pending)
         except BaseException:
@@ -107,8 +114,8 @@ class ParameterWatch:
 
     def _begin(self, kind: type[ManagedParameter], pending: Pending) -> None:
         for number, (parameter, theirs) in enumerate(zip(self._parameters, self._classes, strict=True)):
-            parameter.__class__ = kind if theirs is nn.Parameter else _managed(kind, theirs)
             parameter._watched = _Eye(self, number, pending)  # type: ignore[attr-defined]
+            parameter.__class__ = kind if theirs is nn.Parameter else _managed(kind, theirs)
         for module in self._guarded:
             module.__dict__["_apply"] = _Conversion(module, self)
         self.accept()
@@ -121,14 +128,20 @@ class ParameterWatch:
 
     def check(self) -> None:
         """UnsupportedError for a parameter edited, replaced or unfrozen since initialize; asks the device nothing."""
-        error = self._found()
+        error = self._found() or self._structure.changed()
         if error is not None:
             self._told = True
             raise error
 
     def lost(self) -> UnsupportedError | None:
         """Before the engine closes: what `check` would say, if nobody was told, of this or of another error."""
-        return None if self._told or sys.exception() is not None else self._found()
+        return None if self._told or sys.exception() is not None else self._found() or self._structure.lost()
+
+    def check_names(self) -> None:
+        """UnsupportedError where names of now are not those of initialize; edits do not matter."""
+        error = self._structure.renamed()
+        if error is not None:
+            raise error
 
     def _found(self) -> UnsupportedError | None:
         for number, parameter in enumerate(self._parameters):
@@ -142,13 +155,6 @@ class ParameterWatch:
                 return UnsupportedError(
                     f"parameter {self._names[number]} was frozen when the engine was made and has no optimizer state: set "
                     "requires_grad before initialize"
-                )
-        for held, name, number in self._owners:
-            now = held.get(name)
-            if now is not None and now is not self._parameters[number]:
-                return UnsupportedError(
-                    f"parameter {self._names[number]} was replaced by another, which the engine does not train: give it its "
-                    "values inside engine.summon(write=True), or replace it before initialize"
                 )
         return None
 
@@ -245,14 +251,22 @@ class ParameterWatch:
             "them inside engine.summon(write=True)"
         )
 
+    def refuse_another(self, number: int) -> None:
+        raise UnsupportedError(
+            f"parameter {self._names[number]} is with the engine, and another Parameter made of it would not be: {ADVICE}"
+        )
+
     def end(self) -> None:
         self._put_back()
         self._references.clear()
         for module in self._guarded:
             module.__dict__.pop("_apply", None)
+        self._structure.end()
         for parameter, kind in zip(self._parameters, self._classes, strict=True):
-            parameter.__class__ = kind
-            parameter.__dict__.pop("_watched", None)
+            eye = parameter.__dict__.get("_watched")
+            if isinstance(eye, _Eye) and eye.is_of(self):
+                parameter.__class__ = kind
+                del parameter.__dict__["_watched"]
 
 
 @cache

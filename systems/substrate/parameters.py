@@ -9,6 +9,7 @@ no_grad, and is not set to other values: see parameter_watch.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -38,6 +39,9 @@ class Watched(Protocol):
 
     def place(self, parameter: nn.Parameter, source: object) -> None:
         """`parameter.set_(source)`."""
+
+    def refuse_another(self) -> None:
+        """`nn.Parameter(parameter)`."""
 
 
 class ManagedParameter(nn.Parameter):
@@ -79,6 +83,13 @@ class ManagedParameter(nn.Parameter):
             set_data(self, value)
         else:
             watched.exchange(self, value)
+
+    def detach(self) -> torch.Tensor:
+        """`nn.Parameter(parameter)` asks for it, and would say something of its own about the class of this one."""
+        watched = self.__dict__.get("_watched")
+        if watched is not None and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            watched.refuse_another()
+        return super().detach()
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
         watched = self.__dict__.get("_watched")

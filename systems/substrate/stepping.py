@@ -139,6 +139,7 @@ class SteppingEngine(Engine):
             raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         if not overwrites:
             self._watch.check()
+        self._watch.check_names()
         self.drain()
         self._control.check_whole()
 
