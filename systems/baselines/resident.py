@@ -101,7 +101,7 @@ class ResidentEngine(SteppingEngine):
         self._rounded = _Rounded(self.parameters, TORCH_DTYPE[settings.dtype], lambda: self._in_backward)
         self._cleanup.callback(self._rounded.remove)
         self._watch = ParameterWatch(
-            self.module, found, self.parameters, lambda there: self._micro_step > 0, cast=self._rounded.watch
+            self.module, found, self.parameters, partial(_gradients_pending, self), cast=self._rounded.watch
         )
         self._cleanup.callback(self._watch.end)
 
@@ -322,6 +322,11 @@ def _seen(given: object) -> dict[int, Seen]:
 def _past_the_engine(engine: ResidentEngine, given: object) -> Iterator[None]:
     with engine._watch.call(), ambient(), engine.device.metered():
         yield
+
+
+def _gradients_pending(engine: ResidentEngine, there: bool) -> bool:
+    """As under a strategy: between a backward pass and the step, and within one as long as a gradient has not come."""
+    return not there if engine._in_backward else engine._micro_step > 0
 
 
 class _Rounded:

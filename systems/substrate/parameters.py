@@ -25,6 +25,12 @@ _GRAD: Any = torch._C.TensorBase.grad  # the descriptors behind Tensor.grad and 
 _DATA: Any = torch._C.TensorBase.data
 
 
+GRADIENTS = (
+    "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument `clip` of initialize, "
+    "read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
+)
+
+
 class Watched(Protocol):
     """What has an eye on one parameter."""
 
@@ -61,15 +67,20 @@ class ManagedParameter(nn.Parameter):
         if watched.hides_gradient():
             return None
         if watched.gradients_pending(gradient is not None):
-            raise RuntimeError(
-                "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument `clip` of "
-                "initialize, read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
-            )
+            raise RuntimeError(GRADIENTS)
         return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        """A hook that runs as the gradient comes may put another in its place. None where there is none changes nothing."""
+        watched, there = self.__dict__.get("_watched"), has_gradient(self)
+        if watched is not None and (watched.gradients_pending(there) or (value is not None and not there)):
+            raise RuntimeError(f"{GRADIENTS}; what is to be done to a gradient goes into parameter.register_hook")
         _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property
     def data(self) -> torch.Tensor:
