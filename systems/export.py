@@ -36,6 +36,7 @@ SPARE = 2  # values are spilled to a file unless the host has room for them so m
 Place = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
+@torch.inference_mode(False)  # what is made within it is of little use outside
 def state_dict(engine: Engine, dtype: str | torch.dtype) -> dict[str, Any]:
     """See Engine.state_dict."""
     wanted = _dtype(dtype)
@@ -93,16 +94,17 @@ def by_all_names(
     names: dict[str, list[str]] = {}
     first_of: dict[int, str] = {}
     found: dict[str, torch.Tensor] = {}
-    for name, tensor, _ in _named(module):
-        first = first_of.setdefault(id(tensor), name)
-        names.setdefault(first, []).append(name)
-        if first != name:
-            found[name] = found[first].clone() if write else found[first]
-        elif first in values:
-            found[name] = values[name]
-        else:
-            live[name] = tensor
-            found[name] = tensor.detach().to("cpu", copy=True)
+    with torch.inference_mode(False):
+        for name, tensor, _ in _named(module):
+            first = first_of.setdefault(id(tensor), name)
+            names.setdefault(first, []).append(name)
+            if first != name:
+                found[name] = found[first].clone() if write else found[first]
+            elif first in values:
+                found[name] = values[name]
+            else:
+                live[name] = tensor
+                found[name] = tensor.detach().to("cpu", copy=True)
     before = {name: (tensor, tensor._version) for name, tensor in found.items()}
     yield found
     if write:

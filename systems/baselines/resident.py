@@ -35,7 +35,7 @@ from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameter_watch import ParameterWatch
-from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
+from systems.substrate.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
@@ -188,6 +188,8 @@ class ResidentEngine(SteppingEngine):
         with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
+        for name, parameter in zip(self._names, self.parameters, strict=True):
+            refuse_sparse(parameter, name)
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
@@ -275,10 +277,12 @@ class ResidentEngine(SteppingEngine):
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._settle("summon", in_step=self._in_step, overwrites=write)
         values = {}
-        for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
-            source = parameter.detach() if master is None else master
-            values[name] = source.float().cpu().clone().view(parameter.shape)
-        yield values
+        with torch.inference_mode(False):  # what is made within it has no version
+            for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
+                source = parameter.detach() if master is None else master
+                values[name] = source.float().cpu().clone().view(parameter.shape)
+        with self._lending(write):
+            yield values
         if not write:
             return
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):

@@ -272,8 +272,10 @@ class ManagedEngine(ManagedReports):
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
         self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
-        values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
-        yield values
+        with torch.inference_mode(False):  # what is made within it has no version
+            values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
+        with self._lending(write):
+            yield values
         if write:
             for p in self.index.parameters:
                 self.parts.residency.overwrite(p.index, values[p.name])

@@ -1,4 +1,5 @@
-"""Calls that go around an engine, and how they are refused: a compiled forward, a backward pass that it did not begin.
+"""Calls that go around an engine, and how they are refused: a compiled or transformed forward, a backward pass that it did not
+begin.
 
 Note [How a compiled forward is seen]
     torch.compile fixes the addresses of weights that an engine moves. While a forward is traced, `is_compiling` says so. The
@@ -34,3 +35,12 @@ def refuse_compiled(module: nn.Module, *_: Any) -> None:
     """A forward pre-hook: UnsupportedError if this call is compiled, or called from what is."""
     if torch.compiler.is_compiling() or module._compiled_call_impl is not None or callable(get_eval_frame_callback()):
         _refuse()
+
+
+def refuse_transformed() -> None:
+    """UnsupportedError where a module with weights is called by torch.func: its tensors stand for others and have no memory."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise UnsupportedError(
+            "a module with weights is called by a transform of torch.func (vjp, grad, vmap and the like), and what it makes "
+            "hides from the engine: call the module itself, and transform functions without weights"
+        )

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from systems.errors import UnsupportedError
+from systems.errors import HiddenUseError, UnsupportedError
 
 _WITH_VALUES: WeakSet[nn.Module] = WeakSet()
 _GRAD: Any = torch._C.TensorBase.grad  # the descriptors behind Tensor.grad and Tensor.data
@@ -165,6 +165,16 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient: torch.Tensor | None = _GRAD.__get__(parameter)
     _GRAD.__set__(parameter, None)
     return gradient
+
+
+def refuse_sparse(parameter: torch.Tensor, name: str) -> None:
+    """HiddenUseError for a gradient that only says where it is not zero."""
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise HiddenUseError(
+            f"parameter {name} has a sparse gradient, which cannot be kept: leave off sparse=True of F.embedding, "
+            "sparse_grad=True of torch.gather and the like where it is read"
+        )
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:

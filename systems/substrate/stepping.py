@@ -14,6 +14,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine import host_budget
 from systems.messages import in_words
 from systems.substrate.giving_back import leave_without
+from systems.substrate.in_progress import refuse_within_a_pass
 from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
 from systems.substrate.parameter_watch import ParameterWatch
@@ -24,7 +25,7 @@ from systems.system import Engine, Settings
 class SteppingEngine(Engine):
     """_trains: something of the model requires a gradient. _failed: an exception ended the `with` block.
 
-    _states: of the user's torch optimizer, None without one.
+    _states: of the user's torch optimizer, None without one. _lent: blocks in which weights are edited, see masters.
     """
 
     settings: Settings
@@ -33,6 +34,7 @@ class SteppingEngine(Engine):
     _trains: bool
     _states: OptimizerStates | None = None
     _closed = _failed = False
+    _lent = 0
 
     # ---- what the engines do differently
 
@@ -76,6 +78,7 @@ class SteppingEngine(Engine):
 
     # ---- what they do alike
 
+    @torch.inference_mode(False)
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
         refuse_training_nothing(self._trains, "backward")
@@ -88,6 +91,7 @@ class SteppingEngine(Engine):
         with self._recovering(), self._watch.call():
             self._backward(loss)
 
+    @torch.inference_mode(False)
     def step(self) -> None:
         self._check_open()
         refuse_training_nothing(self._trains, "step")
@@ -129,6 +133,14 @@ class SteppingEngine(Engine):
     def training_state(self) -> TrainingState:
         return self._state("checkpoint or export")
 
+    @contextmanager
+    def _lending(self, write: bool) -> Iterator[None]:
+        self._lent += write
+        try:
+            yield
+        finally:
+            self._lent -= write
+
     def _settle(self, what: str, *, in_step: bool, overwrites: bool = False) -> None:
         """Wait until nothing moves. UnsupportedError within a step, RuntimeError where parameters belong to no step.
 
@@ -149,9 +161,14 @@ class SteppingEngine(Engine):
         with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
             self.close()
 
+    @torch.inference_mode(False)  # what the model is given back is to train
     def close(self, *, keep: bool = True) -> None:
         if self._closed:
             return
+        if not self._failed:
+            if self._lent:
+                raise ValueError("close: engine.summon(write=True) is open: leave its with block first")
+            refuse_within_a_pass(self, self.module)
         self._closed = True
         lost, told = self._watch.lost(), frozenset(self._control.told)
         if self._states is not None:

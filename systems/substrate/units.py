@@ -88,6 +88,8 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
 
     dtype: that weights will be computed in, where frozen ones that do not fit it may be carried along.
     """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError("torch.inference_mode() is on, and what is made within it never trains: call initialize outside")
     _refuse_modules(model)
     parameters, owners = _named(model)
     mixed = _several_dtypes(parameters)
@@ -147,6 +149,9 @@ def _refuse_modules(model: nn.Module) -> None:
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"
             raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            what = f"module {name}" if name else "the model"
+            raise UnsupportedError(f"{what} is scripted or traced and takes no hooks: pass the module that it was made of")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UnsupportedError(f"module {name or '<root>'} makes sparse gradients, which cannot be kept: leave sparse off")
 
