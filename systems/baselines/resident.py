@@ -31,6 +31,7 @@ from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.giving_back import on_the_host, remember_buffers
+from systems.substrate.in_progress import lending
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
@@ -281,7 +282,7 @@ class ResidentEngine(SteppingEngine):
             for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
                 source = parameter.detach() if master is None else master
                 values[name] = source.float().cpu().clone().view(parameter.shape)
-        with self._lending(write):
+        with lending(self, write=write):
             yield values
         if not write:
             return

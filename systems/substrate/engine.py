@@ -32,6 +32,7 @@ from systems.substrate.events import EventLog
 from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
 from systems.substrate.gradients import Gradients
 from systems.substrate.host import HostSlots, host_account
+from systems.substrate.in_progress import lending
 from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.optimizer_states import states_of
@@ -274,7 +275,7 @@ class ManagedEngine(ManagedReports):
         self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
         with torch.inference_mode(False):  # what is made within it has no version
             values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
-        with self._lending(write):
+        with lending(self, write=write):
             yield values
         if write:
             for p in self.index.parameters:

@@ -21,14 +21,15 @@ FOREIGN_BACKWARD = (
     "a backward pass came through this engine's model, and this engine did not begin it: call engine.backward(loss) instead of "
     "loss.backward() or torch.autograd.grad; a loss goes through one engine, so detach what another engine's model made"
 )
+COMPILED = (
+    "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile what is "
+    "not of the model"
+)
 
 
 @torch._disable_dynamo
 def _refuse() -> None:
-    raise UnsupportedError(
-        "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile "
-        "what is not of the model"
-    )
+    raise UnsupportedError(COMPILED)
 
 
 def refuse_compiled(module: nn.Module, *_: Any) -> None:

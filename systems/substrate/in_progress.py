@@ -6,7 +6,10 @@ That a pass is running is read off the stacks of all threads: whatever one would
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Protocol
 
 from torch import nn
 
@@ -14,9 +17,27 @@ OF_ENGINE = frozenset({"__call__", "backward", "step"})
 OF_MODULE = frozenset({"_call_impl", "forward"})
 
 
-def refuse_within_a_pass(engine: object, model: nn.Module) -> None:
-    """ValueError where somebody up a stack runs the engine, or its model."""
-    modules = {id(module) for module in model.modules()}
+class Lender(Protocol):
+    """An engine. _lent: blocks that are open in which weights are edited."""
+
+    module: nn.Module
+    _lent: int
+
+
+@contextmanager
+def lending(engine: Lender, *, write: bool) -> Iterator[None]:
+    engine._lent += write
+    try:
+        yield
+    finally:
+        engine._lent -= write
+
+
+def refuse_while_in_use(engine: Lender) -> None:
+    """ValueError where weights are lent, and where somebody up a stack runs the engine, or its model."""
+    if engine._lent:
+        raise ValueError("close: engine.summon(write=True) is open: leave its with block first")
+    modules = {id(module) for module in engine.module.modules()}
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:

@@ -14,7 +14,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine import host_budget
 from systems.messages import in_words
 from systems.substrate.giving_back import leave_without
-from systems.substrate.in_progress import refuse_within_a_pass
+from systems.substrate.in_progress import refuse_while_in_use
 from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
 from systems.substrate.parameter_watch import ParameterWatch
@@ -133,14 +133,6 @@ class SteppingEngine(Engine):
     def training_state(self) -> TrainingState:
         return self._state("checkpoint or export")
 
-    @contextmanager
-    def _lending(self, write: bool) -> Iterator[None]:
-        self._lent += write
-        try:
-            yield
-        finally:
-            self._lent -= write
-
     def _settle(self, what: str, *, in_step: bool, overwrites: bool = False) -> None:
         """Wait until nothing moves. UnsupportedError within a step, RuntimeError where parameters belong to no step.
 
@@ -166,9 +158,7 @@ class SteppingEngine(Engine):
         if self._closed:
             return
         if not self._failed:
-            if self._lent:
-                raise ValueError("close: engine.summon(write=True) is open: leave its with block first")
-            refuse_within_a_pass(self, self.module)
+            refuse_while_in_use(self)
         self._closed = True
         lost, told = self._watch.lost(), frozenset(self._control.told)
         if self._states is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
+from systems.substrate.foreign_calls import COMPILED
 
 ADVICE = (
     "the engine keeps weights under the names that they had: exchange, add, delete, wrap, prune or parametrize before "
@@ -65,6 +66,8 @@ class Structure:
                 return self._replaced(name, now[name])
         gone = next((name for name in self._names if name not in now), None)
         new = next((name for name in now if name not in self._names), None)
+        if new is not None and any(isinstance(module, torch._dynamo.OptimizedModule) for module in self._model.modules()):
+            return UnsupportedError(COMPILED)
         if gone is not None:
             aside = "" if new is None else f", and {new} is new"
             return UnsupportedError(f"parameter {gone} is gone since initialize{aside}: {ADVICE}")

@@ -45,9 +45,9 @@ def attribute(net: Any) -> None:
 
 class Held:
     def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = [rows]
+        self.rows: list[Any] = [rows]
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor) -> Any:
         return x @ self.rows[0]
 
 

@@ -204,7 +204,7 @@ def test_a_copy_of_a_resident_model_may_be_changed() -> None:
 
 
 def test_looking_at_the_structure_costs_little_a_unit() -> None:
-    """Once a step; the bound is far above what it takes (0.2 microseconds a module) for a machine that is busy."""
+    """Once a step; the bound is far above what it takes (0.7 microseconds a module) for a machine that is busy."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.ReLU()) for _ in range(50)))
     structure = Structure(model, model.parameters(), dict(model.named_parameters()))
     took = []
