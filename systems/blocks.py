@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
 def has_forward(module: nn.Module) -> bool:
     """False for a mere container (ModuleList, ParameterDict, a bare Module), which nobody ever calls."""
+    if isinstance(module, torch.jit.ScriptModule):  # whose class has none to ask for
+        return hasattr(module, "forward")
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -36,6 +36,7 @@ SPARE = 2  # values are spilled to a file unless the host has room for them so m
 Place = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
+@torch.inference_mode(False)  # what is made within it is of little use outside
 def state_dict(engine: Engine, dtype: str | torch.dtype) -> dict[str, Any]:
     """See Engine.state_dict."""
     wanted = _dtype(dtype)
@@ -93,16 +94,17 @@ def by_all_names(
     names: dict[str, list[str]] = {}
     first_of: dict[int, str] = {}
     found: dict[str, torch.Tensor] = {}
-    for name, tensor, _ in _named(module):
-        first = first_of.setdefault(id(tensor), name)
-        names.setdefault(first, []).append(name)
-        if first != name:
-            found[name] = found[first].clone() if write else found[first]
-        elif first in values:
-            found[name] = values[name]
-        else:
-            live[name] = tensor
-            found[name] = tensor.detach().to("cpu", copy=True)
+    with torch.inference_mode(False):
+        for name, tensor, _ in _named(module):
+            first = first_of.setdefault(id(tensor), name)
+            names.setdefault(first, []).append(name)
+            if first != name:
+                found[name] = found[first].clone() if write else found[first]
+            elif first in values:
+                found[name] = values[name]
+            else:
+                live[name] = tensor
+                found[name] = tensor.detach().to("cpu", copy=True)
     before = {name: (tensor, tensor._version) for name, tensor in found.items()}
     yield found
     if write:
@@ -256,7 +258,11 @@ def _whole(engine: Engine, dtype: torch.dtype, place: Place) -> Iterator[list[to
     stand_ins: dict[int, nn.Parameter] = {}
     for name, value in _one_by_one(engine):
         target = place(tuple(value.shape), dtype if value.is_floating_point() else value.dtype).copy_(value)
-        key = number_of[name]
+        key = number_of.get(name)
+        if key is None:
+            raise UnsupportedError(
+                f"parameter {name} is gone since initialize: keep the model's modules while its engine is open"
+            )
         stand_ins[key] = nn.Parameter(target, requires_grad=live[key][1].requires_grad and target.is_floating_point())
     changed = []
     try:

@@ -31,15 +31,16 @@ from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.giving_back import on_the_host, remember_buffers
+from systems.substrate.in_progress import lending
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameter_watch import ParameterWatch
-from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
+from systems.substrate.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
-from systems.substrate.units import ROOT, FoundModel, find_units, release, take
+from systems.substrate.units import ROOT, FoundModel, find_units, take
 from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 
@@ -70,7 +71,7 @@ class ResidentEngine(SteppingEngine):
                 self._cleanup.close()
                 raise
         with starting(self):
-            take(model)
+            self._release = take(model)
             if self._states is not None:
                 self._states.attach(self._state, self._host_room)
         self._startup = {"initialize": time.perf_counter() - started}
@@ -102,7 +103,7 @@ class ResidentEngine(SteppingEngine):
         self._rounded = _Rounded(self.parameters, TORCH_DTYPE[settings.dtype], lambda: self._in_backward)
         self._cleanup.callback(self._rounded.remove)
         self._watch = ParameterWatch(
-            self.module, found, self.parameters, lambda there: self._micro_step > 0, cast=self._rounded.watch
+            self.module, found, self.parameters, partial(_gradients_pending, self), cast=self._rounded.watch
         )
         self._cleanup.callback(self._watch.end)
 
@@ -189,6 +190,8 @@ class ResidentEngine(SteppingEngine):
         with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
             (loss if scale == 1.0 else loss * scale).backward()
+        for name, parameter in zip(self._names, self.parameters, strict=True):
+            refuse_sparse(parameter, name)
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
@@ -276,10 +279,12 @@ class ResidentEngine(SteppingEngine):
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         self._settle("summon", in_step=self._in_step, overwrites=write)
         values = {}
-        for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
-            source = parameter.detach() if master is None else master
-            values[name] = source.float().cpu().clone().view(parameter.shape)
-        yield values
+        with torch.inference_mode(False):  # what is made within it has no version
+            for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
+                source = parameter.detach() if master is None else master
+                values[name] = source.float().cpu().clone().view(parameter.shape)
+        with lending(self, write=write):
+            yield values
         if not write:
             return
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
@@ -306,7 +311,7 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.close()
         for parameter, value in zip(self.parameters, values, strict=True):
             set_data(parameter, value)
-        release(self.module)
+        self._release()
 
     def _let_go(self) -> None:
         self._cleanup.close()
@@ -333,6 +338,11 @@ def _seen(given: object) -> dict[int, Seen]:
 def _past_the_engine(engine: ResidentEngine, given: object) -> Iterator[None]:
     with engine._watch.call(), ambient(), engine.device.metered():
         yield
+
+
+def _gradients_pending(engine: ResidentEngine, there: bool) -> bool:
+    """As under a strategy: between a backward pass and the step, and within one as long as a gradient has not come."""
+    return not there if engine._in_backward else engine._micro_step > 0
 
 
 class _Rounded:

@@ -32,6 +32,7 @@ from systems.substrate.events import EventLog
 from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
 from systems.substrate.gradients import Gradients
 from systems.substrate.host import HostSlots, host_account
+from systems.substrate.in_progress import lending
 from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.optimizer_states import states_of
@@ -46,7 +47,7 @@ from systems.substrate.runtime import Runtime
 from systems.substrate.stepping import starting
 from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
-from systems.substrate.units import FoundModel, find_units, release, take
+from systems.substrate.units import FoundModel, find_units, take
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
 from systems.system import TORCH_DTYPE, Settings, StepOutcome
@@ -79,7 +80,7 @@ class ManagedEngine(ManagedReports):
                 self._cleanup.close()
                 raise
         with starting(self):
-            take(model)
+            self._release = take(model)
             self._cleanup.callback(refuse_state_dict(model))
             take_rest(self.parts.store)
             if self._states is not None:
@@ -272,8 +273,10 @@ class ManagedEngine(ManagedReports):
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
         self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
-        values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
-        yield values
+        with torch.inference_mode(False):  # what is made within it has no version
+            values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
+        with lending(self, write=write):
+            yield values
         if write:
             for p in self.index.parameters:
                 self.parts.residency.overwrite(p.index, values[p.name])
@@ -297,7 +300,7 @@ class ManagedEngine(ManagedReports):
             return
         check_room(pieces, store.host.budget - store.slots.nbytes)
         give(self.parameters, pieces, [p.shape for p in self.index.parameters])
-        release(self.module)
+        self._release()
 
     def _let_go(self) -> None:
         with contextlib.suppress(Exception):

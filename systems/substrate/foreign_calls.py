@@ -1,4 +1,5 @@
-"""Calls that go around an engine, and how they are refused: a compiled forward, a backward pass that it did not begin.
+"""Calls that go around an engine, and how they are refused: a compiled or transformed forward, a backward pass that it did not
+begin.
 
 Note [How a compiled forward is seen]
     torch.compile fixes the addresses of weights that an engine moves. While a forward is traced, `is_compiling` says so. The
@@ -20,17 +21,27 @@ FOREIGN_BACKWARD = (
     "a backward pass came through this engine's model, and this engine did not begin it: call engine.backward(loss) instead of "
     "loss.backward() or torch.autograd.grad; a loss goes through one engine, so detach what another engine's model made"
 )
+COMPILED = (
+    "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile what is "
+    "not of the model"
+)
 
 
 @torch._disable_dynamo
 def _refuse() -> None:
-    raise UnsupportedError(
-        "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile "
-        "what is not of the model"
-    )
+    raise UnsupportedError(COMPILED)
 
 
 def refuse_compiled(module: nn.Module, *_: Any) -> None:
     """A forward pre-hook: UnsupportedError if this call is compiled, or called from what is."""
     if torch.compiler.is_compiling() or module._compiled_call_impl is not None or callable(get_eval_frame_callback()):
         _refuse()
+
+
+def refuse_transformed() -> None:
+    """UnsupportedError where a module with weights is called by torch.func: its tensors stand for others and have no memory."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise UnsupportedError(
+            "a module with weights is called by a transform of torch.func (vjp, grad, vmap and the like), and what it makes "
+            "hides from the engine: call the module itself, and transform functions without weights"
+        )

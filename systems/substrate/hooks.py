@@ -36,8 +36,8 @@ from torch.autograd import Variable
 from systems.errors import HiddenUseError
 from systems.planning.layout import Layout
 from systems.substrate.calls import Calls, outer_modules
-from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
-from systems.substrate.parameters import take_gradient
+from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled, refuse_transformed
+from systems.substrate.parameters import refuse_sparse, take_gradient
 from systems.substrate.runtime import Runtime
 from systems.substrate.unit_tensors import SEEN, Kept, Seen, TooManyValuesError, base_of, first_of, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel
@@ -130,6 +130,7 @@ class UnitHooks:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             runtime = self._runtime
             refuse_compiled(module)
+            refuse_transformed()
             if runtime.in_backward:
                 self._enter_backward(unit)
             else:
@@ -229,9 +230,10 @@ class UnitHooks:
 
     def _take_gradient(self, number: int) -> Any:
         bundle = self._layout.bundle_of_parameter[number]
-        users = self.users[number]
+        users, name = self.users[number], self._index.parameters[number].name
 
         def hook(parameter: torch.Tensor) -> None:
+            refuse_sparse(parameter, name)
             gradient = take_gradient(parameter)
             if gradient is None:
                 return

@@ -26,6 +26,10 @@ GONE = (
     "the moments of this optimizer went with the engine that is closed: make a new optimizer, and load into it what "
     "state_dict() gave before close(), or use systems.load_checkpoint"
 )
+COPY = (
+    "the moments of this optimizer are with the engine, and a copy of it, or what torch.save and pickle write, would have "
+    "none: optimizer.state_dict() has them"
+)
 _MARK = "_engine_states"
 
 
@@ -101,6 +105,7 @@ class OptimizerStates:
             optimizer.register_step_pre_hook(self._before_step),
         ]
         setattr(optimizer, _MARK, self)
+        vars(optimizer)["__getstate__"] = self._refuse_copy
 
     def end(self, *, used: bool) -> None:
         """The engine closes. An optimizer whose moments are gone says so from then on; another one is torch's again.
@@ -117,10 +122,15 @@ class OptimizerStates:
         self._handles = []
         if vars(self._optimizer).get(_MARK) is self:
             delattr(self._optimizer, _MARK)
+            vars(self._optimizer).pop("__getstate__", None)
 
     def _check_open(self) -> None:
         if self._state is None and self._used:
             raise UnsupportedError(GONE)
+
+    def _refuse_copy(self) -> Any:
+        self._check_open()
+        raise UnsupportedError(COPY)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_open()

@@ -30,6 +30,7 @@ from torch import nn
 from systems.errors import UnsupportedError
 from systems.substrate.calls import Hook
 from systems.substrate.parameters import ManagedParameter, data_of, refuse_loading, set_data
+from systems.substrate.structure import ADVICE, Structure
 from systems.substrate.units import FoundModel
 
 Pending = Callable[[bool], bool]
@@ -43,6 +44,9 @@ class _Eye:
     def __init__(self, watch: ParameterWatch, number: int, pending: Pending) -> None:
         self._watch, self._number, self.gradients_pending = watch, number, pending
 
+    def is_of(self, watch: ParameterWatch) -> bool:
+        return self._watch is watch
+
     def hides_gradient(self) -> bool:
         return self._watch.converting
 
@@ -52,6 +56,9 @@ class _Eye:
     def place(self, parameter: nn.Parameter, source: object) -> None:
         if not (isinstance(source, torch.Tensor) and _same_place(parameter, source)):
             self._watch.refuse_values(self._number, "set_()")
+
+    def refuse_another(self) -> None:
+        self._watch.refuse_another(self._number)
 
 
 class _Conversion:
@@ -94,7 +101,6 @@ class ParameterWatch:
         self._classes: list[Any] = [type(p) for p in parameters]
         self._number = {id(p): number for number, p in enumerate(parameters)}
         self._trainable = [p.requires_grad for p in parameters]
-        self._owners = [(m._parameters, name, n) for n, owners in enumerate(found.owners) for m, name in owners]
         self._guarded = [m for m in model.modules() if any(id(p) in self._number for p in m.parameters())]
         self._references = [weakref.ref(p) for p in parameters]  # torch.utils.swap_tensors refuses what has one
         self._calls = 0
@@ -104,6 +110,7 @@ class ParameterWatch:
         self._undone: list[str] = []
         self._as_edited: list[str] = []
         self._end_refusing: Callable[[], None] = lambda: None
+        self._structure = Structure(model, parameters, self._names)
         try:
             self._begin(kind, pending)
         except BaseException:
@@ -112,8 +119,8 @@ class ParameterWatch:
 
     def _begin(self, kind: type[ManagedParameter], pending: Pending) -> None:
         for number, (parameter, theirs) in enumerate(zip(self._parameters, self._classes, strict=True)):
-            parameter.__class__ = kind if theirs is nn.Parameter else _managed(kind, theirs)
             parameter._watched = _Eye(self, number, pending)  # type: ignore[attr-defined]
+            parameter.__class__ = kind if theirs is nn.Parameter else _managed(kind, theirs)
         for module in self._guarded:
             module.__dict__["_apply"] = _Conversion(module, self)
         self._end_refusing = refuse_loading(self._guarded, Hook(_refuse_to_load))
@@ -127,14 +134,20 @@ class ParameterWatch:
 
     def check(self) -> None:
         """UnsupportedError for a parameter edited, replaced or unfrozen since initialize; asks the device nothing."""
-        error = self._found()
+        error = self._found() or self._structure.changed()
         if error is not None:
             self._told = True
             raise error
 
     def lost(self) -> UnsupportedError | None:
         """Before the engine closes: what `check` would say, if nobody was told, of this or of another error."""
-        return None if self._told or sys.exception() is not None else self._found()
+        return None if self._told or sys.exception() is not None else self._found() or self._structure.lost()
+
+    def check_names(self) -> None:
+        """UnsupportedError where names of now are not those of initialize; edits do not matter."""
+        error = self._structure.renamed()
+        if error is not None:
+            raise error
 
     def undo(self, restore: Callable[[int], bool]) -> None:
         """Before values are given back: they are those that were trained, not what they were edited to.
@@ -147,9 +160,7 @@ class ParameterWatch:
 
     def given_back(self, lost: UnsupportedError | None) -> UnsupportedError | None:
         """Parameters that were replaced are the model's again. Returns what is to be said of edits. lost: see `lost`."""
-        replaced = [(held, name, number) for held, name, number in self._owners if self._replaced(held, name, number)]
-        for held, name, number in replaced:
-            held[name] = self._parameters[number]
+        replaced = self._structure.put_back()
         if self._as_edited:
             return UnsupportedError(
                 f"parameter {self._as_edited[0]} was edited in place, which the engine does not see, and being frozen it has "
@@ -158,10 +169,6 @@ class ParameterWatch:
         if lost is not None and (replaced or self._undone):
             return UnsupportedError(f"{lost}; the engine is closed now, and has given the model its trained values")
         return lost
-
-    def _replaced(self, held: dict[str, nn.Parameter | None], name: str, number: int) -> bool:
-        now = held.get(name)
-        return now is not None and now is not self._parameters[number]
 
     def _found(self) -> UnsupportedError | None:
         for number, parameter in enumerate(self._parameters):
@@ -176,12 +183,6 @@ class ParameterWatch:
                 return UnsupportedError(
                     f"parameter {self._names[number]} was frozen when the engine was made and has no optimizer state: set "
                     "requires_grad before initialize"
-                )
-        for held, name, number in self._owners:
-            if self._replaced(held, name, number):
-                return UnsupportedError(
-                    f"parameter {self._names[number]} was replaced by another, which the engine does not train: give it its "
-                    "values in engine.summon(write=True), or replace it before initialize, or after close(), which puts it back"
                 )
         return None
 
@@ -278,15 +279,23 @@ class ParameterWatch:
             "them inside engine.summon(write=True)"
         )
 
+    def refuse_another(self, number: int) -> None:
+        raise UnsupportedError(
+            f"parameter {self._names[number]} is with the engine, and another Parameter made of it would not be: {ADVICE}"
+        )
+
     def end(self) -> None:
         self._put_back()
         self._end_refusing()
         self._references.clear()
         for module in self._guarded:
             module.__dict__.pop("_apply", None)
+        self._structure.end()
         for parameter, kind in zip(self._parameters, self._classes, strict=True):
-            parameter.__class__ = kind
-            parameter.__dict__.pop("_watched", None)
+            eye = parameter.__dict__.get("_watched")
+            if isinstance(eye, _Eye) and eye.is_of(self):
+                parameter.__class__ = kind
+                del parameter.__dict__["_watched"]
 
 
 def _refuse_to_load(module: nn.Module, *given: Any) -> None:

@@ -9,6 +9,7 @@ no_grad, and is not set to other values: see parameter_watch.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,11 +18,17 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from systems.errors import UnsupportedError
+from systems.errors import HiddenUseError, UnsupportedError
 
 _WITH_VALUES: WeakSet[nn.Module] = WeakSet()
 _GRAD: Any = torch._C.TensorBase.grad  # the descriptors behind Tensor.grad and Tensor.data
 _DATA: Any = torch._C.TensorBase.data
+
+
+GRADIENTS = (
+    "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument `clip` of initialize, "
+    "read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
+)
 
 
 class Watched(Protocol):
@@ -38,6 +45,9 @@ class Watched(Protocol):
 
     def place(self, parameter: nn.Parameter, source: object) -> None:
         """`parameter.set_(source)`."""
+
+    def refuse_another(self) -> None:
+        """`nn.Parameter(parameter)`."""
 
 
 class ManagedParameter(nn.Parameter):
@@ -57,15 +67,20 @@ class ManagedParameter(nn.Parameter):
         if watched.hides_gradient():
             return None
         if watched.gradients_pending(gradient is not None):
-            raise RuntimeError(
-                "gradients are with the engine until engine.step(), not in parameter.grad: clip with the argument `clip` of "
-                "initialize, read norms in engine.outcomes, and call engine.step() instead of optimizer.step()"
-            )
+            raise RuntimeError(GRADIENTS)
         return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        """A hook that runs as the gradient comes may put another in its place. None where there is none changes nothing."""
+        watched, there = self.__dict__.get("_watched"), has_gradient(self)
+        if watched is not None and (watched.gradients_pending(there) or (value is not None and not there)):
+            raise RuntimeError(f"{GRADIENTS}; what is to be done to a gradient goes into parameter.register_hook")
         _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property
     def data(self) -> torch.Tensor:
@@ -79,6 +94,13 @@ class ManagedParameter(nn.Parameter):
             set_data(self, value)
         else:
             watched.exchange(self, value)
+
+    def detach(self) -> torch.Tensor:
+        """`nn.Parameter(parameter)` asks for it, and would say something of its own about the class of this one."""
+        watched = self.__dict__.get("_watched")
+        if watched is not None and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            watched.refuse_another()
+        return super().detach()
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
         watched = self.__dict__.get("_watched")
@@ -158,6 +180,16 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient: torch.Tensor | None = _GRAD.__get__(parameter)
     _GRAD.__set__(parameter, None)
     return gradient
+
+
+def refuse_sparse(parameter: torch.Tensor, name: str) -> None:
+    """HiddenUseError for a gradient that only says where it is not zero."""
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise HiddenUseError(
+            f"parameter {name} has a sparse gradient, which cannot be kept: leave off sparse=True of F.embedding, "
+            "sparse_grad=True of torch.gather and the like where it is read"
+        )
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:

@@ -1,13 +1,16 @@
 """Finds weights that share memory with something else under another name: what one engine would silently make two of.
 
-Two Parameters on one storage, a slice of a weight, an expanded one, a buffer or an attribute that looks into a weight: plain
-PyTorch trains all of it at once. An engine gives every Parameter memory of its own, so they are refused by both names. Places
-in one storage that do not overlap, and frozen Parameters among themselves, are fine. Tying one Parameter object is too.
+Two Parameters on one storage, a slice of a weight, an expanded one, a buffer, an attribute, a closure or a partial that looks
+into a weight: plain PyTorch trains all of it at once. An engine gives every Parameter memory of its own, so they are refused by
+both names. Places in one storage that do not overlap, and frozen Parameters among themselves, are fine. Tying one Parameter
+object is too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from systems.errors import UnsupportedError
 
-MAX_DEPTH = 3  # of lists and dicts in an attribute
+MAX_DEPTH = 3  # of what is in an attribute: lists and dicts, an object's own attributes, what a function has with it
+_EMPTY = CellType()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INTERNAL = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
@@ -102,20 +107,48 @@ def _marks(tensor: torch.Tensor, offset: int, extent: int) -> torch.Tensor:
 
 
 def _others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers, and tensors in attributes and in their lists and dicts."""
+    """Buffers, and tensors in attributes and in hooks, and in what these have in turn."""
+    depths: dict[int, int] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         made = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
         for attribute, value in vars(module).items():
             if attribute == "_buffers":
                 yield from ((f"buffer {prefix}{key}", buffer) for key, buffer in value.items() if buffer is not None)
+            elif attribute in _HOOKS:
+                yield from ((f"a hook of {name or 'the model'}", tensor) for tensor in _tensors(value, depths))
             elif attribute not in _INTERNAL and attribute not in made:  # which its hook makes anew before each forward
-                yield from ((f"attribute {prefix}{attribute}", tensor) for tensor in _tensors(value))
+                yield from ((f"attribute {prefix}{attribute}", tensor) for tensor in _tensors(value, depths))
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, depths: dict[int, int], depth: int = 0) -> Iterator[torch.Tensor]:
+    """depths: at which an object was looked into, for it may be had by many modules."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth < MAX_DEPTH and isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each, depth + 1)
+    elif depth < MAX_DEPTH and depths.get(id(value), MAX_DEPTH) > depth:
+        parts = _parts(value)
+        if parts:
+            depths[id(value)] = depth
+        for each in parts:
+            yield from _tensors(each, depths, depth + 1)
+
+
+def _parts(value: Any) -> Collection[Any]:
+    """What an object has, as far as it shows: not what a module has, which is looked at by itself."""
+    if isinstance(value, (str, bytes, int, float, type(None), nn.Module, ModuleType, type)):
+        return ()
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    try:
+        return vars(value).values()
+    except (TypeError, AttributeError, ReferenceError):  # it has none, or is a reference to what is gone
+        return ()

@@ -15,6 +15,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine import host_budget
 from systems.messages import in_words
 from systems.substrate.giving_back import leave_without
+from systems.substrate.in_progress import refuse_while_in_use
 from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
 from systems.substrate.parameter_watch import ParameterWatch
@@ -25,7 +26,7 @@ from systems.system import Engine, Settings
 class SteppingEngine(Engine):
     """_trains: something of the model requires a gradient. _failed: an exception ended the `with` block.
 
-    _states: of the user's torch optimizer, None without one.
+    _states: of the user's torch optimizer, None without one. _lent: blocks in which weights are edited, see masters.
     """
 
     settings: Settings
@@ -34,6 +35,7 @@ class SteppingEngine(Engine):
     _trains: bool
     _states: OptimizerStates | None = None
     _closed = _failed = False
+    _lent = 0
 
     # ---- what the engines do differently
 
@@ -77,6 +79,7 @@ class SteppingEngine(Engine):
 
     # ---- what they do alike
 
+    @torch.inference_mode(False)
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
         refuse_training_nothing(self._trains, "backward")
@@ -89,6 +92,7 @@ class SteppingEngine(Engine):
         with self._recovering(), self._watch.call():
             self._backward(loss)
 
+    @torch.inference_mode(False)
     def step(self) -> None:
         self._check_open()
         refuse_training_nothing(self._trains, "step")
@@ -140,6 +144,7 @@ class SteppingEngine(Engine):
             raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         if not overwrites:
             self._watch.check()
+        self._watch.check_names()
         self.drain()
         self._control.check_whole()
 
@@ -149,9 +154,12 @@ class SteppingEngine(Engine):
         with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
             self.close()
 
+    @torch.inference_mode(False)  # what the model is given back is to train
     def close(self, *, keep: bool = True) -> None:
         if self._closed:
             return
+        if not self._failed:
+            refuse_while_in_use(self)
         self._closed = True
         lost, told, amid = self._watch.lost(), frozenset(self._control.told), sys.exception() is not None
         if self._states is not None:

@@ -13,12 +13,14 @@ Note [Carried along]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from systems.blocks import find_blocks, has_forward
 from systems.errors import UnsupportedError
@@ -28,6 +30,7 @@ from systems.substrate.shared_memory import refuse_shared_memory
 COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})  # dtypes of weights
 ROOT = "<root>"  # the name of the unit that is the model itself
 _TAKEN: WeakSet[nn.Module] = WeakSet()
+_TAKEN_PARAMETERS: Any = WeakIdKeyDictionary()  # a Parameter may be in several models
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,27 @@ class FoundModel:
         return any(parameter.trainable for parameter in self.index.parameters)
 
 
-def take(model: nn.Module) -> None:
-    """An engine has the model from now on: its values lie where the engine keeps them."""
-    _TAKEN.update(module for module in model.modules() if _has_values(module))
+def take(model: nn.Module) -> Callable[[], None]:
+    """An engine has the model from now on: its values lie where the engine keeps them. Returns what says that it has them
+    again, whatever became of its modules since.
+    """
+    modules, parameters = WeakSet(module for module in model.modules() if _has_values(module)), WeakIdKeyDictionary()
+    parameters.update((parameter, None) for parameter in model.parameters())
+    _TAKEN.update(modules)
+    _TAKEN_PARAMETERS.update(parameters)
+
+    def release() -> None:
+        _TAKEN.difference_update(modules)
+        for parameter in parameters:
+            _TAKEN_PARAMETERS.pop(parameter, None)
+        parameters.clear()  # nobody has a weak reference to them, so that torch.utils.swap_tensors takes them
+
+    return release
 
 
 def _has_values(module: nn.Module) -> bool:
     """Not so an activation, which a library may share among all its models."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-
-
-def release(model: nn.Module) -> None:
-    """The model has its values again."""
-    _TAKEN.difference_update(model.modules())
 
 
 def _owned(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -77,6 +88,8 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
 
     dtype: that weights will be computed in, where frozen ones that do not fit it may be carried along.
     """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError("torch.inference_mode() is on, and what is made within it never trains: call initialize outside")
     _refuse_modules(model)
     parameters, owners = _named(model)
     mixed = _several_dtypes(parameters)
@@ -136,6 +149,9 @@ def _refuse_modules(model: nn.Module) -> None:
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             what = f"module {name}" if name else "the model"
             raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            what = f"module {name}" if name else "the model"
+            raise UnsupportedError(f"{what} is scripted or traced and takes no hooks: pass the module that it was made of")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UnsupportedError(f"module {name or '<root>'} makes sparse gradients, which cannot be kept: leave sparse off")
 
@@ -162,6 +178,11 @@ def _named(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Par
             full = f"{name}.{attribute}" if name else attribute
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise UnsupportedError(f"parameter {full} has no shape yet: run the model once before initialize")
+            if parameter in _TAKEN_PARAMETERS:
+                raise UnsupportedError(
+                    f"parameter {full} was given to an engine before, in another model, which has its values: close that one, "
+                    "make both one model, or give this one a parameter of its own"
+                )
             parameters.setdefault(parameter, []).append(full)
             owners.setdefault(parameter, []).append((module, attribute))
     return parameters, owners

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,36 @@ def attribute(net: Any) -> None:
     net.two.seen = {"rows": [net.one.weight.data[2]]}
 
 
+class Held:
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows: list[Any] = [rows]
+
+    def multiply(self, x: torch.Tensor) -> Any:
+        return x @ self.rows[0]
+
+
+def in_an_object(net: Any) -> None:
+    net.held = Held(net.one.weight.data)
+
+
+def of_a_method(net: Any) -> None:
+    net.multiply = Held(net.one.weight.data).multiply
+
+
+def in_a_partial(net: Any) -> None:
+    net.multiply = functools.partial(nn.functional.linear, weight=net.one.weight.data)
+
+
+def in_a_closure(net: Any) -> None:
+    rows = net.one.weight.detach()[2:4]
+    net.multiply = lambda x: x @ rows.t()
+
+
+def in_a_hook(net: Any) -> None:
+    rows = net.one.weight.detach()
+    net.two.register_forward_hook(lambda module, args, output: output @ rows)
+
+
 def frozen_view(net: Any) -> None:
     net.two.weight = nn.Parameter(net.one.weight.detach(), requires_grad=False)
 
@@ -69,6 +100,11 @@ SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "numpy": (numpy_twice, "one.weight.*two.weight"),
     "buffer": (buffer, "one.weight shares memory with buffer copy"),
     "attribute": (attribute, "one.weight shares memory with attribute two.seen"),
+    "object": (in_an_object, "one.weight shares memory with attribute held"),
+    "method": (of_a_method, "one.weight shares memory with attribute multiply"),
+    "partial": (in_a_partial, "one.weight shares memory with attribute multiply"),
+    "closure": (in_a_closure, "one.weight shares memory with attribute multiply"),
+    "hook": (in_a_hook, "one.weight shares memory with a hook of two"),
     "frozen": (frozen_view, "one.weight shares memory with two.weight"),
     "integers": (carried_view, "one.weight shares memory with bits"),
     "expanded": (lambda n: setattr(n.two.weight, "data", torch.ones(8, 1).expand(8, 8)), "two.weight has elements that share"),
@@ -113,11 +149,20 @@ def recurrent(net: Any) -> None:
     net.memory = nn.LSTM(8, 8)  # keeps its own parameters in a list
 
 
+def kept_elsewhere(net: Any) -> None:
+    """The Parameter itself, other memory, other modules, and what goes round in circles."""
+    held = Held(net.one.weight)
+    held.rows += [torch.ones(8, 8), net.two, held]
+    net.held, net.forward_again = held, functools.partial(type(net).forward, net)
+    net.two.register_forward_hook(lambda module, args, output: output + held.rows[1][0])
+
+
 ALLOWED: dict[str, Callable[[Any], Any]] = {
     "tied": lambda n: setattr(n.two, "weight", n.one.weight),
     "kept in a list": lambda n: setattr(n, "mine", [n.one.weight]),
     "flat": flat,
     "columns": lambda n: interleaved(n, shift=0),
+    "kept elsewhere": kept_elsewhere,
     "all frozen": all_frozen_views,
     "recurrent": recurrent,
     "spectral norm": lambda n: nn.utils.spectral_norm(n.one),
