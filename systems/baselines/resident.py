@@ -37,6 +37,7 @@ from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
+from systems.substrate.repeats import Repeats
 from systems.substrate.stepping import SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel, find_units, release, take
@@ -79,7 +80,8 @@ class ResidentEngine(SteppingEngine):
         settings = self.settings
         refuse_mixed_dtypes(found, settings.dtype)
         self._trains = found.trains
-        self._cleanup.callback(apply_recompute(found, settings.recompute))
+        self._repeats = Repeats()
+        self._cleanup.callback(apply_recompute(found, settings.recompute, self._repeats))
         for module in {self.module, *found.modules}:
             self._cleanup.callback(module.register_forward_pre_hook(Hook(refuse_compiled)).remove)
         self._calls = Calls(partial(_past_the_engine, self))
@@ -226,7 +228,11 @@ class ResidentEngine(SteppingEngine):
                 gradients[number] = accumulator
         kernel = self.device.kernel
         with labelled("norm"):
-            values = self.device.partials([kernel.sum_squares_all(list(gradients.values()))])()
+            alike = self._repeats.take()
+            same = [] if alike.same is None else [alike.same]
+            values = self.device.partials([kernel.sum_squares_all(list(gradients.values())), *same])()
+            if same:
+                alike.check(values.pop())
             outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
             self.log.count("skipped_steps")
