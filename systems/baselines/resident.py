@@ -23,6 +23,8 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
 from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
+from systems.substrate import loss_scale
+from systems.substrate.access import Access
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
@@ -58,6 +60,7 @@ class ResidentEngine(SteppingEngine):
         if settings.ranks != 1:
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
+        self._access = Access()
         self.log = EventLog(keep=settings.log_events)
         self._in_step = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
@@ -189,7 +192,7 @@ class ResidentEngine(SteppingEngine):
         scale = self._control.scale
         with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
-            (loss if scale == 1.0 else loss * scale).backward()
+            loss_scale.backward(loss, scale, self.parameters)
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
@@ -284,7 +287,8 @@ class ResidentEngine(SteppingEngine):
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             source = parameter.detach() if master is None else master
             values[name] = source.float().cpu().clone().view(parameter.shape)
-        yield values
+        with self._access.writing(write):
+            yield values
         if not write:
             return
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):

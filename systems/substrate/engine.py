@@ -17,6 +17,8 @@ from systems.errors import UnsupportedError
 from systems.messages import in_words
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
+from systems.substrate import loss_scale
+from systems.substrate.access import Access
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
 from systems.substrate.adoption import (
     adopt_parameters,
@@ -70,6 +72,7 @@ class ManagedEngine(ManagedReports):
         started = time.perf_counter()
         self.module, self.settings = model, settings
         self.disk: Disk | None = None
+        self._access = Access()
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
         with keeping_values(model):
@@ -232,7 +235,7 @@ class ManagedEngine(ManagedReports):
             record_function("backward"),
             recomputation_in_words(),
         ):
-            (loss if scale == 1.0 else loss * scale).backward()
+            loss_scale.backward(loss, scale, self.parameters)
             self.runtime.end_backward()
 
     def _finish_step(self) -> None:
@@ -273,7 +276,8 @@ class ManagedEngine(ManagedReports):
         """See Engine.masters."""
         self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
         values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
-        yield values
+        with self._access.writing(write):
+            yield values
         if write:
             for p in self.index.parameters:
                 self.parts.residency.overwrite(p.index, values[p.name])

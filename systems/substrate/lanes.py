@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from systems.planning.plan import LaneKind
+from systems.substrate.access import Access
 from systems.substrate.labels import labelled
 
 
@@ -159,6 +160,7 @@ class Lane:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._running = True
+        self._access = Access()
         self._busy = 0  # threads that have a job in hand
         self.error: BaseException | None = None
         self._failed: list[Any] = []  # tickets
@@ -174,6 +176,7 @@ class Lane:
 
         label: what a profile calls it.
         """
+        self._access.check_process()  # a lock may be held for ever, too
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
         job = _Job(work, after, ticket, priority, label)
         with self._changed:
@@ -279,6 +282,7 @@ class Lane:
 
     def rest(self) -> None:
         """Block until every job submitted so far is finished, on the device too."""
+        self._access.check_process()
         with self._changed:
             while self._waiting or self._busy:
                 self._changed.wait()

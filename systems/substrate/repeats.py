@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from systems.errors import UnsupportedError
 
 AT_ONCE = 2  # calls of a block, the first ones
-EVERY = 64
+EVERY = 256
 SAMPLE = 1 << 20  # elements
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,7 +45,7 @@ class Alike:
 
 @dataclass
 class Repeats:
-    """Of all recomputed blocks of a model. later: somebody asks for `take` at each step; else only first calls are looked at."""
+    """Of all recomputed blocks of a model. later: somebody asks for `take` at each step; else only first calls are compared."""
 
     later: bool = True
     _names: list[str] = field(default_factory=list)
@@ -100,9 +100,9 @@ class Saves:
         own = {p.untyped_storage()._cdata for p in self._block.module.parameters()} if self._whole else set()
 
         def see(number: int, tensor: torch.Tensor) -> None:
-            if (self._whole or number == self._sample) and _can_be_summed(tensor):
-                if tensor.untyped_storage()._cdata not in own:
-                    self._kept.append((number, self._sum(tensor)))
+            wanted = (self._whole or number == self._sample) and _can_be_summed(tensor)
+            if wanted and tensor.untyped_storage()._cdata not in own:
+                self._kept.append((number, self._sum(tensor)))
 
         with _seeing_saves(see):
             yield

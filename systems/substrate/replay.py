@@ -3,9 +3,9 @@ and leaves no trace.
 
 torch.utils.checkpoint itself restores torch's default generators. What a caller may have set around the call is kept of each:
 plain attributes of the block's modules (a switch of an adapter, training mode), which tensors are their parameters and buffers
-(torch.func.functional_call), context variables. A block may also count, average or normalise in buffers, draw from a generator of
-its own or from those of Python and numpy, and append to the lists that it is given. What of this a forward changes is learned
-at the first one, in training and in evaluation; nothing else is copied later. What is missed: see repeats.py.
+(torch.func.functional_call), context variables. A block may also count, average or normalise in buffers, draw from a generator
+of its own or from those of Python and numpy, and append to the lists that it is given. What of this a forward changes is
+learned at the first one, in training and in evaluation; nothing else is copied later. What is missed: see repeats.py.
 """
 
 from __future__ import annotations

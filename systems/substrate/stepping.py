@@ -13,6 +13,7 @@ from systems.checkpoint import TrainingState
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import host_budget
 from systems.messages import in_words
+from systems.substrate.access import Access
 from systems.substrate.giving_back import leave_without
 from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
@@ -31,6 +32,7 @@ class SteppingEngine(Engine):
     _control: StepControl
     _watch: ParameterWatch
     _trains: bool
+    _access: Access
     _states: OptimizerStates | None = None
     _closed = _failed = False
 
@@ -122,8 +124,10 @@ class SteppingEngine(Engine):
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the engine is closed")
+        self._access.check()
 
     def set_lr(self, lr: float) -> None:
+        self._access.check_process()
         self._control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
@@ -151,6 +155,11 @@ class SteppingEngine(Engine):
     def close(self, *, keep: bool = True) -> None:
         if self._closed:
             return
+        if self._access.is_foreign:  # everything is its maker's
+            self._closed = True
+            return
+        if not self._failed:
+            self._access.check()
         self._closed = True
         lost, told = self._watch.lost(), frozenset(self._control.told)
         if self._states is not None:
