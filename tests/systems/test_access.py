@@ -58,12 +58,17 @@ def test_within_a_summon_that_writes_nothing_else_is_done(system: str) -> None:
     finished(engine, [one_step(engine, BATCH, squared_error)])
 
 
+def fail_within(engine: Engine) -> None:
+    summoned = engine.summon(write=True)
+    summoned.__enter__()
+    engine.step()
+
+
 @pytest.mark.parametrize("system", ALL)
 def test_an_error_within_it_lets_the_engine_close(system: str) -> None:
     engine = started(system)
-    summoned = engine.summon(write=True)
     with pytest.raises(UnsupportedError, match="is open"), engine:
-        USES["step"]([engine, summoned.__enter__()][0])
+        fail_within(engine)
     with pytest.raises(ValueError, match="closed"):
         squared_error(engine, BATCH[0], 1)
 
