@@ -173,6 +173,7 @@ class Engine(Reports):
 
         Without write a tied weight is one tensor under its names. With write=True what has changed is taken over on exit; each
         name then has a tensor of its own, one edited name speaks for all, and several have to agree (ValueError).
+        Until then nothing else may be asked of the engine (UnsupportedError).
         """
         with self.masters(write=write) as values, export.by_all_names(self.module, values, write=write) as found:
             yield found

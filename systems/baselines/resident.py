@@ -23,6 +23,8 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine import device_budget, make_device
 from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
+from systems.substrate import loss_scale
+from systems.substrate.access import Access
 from systems.substrate.activations import apply_recompute, recomputation_in_words
 from systems.substrate.adam.kernel import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
@@ -31,13 +33,13 @@ from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
 from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
 from systems.substrate.giving_back import on_the_host, remember_buffers
-from systems.substrate.in_progress import lending
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
 from systems.substrate.optimizer_states import states_of
 from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
+from systems.substrate.repeats import Repeats
 from systems.substrate.stepping import SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel, find_units, take
@@ -58,6 +60,7 @@ class ResidentEngine(SteppingEngine):
         if settings.ranks != 1:
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         self.module, self.settings = model, settings
+        self._access = Access()
         self.log = EventLog(keep=settings.log_events)
         self._in_step = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
@@ -80,7 +83,8 @@ class ResidentEngine(SteppingEngine):
         settings = self.settings
         refuse_mixed_dtypes(found, settings.dtype)
         self._trains = found.trains
-        self._cleanup.callback(apply_recompute(found, settings.recompute))
+        self._repeats = Repeats()
+        self._cleanup.callback(apply_recompute(found, settings.recompute, self._repeats))
         for module in {self.module, *found.modules}:
             self._cleanup.callback(module.register_forward_pre_hook(Hook(refuse_compiled)).remove)
         self._calls = Calls(partial(_past_the_engine, self))
@@ -189,7 +193,7 @@ class ResidentEngine(SteppingEngine):
         scale = self._control.scale
         with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
-            (loss if scale == 1.0 else loss * scale).backward()
+            loss_scale.backward(loss, scale, self.parameters)
         for name, parameter in zip(self._names, self.parameters, strict=True):
             refuse_sparse(parameter, name)
         self._in_backward = False
@@ -230,7 +234,11 @@ class ResidentEngine(SteppingEngine):
                 gradients[number] = accumulator
         kernel = self.device.kernel
         with labelled("norm"):
-            values = self.device.partials([kernel.sum_squares_all(list(gradients.values()))])()
+            alike = self._repeats.take()
+            same = [] if alike.same is None else [alike.same]
+            values = self.device.partials([kernel.sum_squares_all(list(gradients.values())), *same])()
+            if same:
+                alike.check(values.pop())
             outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
             self.log.count("skipped_steps")
@@ -283,7 +291,7 @@ class ResidentEngine(SteppingEngine):
             for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
                 source = parameter.detach() if master is None else master
                 values[name] = source.float().cpu().clone().view(parameter.shape)
-        with lending(self, write=write):
+        with self._access.writing(write):
             yield values
         if not write:
             return

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from systems.errors import UnsupportedError
 from systems.substrate.calls import forward_of_copy, put_back
+from systems.substrate.repeats import Repeats, RepeatsOfBlock
 from systems.substrate.replay import Replay, own_containers
 from systems.substrate.units import FoundModel
 
@@ -30,10 +31,15 @@ def recomputed_units(found: FoundModel, choice: Literal["none", "full"] | tuple[
     return frozenset(blocks[number] for number in chosen)
 
 
-def apply_recompute(found: FoundModel, choice: Literal["none", "full"] | tuple[int, ...]) -> Callable[[], None]:
-    """Wrap the chosen blocks; returns what undoes it. Raises ValueError for a block number the model does not have."""
-    modules = [found.modules[unit] for unit in sorted(recomputed_units(found, choice))]
-    wrapped = [_wrap(module) for module in modules]
+def apply_recompute(
+    found: FoundModel, choice: Literal["none", "full"] | tuple[int, ...], repeats: Repeats | None = None
+) -> Callable[[], None]:
+    """Wrap the chosen blocks; returns what undoes it. Raises ValueError for a block number the model does not have.
+
+    repeats: of an engine that asks it at each step.
+    """
+    repeats = Repeats(later=False) if repeats is None else repeats
+    wrapped = [_wrap(found, unit, repeats) for unit in sorted(recomputed_units(found, choice))]
 
     def undo() -> None:
         for forward in wrapped:
@@ -46,12 +52,13 @@ class Recomputation:
     """Blocks that a strategy may have recomputed: each is wrapped once, and `units` is looked up when it runs.
 
     units: those recomputed from now on. input_bytes: per unit the size of its hidden state, its first tensor argument.
+    repeats: of all recomputed blocks.
     """
 
     def __init__(self, found: FoundModel, units: frozenset[int]) -> None:
-        self.units = units
+        self.units, self.repeats = units, Repeats()
         self.input_bytes: dict[int, int] = {}
-        self._wrapped = [_wrap(found.modules[unit], functools.partial(self._recomputes, unit)) for unit in sorted(units)]
+        self._wrapped = [_wrap(found, unit, self.repeats, functools.partial(self._recomputes, unit)) for unit in sorted(units)]
 
     def _recomputes(self, unit: int, args: tuple[Any, ...]) -> bool:
         hidden = next((a for a in args if isinstance(a, torch.Tensor)), None)
@@ -68,7 +75,8 @@ def switchable(
 ) -> tuple[Recomputation, Callable[[], None]]:
     """may: units that the strategy may recompute; None has those of `choice` recomputed for good. With what undoes it."""
     if may is None:
-        return Recomputation(found, frozenset()), apply_recompute(found, choice)
+        none = Recomputation(found, frozenset())
+        return none, apply_recompute(found, choice, none.repeats)
     recomputation = Recomputation(found, may)
     return recomputation, recomputation.undo
 
@@ -95,25 +103,27 @@ class _Wrapped:
         put_back(self._module, self, self._own)
 
 
-def _wrap(module: nn.Module, recomputes: Callable[[tuple[Any, ...]], bool] = _always) -> _Wrapped:
-    forward, replay = module.forward, Replay(module)
+def _wrap(found: FoundModel, unit: int, repeats: Repeats, recomputes: Callable[[tuple[Any, ...]], bool] = _always) -> _Wrapped:
+    module = found.modules[unit]
+    forward, replay, of_block = module.forward, Replay(module), RepeatsOfBlock(repeats, found.index.units[unit].name, module)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not recomputes(args) or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given, same, state = [(args, kwargs)], _same_objects(args, kwargs), replay.take()
+        given, same, began, saves = [(args, kwargs)], _same_objects(args, kwargs), replay.take(), of_block.call()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if given:  # the forward itself, which may change what it was given
                 mine, more = given.pop()
-                output = forward(*mine, **more)
-                replay.learn(state)
+                with saves.forward():
+                    output = forward(*mine, **more)
+                replay.learn(began)
                 return output
             values: dict[Any, Any] = own_containers(dict(enumerate(args)) | kwargs)
             values |= {again: values[first] for again, first in same.items()}
             mine = tuple(values.pop(i) for i in range(len(args)))
-            with replay.again(state):
-                return forward(*mine, **values)
+            with replay.again(began), saves.again():
+                return began.context.copy().run(forward, *mine, **values)
 
         return checkpoint(run, *own_containers(args), use_reentrant=False, **own_containers(kwargs))
 

@@ -44,6 +44,7 @@ def outer_modules(found: FoundModel) -> list[nn.Module]:
 def past_the_engine(runtime: Runtime, given: object) -> Iterator[None]:
     """Around a call that is none of the engine's. One with gradients belongs to the step in progress, if that takes any."""
     device = runtime.parts.device
+    device.access.check_process()
     with contextlib.ExitStack() as stack:
         if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
             runtime.planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)

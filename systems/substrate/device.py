@@ -21,6 +21,7 @@ from systems.errors import UnsupportedError
 from systems.limits import raise_open_files, read_limits
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.plan import LaneKind, Tier
+from systems.substrate.access import Access
 from systems.substrate.adam.cpu import cpu_kernel
 from systems.substrate.adam.cuda import cuda_kernel
 from systems.substrate.adam.kernel import AdamKernel
@@ -57,7 +58,7 @@ class Device(ABC):
     cpu_lane_threads = 1
 
     def __init__(self, budget: int, log: EventLog) -> None:
-        self.log = log
+        self.log, self.access = log, Access()
         self.account = Account(Tier.DEVICE, budget, log)
         self.phases: Phases = NoPhases()
         self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())

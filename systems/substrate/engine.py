@@ -17,6 +17,8 @@ from systems.errors import UnsupportedError
 from systems.messages import in_words
 from systems.planning.overflow import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
+from systems.substrate import loss_scale
+from systems.substrate.access import Access
 from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
 from systems.substrate.adoption import (
     adopt_parameters,
@@ -32,7 +34,6 @@ from systems.substrate.events import EventLog
 from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
 from systems.substrate.gradients import Gradients
 from systems.substrate.host import HostSlots, host_account
-from systems.substrate.in_progress import lending
 from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
 from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.optimizer_states import states_of
@@ -71,6 +72,7 @@ class ManagedEngine(ManagedReports):
         started = time.perf_counter()
         self.module, self.settings = model, settings
         self.disk: Disk | None = None
+        self._access = Access()
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
         with keeping_values(model):
@@ -233,7 +235,7 @@ class ManagedEngine(ManagedReports):
             record_function("backward"),
             recomputation_in_words(),
         ):
-            (loss if scale == 1.0 else loss * scale).backward()
+            loss_scale.backward(loss, scale, self.parameters)
             self.runtime.end_backward()
 
     def _finish_step(self) -> None:
@@ -275,7 +277,7 @@ class ManagedEngine(ManagedReports):
         self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
         with torch.inference_mode(False):  # what is made within it has no version
             values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
-        with lending(self, write=write):
+        with self._access.writing(write):
             yield values
         if write:
             for p in self.index.parameters:

@@ -1,4 +1,4 @@
-"""What has to end before an engine can close: a pass through its model, or weights that are lent to be edited.
+"""What has to end before an engine can close: a pass through its model.
 
 That a pass is running is read off the stacks of all threads: whatever one would count it with, Ctrl-C may leave standing.
 """
@@ -6,37 +6,16 @@ That a pass is running is read off the stacks of all threads: whatever one would
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
 
-from torch import nn
+from systems.system import Engine
 
 OF_ENGINE = frozenset({"__call__", "backward", "step"})
 OF_MODULE = frozenset({"_call_impl", "forward"})
 
 
-class Lender(Protocol):
-    """An engine. _lent: blocks that are open in which weights are edited."""
-
-    module: nn.Module
-    _lent: int
-
-
-@contextmanager
-def lending(engine: Lender, *, write: bool) -> Iterator[None]:
-    engine._lent += write
-    try:
-        yield
-    finally:
-        engine._lent -= write
-
-
-def refuse_while_in_use(engine: Lender) -> None:
-    """ValueError where weights are lent, and where somebody up a stack runs the engine, or its model."""
-    if engine._lent:
-        raise ValueError("close: engine.summon(write=True) is open: leave its with block first")
+def refuse_while_running(engine: Engine) -> None:
+    """ValueError where somebody up a stack runs the engine, or its model."""
     modules = {id(module) for module in engine.module.modules()}
     for top in sys._current_frames().values():
         frame: FrameType | None = top

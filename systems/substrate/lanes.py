@@ -17,6 +17,7 @@ import torch
 
 from systems.planning.operations import LaneOperation
 from systems.planning.plan import LaneKind
+from systems.substrate.access import Access
 from systems.substrate.labels import working
 
 
@@ -162,6 +163,7 @@ class Lane:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._running = True
+        self._access = Access()
         self._busy = 0  # threads that have a job in hand
         self.error: BaseException | None = None
         self._failed: list[Any] = []  # tickets
@@ -183,6 +185,7 @@ class Lane:
 
         operation: what a profile shows.
         """
+        self._access.check_process()  # a lock may be held for ever, too
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
         job = _Job(work, after, ticket, priority, operation)
         with self._changed:
@@ -288,6 +291,7 @@ class Lane:
 
     def rest(self) -> None:
         """Block until every job submitted so far is finished, on the device too."""
+        self._access.check_process()
         with self._changed:
             while self._waiting or self._busy:
                 self._changed.wait()

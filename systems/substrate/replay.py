@@ -1,18 +1,23 @@
-"""What a block's forward changes besides its output, so that running it again starts where it began and leaves no trace.
+"""What a block's forward began with and what it changes besides its output, so that running it again starts where it began
+and leaves no trace.
 
-torch.utils.checkpoint itself restores torch's default generators. A block may also count, average or normalise in buffers and
-in plain attributes, draw from a generator of its own or from those of Python and numpy, and append to the lists that it is
-given. What of all this a forward changes is learned at the first one; nothing else is looked at later.
+torch.utils.checkpoint itself restores torch's default generators. What a caller may have set around the call is kept of each:
+plain attributes of the block's modules (a switch of an adapter, training mode), which tensors are their parameters and buffers
+(torch.func.functional_call), context variables. A block may also count, average or normalise in buffers, draw from a generator
+of its own or from those of Python and numpy, and append to the lists that it is given. What of this a forward changes is
+learned at the first one, in training and in evaluation; nothing else is copied later. What is missed: see repeats.py.
 """
 
 from __future__ import annotations
 
+import contextvars
 import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy as shallow_copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,10 +29,11 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class _Place:
-    """A buffer or an attribute of a module: what a forward may change."""
+    """A tensor that is a buffer or an attribute of a module: what a forward may change."""
 
     def __init__(self, held: dict[str, Any], name: str) -> None:
         self._held, self._name = held, name
+        self.key: object = (id(held), name)
 
     def get(self) -> Any:
         return self._held.get(self._name)
@@ -40,8 +46,6 @@ class _Place:
 
     def changed(self, copy: Any) -> bool:
         now = self.get()
-        if not isinstance(copy, torch.Tensor):
-            return bool(now != copy)
         alike = isinstance(now, torch.Tensor) and (now.dtype, now.device) == (copy.dtype, copy.device)
         return not alike or not torch.equal(now, copy)
 
@@ -52,6 +56,7 @@ class _Draws:
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self.get, self.put = get, put
         self.copy = get
+        self.key: object = get
 
     def changed(self, copy: Any) -> bool:
         return pickle.dumps(self.get()) != pickle.dumps(copy)
@@ -60,38 +65,77 @@ class _Draws:
 _Changing = _Place | _Draws
 
 
+@dataclass
+class Began:
+    """What one call began with. held: of each module, plain attributes, parameters, buffers. copies: of what may change."""
+
+    held: list[tuple[dict[str, Any], ...]]
+    context: contextvars.Context
+    changing: list[_Changing]
+    copies: list[Any]
+    learns: bool
+
+
 class Replay:
     """Of one block. `take` before its forward, `learn` after it, `again` around each recomputation."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._modules: list[nn.Module] = []
         self._changing: list[_Changing] = []
-        self._learned = False
+        self._learned: set[bool] = set()  # in training, in evaluation
 
-    def take(self) -> list[Any]:
-        """Copies of what the forward may change."""
-        if not self._learned:
-            self._changing = _all_of(self._module)
-        return [each.copy() for each in self._changing]
+    def take(self) -> Began:
+        learns = self._module.training not in self._learned
+        if learns:
+            self._modules = [m for m in self._module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        changing = _all_of(self._module) if learns else self._changing
+        copies = [each.copy() for each in changing]
+        return Began(list(map(_held, self._modules)), contextvars.copy_context(), changing, copies, learns)
 
-    def learn(self, copies: list[Any]) -> None:
-        """The first time: keep what changed, of `copies` too. Asks the device whether buffers are what they were."""
-        if self._learned:
+    def learn(self, began: Began) -> None:
+        """The first time: keep what changed, of the call's copies too. Asks the device whether buffers are what they were."""
+        if not began.learns:
             return
-        pairs = [(each, copy) for each, copy in zip(self._changing, copies, strict=True) if each.changed(copy)]
-        self._changing, copies[:] = [each for each, _ in pairs], [copy for _, copy in pairs]
-        self._learned = True
+        known = {each.key for each in self._changing}
+        pairs = zip(began.changing, began.copies, strict=True)
+        changed = [(each, copy) for each, copy in pairs if each.key in known or each.changed(copy)]
+        began.changing, began.copies = [each for each, _ in changed], [copy for _, copy in changed]
+        self._changing = began.changing
+        self._learned.add(self._module.training)
 
     @contextmanager
-    def again(self, copies: list[Any]) -> Iterator[None]:
-        now = [each.get() for each in self._changing]
-        for each, copy in zip(self._changing, copies, strict=True):
+    def again(self, began: Began) -> Iterator[None]:
+        modules = self._modules[: len(began.held)]
+        held, now = list(map(_held, modules)), [each.get() for each in began.changing]
+        for module, before in zip(modules, began.held, strict=True):
+            _hold(module, before)
+        for each, copy in zip(began.changing, began.copies, strict=True):
             each.put(_copied(copy))
         try:
             yield
         finally:
-            for each, value in zip(self._changing, now, strict=True):
+            for each, value in zip(began.changing, now, strict=True):
                 each.put(value)
+            for module, after in zip(modules, held, strict=True):
+                _hold(module, after)
+
+
+def _held(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Names to plain attributes, parameters and buffers of a module, as they are now."""
+    plain = {name: value for name, value in module.__dict__.items() if type(value) in PLAIN}
+    return plain, dict(module._parameters), dict(module._buffers)
+
+
+def _hold(module: nn.Module, held: tuple[dict[str, Any], ...]) -> None:
+    """Back to what `_held` gave."""
+    places: tuple[dict[str, Any], ...] = (module.__dict__, module._parameters, module._buffers)
+    for now, wanted, live in zip(_held(module), held, places, strict=True):
+        for name in now.keys() - wanted.keys():
+            del live[name]
+        for name, value in wanted.items():
+            if name not in now or now[name] is not value:
+                live[name] = value
 
 
 def _all_of(module: nn.Module) -> list[_Changing]:
@@ -107,9 +151,9 @@ def _all_of(module: nn.Module) -> list[_Changing]:
 
 
 def _copyable(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.layout is torch.strided and not (value.is_meta or value.requires_grad or isinstance(value, nn.Parameter))
-    return type(value) in PLAIN
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout is torch.strided and not (value.is_meta or value.requires_grad or isinstance(value, nn.Parameter))
 
 
 def _copied(value: Any) -> Any:

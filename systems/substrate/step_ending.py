@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from systems.errors import DivergedError
+from systems.errors import DivergedError, UnsupportedError
 from systems.substrate.labels import labelled
 from systems.substrate.planner import Parts
 from systems.substrate.recipe import HALF_UPDATED
@@ -30,6 +30,7 @@ class StepEnding:
     def give_up(self) -> None:
         """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
         control = self.parts.control
+        self.parts.recomputation.repeats.forget()
         if self.updated and control.ruined is None and (self.early or control.loop.steps == self._steps):
             control.ruined = HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else "")
         control.begun = {}
@@ -86,12 +87,16 @@ class StepEnding:
         partials = list(self.parts.gradients.partials.values())
         names = [parameter for parameters, _ in partials for parameter in parameters]
         intact = self.parts.poison.intact().double().reshape(1)
-        read = self.parts.device.partials([*(sums for _, sums in partials), intact])
+        alike = self.parts.recomputation.repeats.take()
+        same = [] if alike.same is None else [alike.same]
+        read = self.parts.device.partials([*(sums for _, sums in partials), *same, intact])
 
         def norm() -> dict[int, float]:
             *sums, still_intact = read()
             if not still_intact:
                 self.parts.poison.check()
+            if same:
+                alike.check(sums.pop())
             return dict(zip(names, sums, strict=True))
 
         return norm
@@ -103,7 +108,12 @@ class StepEnding:
         (before, read), control = self._unread, self.parts.control
         if control.loop.steps == before:
             with labelled("norm"):
-                outcome = control.decide(read())
+                try:
+                    sums = read()
+                except UnsupportedError as error:  # see repeats.py
+                    control.ruined, self._unread = f"{error}; its gradients are applied already (nonfinite=stop)", None
+                    raise
+                outcome = control.decide(sums)
             if outcome.skipped:
                 control.ruined = (
                     f"step {outcome.step}: a gradient is not finite and was applied already: use "

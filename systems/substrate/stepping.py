@@ -14,8 +14,9 @@ from systems.checkpoint import TrainingState
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine import host_budget
 from systems.messages import in_words
+from systems.substrate.access import Access
 from systems.substrate.giving_back import leave_without
-from systems.substrate.in_progress import refuse_while_in_use
+from systems.substrate.in_progress import refuse_while_running
 from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
 from systems.substrate.parameter_watch import ParameterWatch
@@ -26,16 +27,16 @@ from systems.system import Engine, Settings
 class SteppingEngine(Engine):
     """_trains: something of the model requires a gradient. _failed: an exception ended the `with` block.
 
-    _states: of the user's torch optimizer, None without one. _lent: blocks in which weights are edited, see masters.
+    _states: of the user's torch optimizer, None without one.
     """
 
     settings: Settings
     _control: StepControl
     _watch: ParameterWatch
     _trains: bool
+    _access: Access
     _states: OptimizerStates | None = None
     _closed = _failed = False
-    _lent = 0
 
     # ---- what the engines do differently
 
@@ -127,8 +128,10 @@ class SteppingEngine(Engine):
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the engine is closed")
+        self._access.check()
 
     def set_lr(self, lr: float) -> None:
+        self._access.check_process()
         self._control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
@@ -158,8 +161,12 @@ class SteppingEngine(Engine):
     def close(self, *, keep: bool = True) -> None:
         if self._closed:
             return
+        if self._access.is_foreign:  # everything is its maker's
+            self._closed = True
+            return
         if not self._failed:
-            refuse_while_in_use(self)
+            self._access.check()
+            refuse_while_running(self)
         self._closed = True
         lost, told, amid = self._watch.lost(), frozenset(self._control.told), sys.exception() is not None
         if self._states is not None:
