@@ -55,6 +55,7 @@ class Device(ABC):
     stopwatch: Stopwatch
     allowance = EXACT
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
+    meter: ActivationMeter | None = None  # of activations, where the device does not count them itself
     evicts_for_activations = False  # while they are made: else there has to be room for them before
     cpu_lane_threads = 1
 

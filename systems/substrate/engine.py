@@ -43,7 +43,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
-from systems.substrate.stepping import starting
+from systems.substrate.stepping import NO_LOSS, starting
 from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
 from systems.substrate.units import FoundModel, find_units, release, take
@@ -193,8 +193,10 @@ class ManagedEngine(ManagedReports):
         self._control.check_whole()
         if not self._trains:
             refuse_wanted_gradients((args, kwargs))
-        with self._recovering(), self._watch.call(), self._calls.of_engine():
-            if torch.is_grad_enabled() and self._trains:
+        trains = torch.is_grad_enabled() and self._trains
+        recover = None if trains else runtime.recovery.leave_aside
+        with self._recovering(recover), self._watch.call(), self._calls.of_engine():
+            if trains:
                 first = not runtime.in_step
                 if first:
                     self._watch.check()
@@ -218,7 +220,7 @@ class ManagedEngine(ManagedReports):
         self._check_open()
         refuse_training_nothing(self._trains, "backward")
         if not self.runtime.in_step:
-            raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
+            raise ValueError(NO_LOSS)
         super().backward(loss)
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -240,9 +242,10 @@ class ManagedEngine(ManagedReports):
             self.runtime.finish_step()
 
     def _abort(self) -> None:
-        self.runtime.abort()
+        self.runtime.recovery.abort()
 
     def _discard(self) -> None:
+        self.runtime.recovery.dropped = None
         if not self.runtime.in_step:
             return
         if self.runtime.ending.updated:
@@ -250,7 +253,7 @@ class ManagedEngine(ManagedReports):
                 "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
                 "`options=dict(nonfinite='skip')`"
             )
-        self.runtime.abort()
+        self.runtime.recovery.abort()
         self.runtime.planner.resume()
 
     def drain(self) -> None:
@@ -284,18 +287,22 @@ class ManagedEngine(ManagedReports):
         """Values stay where they are, in the slots, which are the parameters' own from now on."""
         store = self.parts.store
         try:
-            if self.runtime.in_step:
-                self.runtime.abort()
+            if self.runtime.in_step or self._broken_off:
+                self.runtime.recovery.abort()
             self.drain()
             self._control.check_whole()
             pieces = values_in_slots(store, self.parts.residency) if keep else []
-        finally:
+        except BaseException:
             self._let_go()
-        if not keep:
-            return
-        check_room(pieces, store.host.budget - store.slots.nbytes)
-        give(self.parameters, pieces)
-        release(self.module)
+            raise
+        try:
+            self._let_go()
+        finally:
+            if keep:
+                check_room(pieces, store.host.budget - store.slots.nbytes)
+                give(self.parameters, pieces)
+                release(self.module)
+                self._given = True
 
     def _let_go(self) -> None:
         with contextlib.suppress(Exception):

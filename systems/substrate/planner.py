@@ -63,7 +63,9 @@ class Planner:
         self.shapes: dict[tuple[Moment, ...], tuple[BatchShape, ...]] = {}
         self._met: tuple[BatchShape, ...] = ()  # in this step
         self._replan = False
+        self.halfway = False  # states or gradients are moving: a step in which that breaks off cannot go on
         self._moments_change = False  # of steps like the one in progress
+        self._applied: Plan | None = None  # whose wishes were all carried out, the last that were
         self._resting: Plan | None = None  # since a pass without gradients
         self._eviction = strategy.eviction(parts.layout, None)
         parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
@@ -98,7 +100,9 @@ class Planner:
         """A pass without gradients begins, within a step or between two. See Note [Larger steps]."""
         if self._is_too_large(shape):
             self._resting = None if in_step else self.cursor.plan
+            self.halfway = True
             self._clear()
+            self.halfway = False
 
     def _is_too_large(self, shape: BatchShape, number: int | None = None) -> bool:
         """number: of the step's pass, for which alone the plan leaves the room that it had; None for a pass of no step."""
@@ -179,7 +183,8 @@ class Planner:
         not in force as it should be is none: the next step is run on demand, and then has its plan again.
         """
         store, plan = self.parts.store, self.cursor.plan
-        in_force = plan is not None
+        self.halfway = False
+        in_force = plan is not None and self._applied is plan
         for bundle in self.parts.layout.bundles:
             if not bundle.trainable or not bundle.movable:
                 continue
@@ -196,7 +201,7 @@ class Planner:
 
     def _apply(self, plan: Plan | None) -> None:
         residency, device = self.parts.residency, self.parts.device
-        self._resting = None
+        self._resting = self._applied = None
         for index in residency.evictable():
             residency.drop(index)
         self.cursor.use(plan)
@@ -218,6 +223,7 @@ class Planner:
                 return
         for index in sorted(plan.resident_at_start):
             residency.fetch(index)
+        self._applied = plan
 
     def uses_changed(self, *, moments: bool) -> None:
         """Units read more than the plans know. moments: a step like this one will have others the next time."""
