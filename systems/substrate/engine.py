@@ -166,6 +166,7 @@ class ManagedEngine(ManagedReports):
         hooks = follow_uses(found, self.runtime, self._cleanup)
         self._calls = hooks.calls
         hooks.watch(self.parameters)
+        self.runtime.recovery.parameters = self.parameters
         self._watch = self._watching(found)
         self.runtime.casting = self._watch.call
         self._cleanup.callback(self._watch.end)

@@ -12,10 +12,14 @@ Note [What breaks off]
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from systems.substrate.in_place import HOLD
 from systems.substrate.lanes import Ticket
+from systems.substrate.parameters import take_gradient
 from systems.substrate.store import OptimizerState
 from systems.substrate.tiers import Allocation
 
@@ -30,11 +34,15 @@ DROPPED = (
 
 
 class Recovery:
-    """dropped: why the step that its caller takes to be in progress is none; None where he knows."""
+    """dropped: why the step that its caller takes to be in progress is none; None where he knows.
+
+    parameters: in which Ctrl-C may leave a gradient that nobody took.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._parts = runtime, runtime.parts
         self.dropped: str | None = None
+        self.parameters: Sequence[nn.Parameter] = ()
 
     def check(self) -> None:
         """Before a step begins."""
@@ -73,6 +81,8 @@ class Recovery:
         parts.inputs.forget()
         parts.updates.discard()
         parts.gradients.finish_step()
+        for parameter in self.parameters:
+            take_gradient(parameter)
         runtime.forget()
         self._settle()
         control = parts.control
@@ -85,9 +95,9 @@ class Recovery:
         """See Note [What breaks off]."""
         device = self._parts.device
         meter = device.meter
-        device.pool.settle(self._owned(), self._last(), other=None if meter is None else meter.live_bytes)
+        device.pool.settle(self.owned(), self._last(), other=None if meter is None else meter.live_bytes)
 
-    def _owned(self) -> list[Allocation]:
+    def owned(self) -> list[Allocation]:
         blocks = [managed.block for managed in self._parts.residency.bundles]
         blocks += [gradient.range for gradient in self._parts.gradients.bundles.values()]
         states = [stored.state for stored in self._parts.store.segments]
