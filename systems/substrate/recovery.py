@@ -50,17 +50,20 @@ class Recovery:
             raise RuntimeError(self.dropped)
 
     def interrupted(self) -> None:
-        """Ctrl-C, in a call that no call of the engine is around of."""
-        (self.leave_aside if self._runtime.is_aside else self.abort)()
+        """Ctrl-C, in a call that no call of the engine is around of. Told by each module on the way out of it."""
+        (self._leave_step if self._runtime.is_aside else self.abort)()
 
     def leave_aside(self) -> None:
         """A pass without gradients broke off. A step in progress stays as it is, unless it was being changed."""
+        self._runtime.is_aside = False
+        self._leave_step()
+
+    def _leave_step(self) -> None:
         runtime, parts = self._runtime, self._parts
         if not runtime.in_step or runtime.planner.halfway:
             self.dropped = DROPPED if runtime.in_step else self.dropped
             self.abort()
             return
-        runtime.is_aside = False
         with contextlib.suppress(Exception):  # a lane's, which is told again
             parts.device.drain()
         parts.residency.release_all(but=HOLD)

@@ -124,6 +124,7 @@ class Sweep:
         engine = self._start()
         for _ in range(self._after):
             one_step(engine, self.course.ids, squared_error)
+        engine.drain()
         return engine
 
     def places(self) -> Counter[Place]:
