@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,7 +20,6 @@ from systems.limits import Limits
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable", "interrupted"]
-STATUSES: tuple[str, ...] = get_args(Status)
 _P = TypeVar("_P", bound="Part")
 
 

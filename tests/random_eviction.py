@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from systems.errors import BudgetError
-from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Parameter, Segment, pack
+from systems.planning.layout import FlatSpace, Layout, ModelIndex, Parameter, pack
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
@@ -48,26 +48,21 @@ class RandomEviction:
 
     def layout(self, index: ModelIndex) -> Layout:
         self.offloaded_inputs = index.blocks if self._options.activations == "host" else frozenset()
-        unit_of = {u.name: u.index for u in index.units}
         groups: dict[tuple[bool, tuple[str, ...]], list[Parameter]] = {}
         for p in index.parameters:
             shared = p.users if len(p.users) > 1 else ()
             groups.setdefault((p.trainable, shared), []).append(p)
-        segments: list[Segment] = []
-        bundles: list[Bundle] = []
-        for (trainable, shared), members in groups.items():
+        parts: list[list[Parameter]] = []
+        for (_, shared), members in groups.items():
             size = len(members) if shared else self._options.chunk_parameters
-            for start in range(0, len(members), size):
-                part = members[start : start + size]
-                space = FlatSpace("world", self._context.ranks, trainable)
-                segment = pack(part, index=len(segments), space=space, itemsize=self._context.itemsize)
-                segments.append(segment)
-                units = tuple(sorted({unit_of[u] for p in part for u in p.users}))
-                bundles.append(Bundle(len(bundles), (segment.index,), units, segment.numel, trainable))
-        single = {i for i, p in enumerate(index.parameters) if len(p.users) == 1}
-        owned = ((b.index, {p.parameter for s in b.segments for p in segments[s].placements}) for b in bundles if b.trainable)
-        in_place = frozenset(i for i, parameters in owned if parameters <= single and self._options.in_place)
-        return Layout(self._context.itemsize, tuple(segments), tuple(bundles), in_place)
+            parts += [members[start : start + size] for start in range(0, len(members), size)]
+        packed = (
+            [pack(part, space=FlatSpace("world", self._context.ranks, part[0].trainable), itemsize=self._context.itemsize)]
+            for part in parts
+        )
+        single = (n for n, part in enumerate(parts) if part[0].trainable and all(len(p.users) == 1 for p in part))
+        in_place = frozenset(single) if self._options.in_place else frozenset[int]()
+        return Layout.of(index, self._context.itemsize, packed, in_place=in_place)
 
     def eviction(self, layout: Layout, trace: Trace | None) -> RandomVictim:
         return self._victim

@@ -42,9 +42,6 @@ class CachePlan:
 
     operations: tuple[PlannedOperation, ...]
     resident: frozenset[int]
-    fetches: int
-    fetched_bytes: int
-    evictions: int
 
 
 def plan_cache(request: CacheRequest) -> CachePlan:
@@ -60,14 +57,7 @@ def plan_cache(request: CacheRequest) -> CachePlan:
         start = frozenset()
         step = _Step(request, start)
         step.run(empty_at_end=True)
-    fetches = [o.operation.bundle for o in step.operations if o.operation.kind is OpKind.FETCH]
-    return CachePlan(
-        operations=tuple(step.operations),
-        resident=start,
-        fetches=len(fetches),
-        fetched_bytes=sum(request.sizes[b] for b in fetches),
-        evictions=len(step.operations) - len(fetches),
-    )
+    return CachePlan(tuple(step.operations), start)
 
 
 class _Step:

@@ -10,7 +10,7 @@ All offsets and lengths are elements. Master weights, moments and gradient of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -152,6 +152,32 @@ class Layout:
     in_place: frozenset[int] = frozenset()
     on_disk: frozenset[int] = frozenset()
 
+    @classmethod
+    def of(
+        cls,
+        index: ModelIndex,
+        itemsize: int,
+        bundles: Iterable[Sequence[Segment]],
+        *,
+        unmovable: Collection[int] = (),
+        in_place: Collection[int] = (),
+    ) -> Layout:
+        """A layout of bundles that are given by their segments, all trained or none; both are numbered in the order given.
+
+        unmovable, in_place: numbers of bundles.
+        """
+        unit_of = {unit.name: unit.index for unit in index.units}
+        segments: list[Segment] = []
+        made: list[Bundle] = []
+        for number, given in enumerate(bundles):
+            mine = [replace(s, index=len(segments) + i) for i, s in enumerate(given)]
+            segments += mine
+            users = {unit_of[user] for s in mine for p in s.placements for user in index.parameters[p.parameter].users}
+            numel, trainable = sum(s.numel for s in mine), mine[0].space.trainable
+            numbers = tuple(s.index for s in mine)
+            made.append(Bundle(number, numbers, tuple(sorted(users)), numel, trainable, number not in unmovable))
+        return cls(itemsize, tuple(segments), tuple(made), frozenset(in_place))
+
     @cached_property
     def bundles_of_unit(self) -> dict[int, tuple[int, ...]]:
         """Unit index to the bundles its forward reads, in bundle order."""
@@ -214,8 +240,11 @@ class Layout:
         return sum(b.numel for b in self.bundles) * self.itemsize
 
 
-def pack(parameters: Iterable[Parameter], *, index: int, space: FlatSpace, itemsize: int) -> Segment:
-    """Lay `parameters` one behind the other, each start aligned, into one segment; no wasted tail but the alignment."""
+def pack(parameters: Iterable[Parameter], *, space: FlatSpace, itemsize: int, index: int = 0) -> Segment:
+    """Lay `parameters` one behind the other, each start aligned, into one segment; no wasted tail but the alignment.
+
+    index: `Layout.of` numbers them itself.
+    """
     align = align_elements(itemsize)
     placements, offset = [], 0
     for parameter in parameters:

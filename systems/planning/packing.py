@@ -1,4 +1,4 @@
-"""What strategies that pack parameters into chunks of one searched size have in common: groups, and the sizes to test.
+"""Which parameters may lie together: by their users, and for chunks of one searched size, with the sizes to test.
 
 Packing changes only where a chunk is just full, so that the best of all possible sizes is the smallest allowed one or a sum
 of neighbouring parameters. How a chunk is filled, and what a size costs, is the strategy's own.
@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from systems.planning.layout import FlatSpace, ModelIndex, Parameter, align_elements, round_up
+from systems.planning.layout import FlatSpace, Layout, ModelIndex, Parameter, align_elements, pack, round_up
 from systems.planning.strategy import PlanningContext
 from systems.sizes import Size
 
@@ -71,6 +71,21 @@ def group_parameters(index: ModelIndex, ranks: int) -> list[ParameterGroup]:
         single = tuple(p for p in parameters if len(p.users) <= 1)
         found.append(ParameterGroup(space, single, tuple(tuple(each) for each in shared.values())))
     return found
+
+
+def by_users(index: ModelIndex, ranks: int) -> list[tuple[FlatSpace, tuple[Parameter, ...]]]:
+    """Parameters of the same space and the same units, in model order of the first of them."""
+    found: dict[tuple[FlatSpace, frozenset[str]], list[Parameter]] = {}
+    for p in index.parameters:
+        found.setdefault((FlatSpace(p.group, ranks, p.trainable), frozenset(p.users)), []).append(p)
+    return [(space, tuple(parameters)) for (space, _), parameters in found.items()]
+
+
+def bundle_a_unit(index: ModelIndex, context: PlanningContext) -> Layout:
+    """One segment each; what a unit has frozen, and what several units share, are bundles of their own."""
+    bundles = by_users(index, context.ranks)
+    packed = ([pack(parameters, space=space, itemsize=context.itemsize)] for space, parameters in bundles)
+    return Layout.of(index, context.itemsize, packed)
 
 
 def candidate_sizes(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from systems.errors import BudgetError, UnsupportedError
-from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Segment, pack
+from systems.planning.layout import Layout, ModelIndex
+from systems.planning.packing import bundle_a_unit
 from systems.planning.plan import Plan, Tier, UpdateRule
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import timeline, with_peaks
@@ -27,19 +28,7 @@ class ResidentPolicy:
 
     def layout(self, index: ModelIndex) -> Layout:
         self._unit_names = tuple(unit.name for unit in index.units)
-        number = {unit.name: unit.index for unit in index.units}
-        runs: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
-        for parameter in index.parameters:
-            runs.setdefault((parameter.trainable, parameter.users), []).append(parameter.index)
-        segments: list[Segment] = []
-        bundles: list[Bundle] = []
-        for (trainable, users), found in runs.items():
-            space = FlatSpace("world", 1, trainable)
-            parameters = [index.parameters[p] for p in found]
-            segments.append(pack(parameters, index=len(segments), space=space, itemsize=self._context.itemsize))
-            units = tuple(sorted({number[user] for user in users}))
-            bundles.append(Bundle(len(bundles), (segments[-1].index,), units, segments[-1].numel, trainable))
-        return Layout(self._context.itemsize, tuple(segments), tuple(bundles))
+        return bundle_a_unit(index, self._context)
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """BudgetError, naming the unit that sets the need, unless states and activations fit the device."""

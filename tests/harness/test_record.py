@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from harness.record import STATUSES, Record, build, clean, to_json
+from harness.record import Record, Status, build, clean, to_json
 from tests.harness.conftest import make_record
 
 
@@ -69,7 +69,7 @@ def test_unknown_is_null() -> None:
 
 def test_the_contract_of_the_record() -> None:
     """Readers outside this repository rely on these names."""
-    assert STATUSES == ("ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable", "interrupted")
+    assert get_args(Status) == ("ok", "refused", "oom", "diverged", "failed", "timeout", "unavailable", "interrupted")
     tree = json.loads(to_json(make_record(reason={"message": "why"})))
     assert set(tree) >= {
         "schema_version", "run_id", "status", "reason", "spec", "resolved", "environment", "samples", "metrics",

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.belady import NEVER, NextUse, belady
+from systems.planning.belady import NEVER, NextUse
+from tests.planning.belady_replay import belady
 
 references = st.lists(st.integers(0, 5), max_size=14)
 

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from systems.errors import BudgetError
 from systems.strategies.h3t.bounds import bounds_of, raise_prices, stacked
 from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, SUBSTRATE, LayerCosts, ModelCosts
-from systems.strategies.h3t.dynamic import _Search, _States, _without_near, basic_dp, not_dominated, pruned_dp
+from systems.strategies.h3t.dynamic import Pass, States, not_dominated, pruned_dp, without_near
 from systems.strategies.h3t.evaluation import all_on, allowed, evaluate, memory_of, runtime_of, tables
-from systems.strategies.h3t.solvers import exhaustive_solver, greedy_solver, manual_solver, random_solver
+from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
 from systems.strategies.h3t.switches import ALL_ON, EVERY, SYNCHRONISED, Assignment, Switches, array_of, communication
 from tests.strategies.h3t_algorithm4 import algorithm_4
+from tests.strategies.h3t_oracles import WholePass, basic_dp, exhaustive_solver
 
 RULES = (PAPER, PAPER_WITHOUT_LINK, SUBSTRATE)
 seconds = st.floats(0, 2, allow_nan=False)
@@ -75,11 +76,11 @@ def test_dynamic_programming_equals_the_paper_s_own(model: ModelCosts, share: fl
         assert found.runtime_s == pytest.approx(runtime_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["pruned", "basic"])
+@pytest.mark.parametrize("kind", [Pass, WholePass], ids=["pruned", "basic"])
 @settings(max_examples=60, deadline=None)
 @given(models(most=5), st.floats(1.0, 2.0), st.integers(0, 1000), st.sampled_from([1.05, 2.0, np.inf]), st.booleans())
 def test_the_search_alone_finds_the_optimum(
-    whole: bool, model: ModelCosts, share: float, seed: int, known: float, priced: bool
+    kind: type[Pass], model: ModelCosts, share: float, seed: int, known: float, priced: bool
 ) -> None:
     """Without what manual settings and prices find on the way, which on small models often is the optimum already."""
     budget = int(least(model) * share)
@@ -89,7 +90,7 @@ def test_the_search_alone_finds_the_optimum(
     costs = stacked(tables(model, choices), r)
     prices = np.random.default_rng(seed).random(len(model.layers)) * optimum_s / max(limit, 1) * priced
     known_s = known * optimum_s + 1e-6
-    search = _Search(costs, bounds_of(costs, prices), whole, limit, 1, known_s, 100_000)
+    search = kind(costs, bounds_of(costs, prices), limit, 1, known_s, 100_000)
     numbers = search.run(model.start_bytes)
     assert numbers is not None and search.exact
     found = evaluate(model, array_of([choices[costs.number[number]] for number in numbers])[None])
@@ -128,7 +129,7 @@ def test_a_state_is_dropped_exactly_if_a_faster_one_of_its_group_needs_no_more_o
     matches = (current[:, None] <= current) & (peak[:, None] <= peak) & (group[:, None] == group) & (order[:, None] < order)
     kept = [int(n) for n in order if not matches[:, n].any()]
     assert sorted(not_dominated(order, group, current, peak).tolist()) == kept
-    near = _without_near(order, group, _States(group, group, current, peak, current, current, group, group))
+    near = without_near(order, group, States(group, group, current, peak, current, current, group, group))
     assert sorted(not_dominated(near, group, current, peak).tolist()) == kept
 
 

@@ -22,11 +22,11 @@ from systems.planning.validator import validate
 from systems.strategies.patrickstar import STRATEGY
 from systems.strategies.patrickstar.chunks import LISTS, Chunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
-from systems.strategies.patrickstar.states import TRANSITIONS, Event, TensorState, TensorStates, may_move
 from systems.strategies.patrickstar.strategy import PatrickStar
 from systems.strategies.patrickstar.tracer import margin
 from tests.planning.reference import ReferenceRuntime
 from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
+from tests.strategies.patrickstar_states import TRANSITIONS, Event, TensorState, TensorStates, may_move
 
 TINY = transformer(6, 64)
 VARIANTS = ("base", "spongebob", "static-partition", "osc")
@@ -79,7 +79,7 @@ def test_chunk_lists_keep_their_promises(index: ModelIndex, ranks: int, variant:
         assert not shared or len({frozenset(p.users) for p in parameters}) == 1  # out of chunks
         assert (bundle.index in layout.in_place) == (bundle.trainable and not shared)
         assert variant == "base" or shared or len(parameters) == 1
-    lists = chunker.statistics.chunk_lists
+    lists = chunker.statistics["chunk_lists"]
     assert tuple(lists) == LISTS
     trained = sum(s.numel for s in layout.segments if s.space.trainable) // ranks
     assert [lists[name] for name in LISTS[1:]] == [4 * trained] * 3
@@ -104,14 +104,14 @@ def test_utilization_by_hand() -> None:
     index = model_of([(0, [256, 256]), (1, [256, 256]), (2, [256, 384])])
     chunker = Chunker(index, PatrickStarOptions(chunk_min=768 * 2, chunk_max=768 * 2), context())
     # 256 256 256 | 256 256, and 384 does not fit behind them
-    assert chunker.statistics.num_chunks == 3
-    assert chunker.statistics.utilization == 1664 / (3 * 768)
+    assert chunker.statistics["num_chunks"] == 3
+    assert chunker.statistics["utilization"] == 1664 / (3 * 768)
     assert [len(s.placements) for s in chunker.layout.segments] == [3, 2, 1]
 
 
 def test_what_no_chunk_holds_is_labelled_out_of_chunks() -> None:
     statistics = Chunker(TINY, PatrickStarOptions(chunk_min=256, chunk_max=1024), context()).statistics
-    assert statistics.num_out_of_chunks > 1
+    assert statistics["num_out_of_chunks"] > 1
     layout = laid_out()
     (tied,) = [b for b in layout.bundles if b.units == (0, len(TINY.units) - 1)]
     assert tied.index not in layout.in_place

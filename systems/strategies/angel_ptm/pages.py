@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from systems.planning.layout import (
-    Bundle,
     FlatSpace,
     Layout,
     ModelIndex,
@@ -22,7 +21,7 @@ from systems.planning.layout import (
     pack,
     round_up,
 )
-from systems.planning.packing import group_parameters
+from systems.planning.packing import by_users
 from systems.planning.strategy import PlanningContext
 
 
@@ -41,31 +40,13 @@ class PageStatistics:
 def page_layout(index: ModelIndex, page_bytes: int, context: PlanningContext) -> tuple[Layout, PageStatistics]:
     """A bundle a layer, in model order of its first parameter; what a layer has frozen, or shares, is a bundle apart."""
     page = round_up(page_bytes // context.itemsize, align_elements(context.itemsize))
-    number = {unit.name: unit.index for unit in index.units}
-    segments: list[Segment] = []
-    bundles: list[Bundle] = []
-    for space, tensors in _layers(index, context.ranks):
-        mine = _pages(tensors, page * space.ranks, len(segments), space, context.itemsize)
-        segments += mine
-        users = {number[user] for p in tensors for user in p.users}
-        numel = sum(s.numel for s in mine)
-        bundles.append(Bundle(len(bundles), tuple(s.index for s in mine), tuple(sorted(users)), numel, tensors[0].trainable))
-    layout = Layout(context.itemsize, tuple(segments), tuple(bundles))
-    return layout, _statistics(segments, page, context.itemsize)
+    layers = by_users(index, context.ranks)
+    pages = (_pages(tensors, page * space.ranks, space, context.itemsize) for space, tensors in layers)
+    layout = Layout.of(index, context.itemsize, pages)
+    return layout, _statistics(layout.segments, page, context.itemsize)
 
 
-def _layers(index: ModelIndex, ranks: int) -> list[tuple[FlatSpace, tuple[Parameter, ...]]]:
-    """Tensors of the same users and space, in model order of the first."""
-    found: list[tuple[FlatSpace, tuple[Parameter, ...]]] = []
-    for group in group_parameters(index, ranks):
-        owned: dict[tuple[str, ...], list[Parameter]] = {}
-        for parameter in group.single:
-            owned.setdefault(parameter.users, []).append(parameter)
-        found += [(group.space, tuple(tensors)) for tensors in (*owned.values(), *group.shared)]
-    return sorted(found, key=lambda layer: layer[1][0].index)
-
-
-def _pages(tensors: Sequence[Parameter], page: int, first: int, space: FlatSpace, itemsize: int) -> list[Segment]:
+def _pages(tensors: Sequence[Parameter], page: int, space: FlatSpace, itemsize: int) -> list[Segment]:
     """page: elements of all ranks' parts."""
     large = [p for p in tensors if p.numel >= page]
     small = [p for p in tensors if p.numel < page]
@@ -83,10 +64,8 @@ def _pages(tensors: Sequence[Parameter], page: int, first: int, space: FlatSpace
             if at < stop and at + p.numel > begin
         ]
         numel = round_up(stop - begin, align * space.ranks)
-        segments.append(Segment(first + len(segments), space, numel, tuple(pieces)))
-    for tensor in small:
-        segments.append(pack((tensor,), index=first + len(segments), space=space, itemsize=itemsize))
-    return segments
+        segments.append(Segment(0, space, numel, tuple(pieces)))
+    return segments + [pack((tensor,), space=space, itemsize=itemsize) for tensor in small]
 
 
 def _statistics(segments: Sequence[Segment], page: int, itemsize: int) -> PageStatistics:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
 
+from systems.planning.options import InputsOptions, StrategyStatistics
 from systems.planning.packing import ChunkRange
 from systems.sizes import SizeOrUnlimited
 
@@ -16,15 +17,13 @@ def _cache(given: Any) -> int | Literal["auto"] | None:
     return "auto" if given == "auto" else _SIZE_OR_UNLIMITED.validate_python(given)
 
 
-class ElixirOptions(ChunkRange):
+class ElixirOptions(ChunkRange, InputsOptions):
     """chunk_min, chunk_max, chunk_step: bytes of the searched chunk sizes; unset is a range that suits the model.
 
     cache: bytes of the R cache (C_SIZE), all movable bundles on the device together; auto takes what is left, inf sets
     no limit of its own. scatter (S_FLAG): chunks are split over ranks. offload (O_FLAG): chunks may live on the host.
     prefetch: bundles fetched ahead of their use, 0 for none. variant: write-back has no master shard on the host, so
-    that an eviction writes 2 bytes a parameter. nonfinite: skip waits with all updates for the norm, so that a step
-    with a non-finite gradient changes nothing; stop updates during backward and ends the run at one (no clipping
-    then). activations: host has the inputs of recomputed blocks wait for backward in host memory.
+    that an eviction writes 2 bytes a parameter.
     """
 
     cache: Annotated[int | Literal["auto"] | None, BeforeValidator(_cache)] = "auto"
@@ -32,17 +31,14 @@ class ElixirOptions(ChunkRange):
     offload: bool = True
     prefetch: int = Field(default=8, ge=0)
     variant: Literal["master-shard", "write-back"] = "master-shard"
-    nonfinite: Literal["skip", "stop"] = "skip"
-    activations: Literal["device", "host"] = "device"
 
 
-class ElixirStatistics(BaseModel):
+class ElixirStatistics(StrategyStatistics):
     """Sizes in bytes of one rank's view. None: no step was planned yet.
 
     num_chunks counts chunks of the searched size; num_private bundles of tied or oversized parameters, num_fused small
-    groups fused for good. utilization and wasted_bytes are of the chunks at their nominal size. minimum_bytes: least
-    device memory without activations. optimizer_share_on_device: of all trainable parameters. resident: bundles on the
-    device at the start of a step. fetches, fetched_bytes, evictions: planned per step.
+    groups fused for good. utilization and wasted_bytes are of the chunks at their nominal size. resident: bundles on the
+    device at the start of a step.
     """
 
     num_chunks: int
@@ -52,10 +48,5 @@ class ElixirStatistics(BaseModel):
     num_private: int
     num_fused: int
     num_bundles: int
-    minimum_bytes: int
     cache_bytes: int | None = None
     resident_bundles: int | None = None
-    optimizer_share_on_device: float | None = None
-    fetches_per_step: int | None = None
-    fetched_bytes_per_step: int | None = None
-    evictions_per_step: int | None = None

@@ -17,12 +17,12 @@ The paper's words and where they are here
 | profiler, S steps | `profiling.Profiler`, option profile_steps |
 | ModelSimulator_i: delta, residentMem, peakMem, runtime | `evaluation.Tables`; `costs.memory` |
 | Runtime(s), Memory(s), M, m, T_rand | `evaluation.evaluate`; the device budget; options bins and samples |
-| Algorithms 1 and 2; 3 and 4 | `solvers.py`; `dynamic.py` |
+| Algorithms 1 and 2; 4 | `solvers.py`; `dynamic.py` |
 | global offload of gradients and optimizer | variant global-offload |
 
 Where this departs from the paper, and why
 
-* Line 14 of Algorithm 3 leaves out the delta that line 17 of Algorithm 4 adds: it is added. Memory is kept exactly beside the
+* Of Algorithms 3 and 4 the second is built, for the same optimum from fewer states. Memory is kept exactly beside the
   bins, which only thin many states out: rounding every layer up wastes up to a third of the budget. The search also drops what
   cannot beat greedy's and manual's assignment any more, for speed.
 * On one rank there is nobody to gather from: partition means that parameters live on the host between forward and backward. On

@@ -3,13 +3,13 @@
 Note [States]
     After segment i a state is (current memory, peak memory, switches of i, switches of i+1) with the least runtime so far.
     Memory is kept exactly; the m bins of the paper only tell which states are alike, where there are too many to keep all.
-    Line 14 of Algorithm 3 leaves out the delta that line 17 of Algorithm 4 adds: it is added. Both algorithms are one search
-    here: in Algorithm 3 a state knows the whole switches of its two layers, in Algorithm 4 R, their three of communication.
+    The switches that a state knows are R, the three of communication (Algorithm 4). In Algorithm 3 it knows all of them, which
+    gives far more states for the same optimum: that one is a test's (tests/strategies/h3t_oracles.py).
 
 Note [Prunings]
-    The second of the paper: a state with no less memory, peak and runtime than another is dropped; Algorithm 3 does so inside
-    a pair of bins alone. Ours, for both: choices that another matches in everything are left out (Note [Needless choices]), and
-    states that cannot lead to anything faster than the best assignment known (Note [Prices]).
+    The second of the paper: a state with no less memory, peak and runtime than another is dropped. Ours: choices that another
+    matches in everything are left out (Note [Needless choices]), and states that cannot lead to anything faster than the best
+    assignment known (Note [Prices]).
 
 Note [Passes]
     A pass keeps at most `width` states a layer, those with the least bound, and makes the best assignment known better, so
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,10 +32,6 @@ from systems.strategies.h3t.solvers import manual_solver
 from systems.strategies.h3t.switches import NAMES, SYNCHRONISED, Assignment, Switches, array_of, communication, switches_of
 
 BINS = 128
-WIDTHS = (200, 2_000, 10_000)
-WIDTHS_WHOLE = (200, 2_000, 20_000)
-CANDIDATES_WHOLE = 4
-CANDIDATES = 8  # times the width: looked at closely
 CHUNK = 128
 NEAR = (1, 2, 3, 4, 6, 8, 12, 16)  # how many places before a state those are that it is compared with first
 SLACK = 1e-12
@@ -43,15 +40,11 @@ CODE = 1 << np.arange(len(NAMES))  # of switches as one number
 
 def pruned_dp(model: ModelCosts, budget: int, *, bins: int = BINS, choices: Sequence[Switches] = SYNCHRONISED) -> Assignment:
     """Algorithm 4. BudgetError if nothing fits."""
-    return _solved(model, budget, bins, choices, whole=False)
+    return solved(Pass, model, budget, bins, choices)
 
 
-def basic_dp(model: ModelCosts, budget: int, *, bins: int = BINS, choices: Sequence[Switches] = SYNCHRONISED) -> Assignment:
-    """Algorithm 3: far more states for the same optimum. BudgetError if nothing fits."""
-    return _solved(model, budget, bins, choices, whole=True)
-
-
-def _solved(model: ModelCosts, budget: int, bins: int, choices: Sequence[Switches], *, whole: bool) -> Assignment:
+def solved(search: type[Pass], model: ModelCosts, budget: int, bins: int, choices: Sequence[Switches]) -> Assignment:
+    """By passes of one kind, see Note [Passes]."""
     choices = sorted(allowed(model, choices), key=lambda s: int(communication([s])[0]))
     known = _known(model, budget, choices)
     if model.layers and choices:
@@ -59,13 +52,13 @@ def _solved(model: ModelCosts, budget: int, bins: int, choices: Sequence[Switche
         costs = stacked(tables(model, choices), r)
         known_s = np.inf if known is None else known.runtime_s - model.fixed_s
         bounds, numbers = raise_prices(costs, limit, known_s)
-        for width in WIDTHS_WHOLE if whole else WIDTHS:
+        for width in search.widths:
             if numbers is not None:
                 known = _better(model, budget, known, [choices[costs.number[number]] for number in numbers])
             bound = np.inf if known is None else known.runtime_s - model.fixed_s
-            search = _Search(costs, bounds, whole, limit, bins, bound, width)
-            numbers = search.run(model.start_bytes)
-            if search.exact:
+            this = search(costs, bounds, limit, bins, bound, width)
+            numbers = this.run(model.start_bytes)
+            if this.exact:
                 break
         if numbers is not None:
             known = _better(model, budget, known, [choices[costs.number[number]] for number in numbers])
@@ -109,7 +102,7 @@ def _better(model: ModelCosts, budget: int, known: Assignment | None, switches: 
 
 
 @dataclass(frozen=True)
-class _States:
+class States:
     """One entry a state. before: r of the layer before; mine: key of the next; bound_s: the least that it can come to.
 
     parent: its number in the layer before; choice: of this layer.
@@ -127,23 +120,29 @@ class _States:
     def __len__(self) -> int:
         return len(self.runtime)
 
-    def only(self, which: np.ndarray) -> _States:
-        return _States(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+    def only(self, which: np.ndarray) -> States:
+        return States(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
 
 
-class _Search:
-    """One pass, see Note [Passes]. whole: a state keeps whole switches (their number is its key), else R.
+class Pass:
+    """See Note [Passes]. exact: nothing was left out for want of width, so that no other pass would find better.
 
-    exact: nothing was left out for want of width, so that no other pass would find better.
+    widths: of the passes in turn. candidates: times the width, states that are looked at closely.
     """
 
-    def __init__(self, costs: Stacked, bounds: Bounds, whole: bool, limit: int, bins: int, known_s: float, width: int) -> None:
-        self._costs, self._bounds, self._whole, self._limit, self._width = costs, bounds, whole, limit, width
-        self._key = np.arange(len(costs.r)) if whole else costs.r
-        self._count = len(self._key) if whole else R
+    widths: ClassVar[tuple[int, ...]] = (200, 2_000, 10_000)
+    candidates: ClassVar[int] = 8
+
+    def __init__(self, costs: Stacked, bounds: Bounds, limit: int, bins: int, known_s: float, width: int) -> None:
+        self._costs, self._bounds, self._limit, self._width = costs, bounds, limit, width
+        self._key, self._count = self._keys()
         self._bin_bytes = max(limit, 1) / bins
         self._bound = known_s + SLACK * (known_s + bounds.ahead[0] * abs(limit))
         self.exact = True
+
+    def _keys(self) -> tuple[np.ndarray, int]:
+        """What a state knows of a layer, as a number for each choice, ascending; how many numbers there are."""
+        return self._costs.r, R
 
     def run(self, start_bytes: int) -> list[int] | None:
         """Choices of the best assignment, or None where none fits or beats the bound."""
@@ -160,12 +159,12 @@ class _Search:
             number = int(layer.parent[number])
         return numbers[::-1]
 
-    def _first(self, start_bytes: int) -> _States:
+    def _first(self, start_bytes: int) -> States:
         keys = np.unique(self._key)
         zeros = np.zeros(len(keys), dtype=np.int64)
-        return _States(zeros, keys, 0.0 * zeros, 0.0 * zeros + start_bytes, 0.0 * zeros, 0.0 * zeros, zeros, zeros)
+        return States(zeros, keys, 0.0 * zeros, 0.0 * zeros + start_bytes, 0.0 * zeros, 0.0 * zeros, zeros, zeros)
 
-    def _next(self, i: int, states: _States) -> _States:
+    def _next(self, i: int, states: States) -> States:
         """All states of layer i that fit and that the bound lets live."""
         costs, bounds, limit, r = self._costs, self._bounds, self._limit, self._costs.r
         spent = states.runtime + bounds.ahead[i] * (states.current - limit) + bounds.behind[i] * (states.peak - limit)
@@ -174,12 +173,11 @@ class _Search:
         last = i == len(costs.delta_bytes) - 1
         if last:
             good[1:] = False
-        after, taken = np.nonzero(good)
-        parent, choice = parent[taken], choice[taken]
-        if not last and self._whole:
-            taken, after = self._known_whole(i + 1, after)
-            parent, choice = parent[taken], choice[taken]
-        after_r = r[after] if not last and self._whole else after
+        after_r, taken = np.nonzero(good)
+        parent, choice, after = parent[taken], choice[taken], after_r
+        if not last:
+            those, after = self._next_keys(i + 1, after_r)
+            parent, choice, after_r = parent[those], choice[those], after_r[those]
         before, resident = states.before[parent], costs.resident_bytes[i, choice]
         current = states.current[parent] + costs.delta_bytes[i, choice] + resident
         peak = np.maximum(states.peak[parent], states.current[parent] + costs.peak_bytes[i, after_r, before, choice]) + resident
@@ -188,40 +186,40 @@ class _Search:
         if not last:
             bound_s += self._rest(i + 1)[r[choice], after]
         alive = np.flatnonzero((peak <= limit) & (bound_s <= self._bound))
-        return _States(r[choice], after, current, peak, runtime, bound_s, parent, choice).only(alive)
+        return States(r[choice], after, current, peak, runtime, bound_s, parent, choice).only(alive)
 
     def _taken(self, i: int, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(number of the state, choice) for all useful choices of layer i."""
         members = np.flatnonzero(self._costs.useful[i])
-        return _pairs(mine, self._key[members], members, self._count)
+        return pairs(mine, self._key[members], members, self._count)
 
-    def _known_whole(self, i: int, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number, choice of layer i) for all useful choices with r `after`."""
-        members = np.flatnonzero(self._costs.useful[i])
-        return _pairs(after, self._costs.r[members], members, R)
+    def _next_keys(self, i: int, after_r: np.ndarray) -> tuple[np.ndarray | slice, np.ndarray]:
+        """(number, key of layer i) for all that a state may know of a layer whose r is `after_r`."""
+        return slice(None), after_r
 
     def _rest(self, i: int) -> np.ndarray:
         """[r before, key of i]: the least that layer i and all after it take."""
-        return self._bounds.through[i].min(axis=0) if self._whole else self._bounds.rest[i]
+        return self._bounds.rest[i]
 
-    def _kept(self, states: _States) -> _States:
+    def _kept(self, states: States) -> States:
         """See Note [Prunings] and Note [Passes]."""
-        most = (CANDIDATES_WHOLE if self._whole else CANDIDATES) * self._width
+        most = self.candidates * self._width
         if len(states) > most:
             self.exact = False
             states = states.only(np.argpartition(states.bound_s, most)[:most])
         group = self._key[states.choice] * self._count + states.mine
         current, peak = ((memory / self._bin_bytes).astype(np.int64) for memory in (states.current, states.peak))
         cells = (group << 40) + (current << 20) + peak
-        alike = cells if self._whole else group
-        order = np.lexsort((states.runtime, alike) if self._whole else (states.current, states.runtime, alike))
-        order = _without_near(order, alike, states)
-        if not self._whole:
-            order = not_dominated(order, group, states.current, states.peak)
+        order = self._undominated(states, group, cells)
         if len(order) > self._width:
             self.exact = False
             order = _first_of_each(order, cells, states.bound_s)[: self._width]
         return states.only(order)
+
+    def _undominated(self, states: States, group: np.ndarray, cells: np.ndarray) -> np.ndarray:
+        """Numbers of states, without those that another matches. group: of what states know; cells: with bins of memory."""
+        order = np.lexsort((states.current, states.runtime, group))
+        return not_dominated(without_near(order, group, states), group, states.current, states.peak)
 
 
 def _first_of_each(order: np.ndarray, cells: np.ndarray, bound_s: np.ndarray) -> np.ndarray:
@@ -232,7 +230,7 @@ def _first_of_each(order: np.ndarray, cells: np.ndarray, bound_s: np.ndarray) ->
     return order[np.lexsort((bound_s[order], rank))]
 
 
-def _pairs(wanted: np.ndarray, keys: np.ndarray, members: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def pairs(wanted: np.ndarray, keys: np.ndarray, members: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(position in `wanted`, member with that key) for every such pair. keys: of each member, ascending, under `count`."""
     sizes = np.bincount(keys, minlength=count)
     starts, many = np.cumsum(sizes) - sizes, sizes[wanted]
@@ -241,7 +239,7 @@ def _pairs(wanted: np.ndarray, keys: np.ndarray, members: np.ndarray, count: int
     return positions, members[starts[wanted][positions] + within]
 
 
-def _without_near(order: np.ndarray, group: np.ndarray, states: _States) -> np.ndarray:
+def without_near(order: np.ndarray, group: np.ndarray, states: States) -> np.ndarray:
     """`order` without those that one of a few places before them in the same group matches in both memories."""
     group, current, peak = group[order], states.current[order], states.peak[order]
     for near in NEAR:

@@ -6,16 +6,17 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from systems.planning import hardware
+from systems.planning.options import StrategyOptions, StrategyStatistics
 from systems.strategies.h3t.profiling import prepare, read_profile
 
 Variant = Literal["global-offload", "resident-optimizer"]
 Solver = Literal["best", "dp", "greedy", "manual", "random", "on", "off", "drawn"]
 
 
-class H3TOptions(BaseModel):
+class H3TOptions(StrategyOptions):
     """profile_steps: steps that the profiler measures before the solver runs (the paper's S). profile: a JSON file that keeps
     what it measured; one that is there is used instead of measuring. hardware: the profile whose copy and update rates the
     solvers and the simulator reckon with at run time; None is the shipped one of the device in this machine, if there is
@@ -26,11 +27,7 @@ class H3TOptions(BaseModel):
     T_rand of random. bins: m of dp.
     variant: global-offload is the paper's, gradients and optimizer of every layer on the host; resident-optimizer keeps
     optimizer state on the device where it fits, first layers first.
-    nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
-    updates during backward and ends the run at one (no clipping then).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     profile_steps: int = Field(default=10, ge=1)
     profile: str | None = None
@@ -39,7 +36,6 @@ class H3TOptions(BaseModel):
     samples: int = Field(default=10_000, ge=1)
     bins: int = Field(default=128, ge=1)
     variant: Variant = "global-offload"
-    nonfinite: Literal["skip", "stop"] = "skip"
 
     @field_validator("hardware")
     @classmethod
@@ -58,12 +54,12 @@ class H3TOptions(BaseModel):
         return given
 
 
-class H3TStatistics(BaseModel):
+class H3TStatistics(StrategyStatistics):
     """None: no step was planned yet. switch_on_ratios: per switch the share of layers that have it on, as in table 6.
 
     solver: whose assignment is in force; candidates_s: simulated step time of each that fits. other_modules: what becomes of
     parameters outside the layers (held: on the device while used; early: fetched ahead; resident: kept).
-    optimizer_share_on_device: of all trainable parameters. barriers_per_step: of segment synchronisation, as run.
+    barriers_per_step: of segment synchronisation, as run.
     hardware: description of the profile reckoned with. solver_s: all solvers together. profiled_steps: measured so far.
     """
 
@@ -75,10 +71,7 @@ class H3TStatistics(BaseModel):
     solver_s: float | None = None
     hardware: str | None = None
     simulated_step_time_s: float | None = None
-    candidates_s: dict[str, float] = {}
+    candidates_s: dict[str, float] = Field(default_factory=dict)
     switch_on_ratios: dict[str, float] | None = None
     other_modules: str | None = None
-    optimizer_share_on_device: float | None = None
     barriers_per_step: int | None = None
-    fetches_per_step: int | None = None
-    fetched_bytes_per_step: int | None = None

@@ -1,4 +1,4 @@
-"""Random (Algorithm 1), greedy (Algorithm 2), manual (the best global setting) and exhaustive search.
+"""Random (Algorithm 1), greedy (Algorithm 2) and manual (the best global setting).
 
 Each returns the fastest assignment that it found within the budget, and raises BudgetError if it found none.
 """
@@ -6,7 +6,6 @@ Each returns the fastest assignment that it found within the budget, and raises 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, product
 
 import numpy as np
 
@@ -58,18 +57,6 @@ def manual_solver(model: ModelCosts, budget: int, *, choices: Sequence[Switches]
     rows = array_of(allowed(model, choices))
     same = np.broadcast_to(rows[:, None], (len(rows), len(model.layers), len(NAMES)))
     return _found(best_of(model, budget, iter([same]), "manual"), model, budget)
-
-
-def exhaustive_solver(model: ModelCosts, budget: int, *, choices: Sequence[Switches] = EVERY) -> Assignment:
-    """All |S|^N of them: for tests of the others."""
-    rows = array_of(allowed(model, choices))
-    numbers = product(range(len(rows)), repeat=len(model.layers))
-
-    def batches() -> Iterator[Bools]:
-        while batch := list(islice(numbers, BATCH)):
-            yield rows[np.array(batch, dtype=np.int64).reshape(len(batch), -1)]
-
-    return _found(best_of(model, budget, batches(), "exhaustive"), model, budget)
 
 
 def _joined(batches: Iterator[Bools]) -> Iterator[Bools]:

@@ -11,18 +11,17 @@ from pydantic import BaseModel
 
 from systems.planning import hardware
 from systems.planning.activations import windows
-from systems.planning.demand import Residence, demand_of, minimum_need, unmovable
-from systems.planning.eviction import FarthestNextUse, ModelOrder
+from systems.planning.base import StrategyBase
+from systems.planning.demand import unmovable
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.nominal import nominal_trace
-from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
-from systems.planning.refusal import check_need
-from systems.planning.strategy import Eviction, PlanningContext
+from systems.planning.options import StrategyStatistics
+from systems.planning.packing import bundle_a_unit
+from systems.planning.plan import Plan
+from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
 from systems.planning.validator import validate
 from systems.strategies.h3t.compiling import Compiler
-from systems.strategies.h3t.layers import layer_layout
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import Measured, Profiler
 from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
@@ -31,54 +30,36 @@ from systems.strategies.h3t.switches import ALL_ON, Assignment
 DEFAULT_HARDWARE = "h100-80g-x1"  # of devices that no shipped profile is of
 
 
-class H3T:
+class H3T(StrategyBase):
     """See the package's docstring for the paper's words and for what differs."""
 
     name: ClassVar[str] = "h3t"
     summary: ClassVar[str] = "seven switches a layer, found by dynamic programming on a profile of the first steps"
     Options: ClassVar[type[BaseModel]] = H3TOptions
-    write_back = False
-    warm_up_share: float | None = None
+    Statistics: ClassVar[type[StrategyStatistics]] = H3TStatistics
+    _options: H3TOptions
 
     def __init__(self, options: H3TOptions, context: PlanningContext) -> None:
         if context.any_plan and options.variant == "global-offload":
             options = options.model_copy(update={"solver": "on"})  # fits wherever anything does
-        self._options, self._context = options, context
-        self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
-        self.offloaded_inputs: frozenset[int] = frozenset()
-        self.rematerialised: frozenset[int] | None = frozenset()
+        super().__init__(options, context)
+        self.rematerialised = frozenset()
         self._hardware = context.hardware or hardware.load(options.hardware or self._own_hardware())
         steps = 2 if context.hardware is not None else options.profile_steps  # a forecast sees all layers open at once
         self._profiler = Profiler(steps, None if context.hardware is not None else options.profile)
-        self._index, self._blocks = ModelIndex((), ()), frozenset[int]()
+        self._blocks = frozenset[int]()
         self._forced = frozenset[int]()
         self._opened: list[int] = []  # layers that the steps of a run would measure at once, in a forecast
-        self._statistics: H3TStatistics | None = None
 
-    def layout(self, index: ModelIndex) -> Layout:
-        """Raises BudgetError if the largest unit does not fit the device, activations left aside."""
-        self._index, self._blocks = index, index.blocks
-        self.rematerialised = self.offloaded_inputs = index.blocks
+    def cut(self, index: ModelIndex) -> Layout:
+        self._blocks = self.rematerialised = self.offloaded_inputs = index.blocks
         chosen = self._context.recompute
         numbers = {"none": (), "full": tuple(u.block for u in index.units)}[chosen] if isinstance(chosen, str) else chosen
         self._forced = frozenset(u.index for u in index.units if u.block is not None and u.block in numbers)
-        layout = layer_layout(index, self._context)
-        trace = nominal_trace(layout, accumulate=self._context.accumulate)
-        residence = Residence(layout, self._context, unmovable(layout), self.update_rule)
-        need = minimum_need(trace, demand_of(layout, trace, self._context), residence)
-        check_need(need, self._context, self.name, self._unit_name, measured=False, smaller=None)
-        self._statistics = H3TStatistics(
-            variant=self._options.variant,
-            num_layers=len(index.blocks),
-            num_bundles=len(layout.bundles),
-            hardware=self._hardware.description,
-        )
+        layout = bundle_a_unit(index, self._context)
+        layers, described = len(index.blocks), self._hardware.description
+        self.tell(variant=self._options.variant, num_layers=layers, num_bundles=len(layout.bundles), hardware=described)
         return layout
-
-    def eviction(self, layout: Layout, trace: Trace | None) -> Eviction:
-        if trace is None:
-            return ModelOrder(last=True)
-        return FarthestNextUse(layout, demand_of(layout, trace, self._context).next_use)
 
     def plan(self, layout: Layout, trace: Trace) -> Plan:
         """A validated plan. Raises BudgetError if not even the one with every switch on fits."""
@@ -93,7 +74,7 @@ class H3T:
             self._hardware,
             self._blocks,
             self._forced,
-            self._unit_name,
+            self.unit_name,
         )
         search = Search(asked, layout, measured)
         if self._profiler.wants_more(measured):
@@ -101,7 +82,7 @@ class H3T:
         began = time.perf_counter()
         found = search.candidates()
         best = fastest(layout, found)
-        self._note(layout, best, found, measured.steps, time.perf_counter() - began)
+        self._tell_solved(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
         plan = with_peaks(best.plan, memory, layout, self._context)
         return replace(
@@ -146,36 +127,18 @@ class H3T:
         switches |= {unit: replace(ALL_ON, rematerialise=False, offload_hidden=False) for unit in layers}
         return search.unchecked(switches, "held", "profiler")
 
-    def statistics(self) -> BaseModel:
-        assert self._statistics is not None, "statistics are there once layout() was called"
-        return self._statistics
-
-    def _note(self, layout: Layout, best: Candidate, found: list[Candidate], steps: int, seconds: float) -> None:
-        """The planned half of the statistics."""
-        assert self._statistics is not None
-        fetched = [p.operation.bundle for p in best.plan.operations if p.operation.kind is OpKind.FETCH]
-        trainable = [s for s in layout.segments if s.space.trainable]
-        on_device = sum(s.used for s in trainable if best.plan.optimizer_tier[s.index] is Tier.DEVICE)
+    def _tell_solved(self, layout: Layout, best: Candidate, found: list[Candidate], steps: int, seconds: float) -> None:
         times: dict[str, float] = {}
         for each in found:
             times[each.solver] = min(each.step_time_s, times.get(each.solver, each.step_time_s))
-        ratios = Assignment(tuple(best.switches.values()), 0.0, 0, best.solver).ratios()
-        self._statistics = self._statistics.model_copy(
-            update={
-                "profiled_steps": steps,
-                "solver": best.solver,
-                "solver_s": seconds,
-                "simulated_step_time_s": best.step_time_s,
-                "candidates_s": times,
-                "switch_on_ratios": ratios,
-                "other_modules": best.others,
-                "optimizer_share_on_device": on_device / max(1, sum(s.used for s in trainable)),
-                "barriers_per_step": len(best.plan.barriers),
-                "fetches_per_step": len(fetched),
-                "fetched_bytes_per_step": sum(map(layout.bundle_bytes, fetched)),
-            }
+        self.tell_of(best.plan, layout)
+        self.tell(
+            profiled_steps=steps,
+            solver=best.solver,
+            solver_s=seconds,
+            simulated_step_time_s=best.step_time_s,
+            candidates_s=times,
+            switch_on_ratios=Assignment(tuple(best.switches.values()), 0.0, 0, best.solver).ratios(),
+            other_modules=best.others,
+            barriers_per_step=len(best.plan.barriers),
         )
-
-    def _unit_name(self, unit: int) -> str:
-        names = self._index.units
-        return names[unit].name if unit < len(names) else f"number {unit}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
+from systems.planning.options import InputsOptions, StrategyStatistics
 from systems.planning.packing import ChunkRange
 
 Variant = Literal["base", "spongebob", "static-partition", "osc"]
@@ -15,7 +16,7 @@ def _prefetch(given: Any) -> Any:
     return 0 if str(given).strip() == "off" else given
 
 
-class PatrickStarOptions(ChunkRange):
+class PatrickStarOptions(ChunkRange, InputsOptions):
     """chunk_min, chunk_max, chunk_step: bytes of the searched sizes of a parameter chunk as computed with (the paper's range
     of 128 to 512 Mi elements in 16 bit is 256MiB to 1GiB, its step 64MiB); unset is a range that suits the model.
 
@@ -23,16 +24,11 @@ class PatrickStarOptions(ChunkRange):
     prefetch: chunks fetched ahead of their use; off (or 0) is the paper's: fetched when needed, compute waits.
     variant: base, or an ablation: spongebob moves tensors instead of chunks, static-partition gives chunks a fixed share of
     the device and traces nothing, osc keeps the optimizer chunks on the CPU.
-    nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
-    updates during backward and ends the run at one (no clipping then).
-    activations: host has the inputs of recomputed blocks wait for backward in host memory.
     """
 
     warmup_share: float = Field(default=0.2, gt=0, le=1)
     prefetch: Annotated[int, BeforeValidator(_prefetch), Field(ge=0)] = 8
     variant: Variant = "base"
-    nonfinite: Literal["skip", "stop"] = "skip"
-    activations: Literal["device", "host"] = "device"
 
     @property
     def traces(self) -> bool:
@@ -45,19 +41,19 @@ class PatrickStarOptions(ChunkRange):
         return self.variant in ("base", "spongebob")
 
 
-class PatrickStarStatistics(BaseModel):
+class PatrickStarStatistics(StrategyStatistics):
     """Sizes in bytes of one rank's view. None: no step was planned yet.
 
     chunk_lists: bytes of the four aligned lists, out-of-chunk parameters included. chunk_size_elements, utilization,
     fragmentation: of the chunks at their nominal size, as in table 3; num_out_of_chunks: bundles of tied or oversized
-    parameters. minimum_bytes: least device memory without activations.
+    parameters.
     gradients: where they are on the device; num_ranged: bundles whose gradients have memory of their own.
     model_bytes_per_parameter: of the four lists and those ranges, each byte once. copied_bytes: parameters on the device at
     the start of a step whose host memory is kept beside them.
     margin_bytes, margin_chunks: what the device has left beside all parameters and the highest non-model memory. Positive:
     optimizer chunks (all three lists of one chunk) that it holds; negative: parameter chunks that spill, as in table 4.
-    optimizer_share_on_device: of all trainable parameters. non_model_bytes: the curve of figure 2, one entry a moment.
-    max_computing: most bundles with a tensor in COMPUTE at once. fetches, fetched_bytes, written_back_bytes: planned a step.
+    non_model_bytes: the curve of figure 2, one entry a moment.
+    written_back_bytes: planned a step.
     """
 
     variant: Variant
@@ -69,7 +65,6 @@ class PatrickStarStatistics(BaseModel):
     fragmentation: float
     num_out_of_chunks: int
     num_bundles: int
-    minimum_bytes: int
     warmup_share: float
     gradients: str
     num_ranged: int | None = None
@@ -77,11 +72,7 @@ class PatrickStarStatistics(BaseModel):
     copied_bytes: int | None = None
     margin_bytes: int | None = None
     margin_chunks: int | None = None
-    optimizer_share_on_device: float | None = None
     non_model_peak_bytes: int | None = None
     non_model_bytes: list[int] | None = None
     resident_bundles: int | None = None
-    max_computing: int | None = None
-    fetches_per_step: int | None = None
-    fetched_bytes_per_step: int | None = None
     written_back_bytes_per_step: int | None = None

@@ -1,0 +1,39 @@
+"""Options and statistics that every strategy has: a strategy's own derive from these, and their texts say what is its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class StrategyOptions(BaseModel):
+    """nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
+    updates during backward and ends the run at one (no clipping then).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nonfinite: Literal["skip", "stop"] = "skip"
+
+
+class InputsOptions(StrategyOptions):
+    """activations: host has the inputs of recomputed blocks wait for backward in host memory."""
+
+    activations: Literal["device", "host"] = "device"
+
+
+class StrategyStatistics(BaseModel):
+    """None: no step was planned yet. Filled in by `StrategyBase` from the plan.
+
+    minimum_bytes: least device memory without activations. optimizer_share_on_device: of all trainable parameters. fetches,
+    fetched_bytes, evictions (written back or not): planned per step.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    minimum_bytes: int
+    optimizer_share_on_device: float | None = None
+    fetches_per_step: int | None = None
+    fetched_bytes_per_step: int | None = None
+    evictions_per_step: int | None = None
