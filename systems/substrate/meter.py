@@ -83,7 +83,6 @@ class ActivationMeter(TorchDispatchMode):
         if nbytes is not None:
             self._account.return_other(nbytes)
 
-    @property
     def live_bytes(self) -> int:
         """Of the storages that are there, reckoned anew."""
         return sum(list(self._known.values()))

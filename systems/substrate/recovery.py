@@ -97,8 +97,8 @@ class Recovery:
     def _settle(self) -> None:
         """See Note [What breaks off]."""
         device = self._parts.device
-        meter = device.meter
-        device.pool.settle(self.owned(), self._last(), other=None if meter is None else meter.live_bytes)
+        other = None if device.activations is None else device.activations()
+        device.pool.settle(self.owned(), self._last(), other=other)
 
     def owned(self) -> list[Allocation]:
         blocks = [managed.block for managed in self._parts.residency.bundles]

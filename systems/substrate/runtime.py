@@ -49,7 +49,7 @@ class Runtime:
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
         self.recovery = Recovery(self)
-        parts.residency.demote = self._relieve
+        parts.residency.demote = lambda: self.planner.moving(self._relieve)
         parts.inputs.active = lambda: self._observing
 
     # ---- unit events, from the hooks
@@ -257,12 +257,6 @@ class Runtime:
             self.ending.update_bundle(bundle)
 
     def _relieve(self) -> bool:
-        self.planner.halfway = True
-        relieved = self._send_off()
-        self.planner.halfway = False
-        return relieved
-
-    def _send_off(self) -> bool:
         """Nothing can be evicted and room is needed: send a gradient off early, or optimizer state back to the host."""
         residency, gradients = self.parts.residency, self.parts.gradients
         for bundle, gradient in gradients.bundles.items():

@@ -1,17 +1,22 @@
-"""Ctrl-C at one line after another of what a step runs, or as a call returns, and whether training goes on as if it had not come.
+"""Ctrl-C at one line after another of what a step runs, or as a call returns: training goes on as if it had not come.
 
 One engine is interrupted in step after step, each time at another place. After each its weights are those of `resident` with
 the step done, or not done and then repeated, or it refuses by name, and a new engine goes on in its place.
+
+The line of a `with` is left out: Python's tracing comes there once more before what was entered is left, and what is raised
+then leaves it never. A signal is not looked at there.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,6 +42,12 @@ class Place(NamedTuple):
     event: str
 
 
+@cache
+def _lines_of_with(path: str) -> frozenset[int]:
+    nodes = [node for node in ast.walk(ast.parse(Path(path).read_text())) if isinstance(node, ast.With)]
+    return frozenset(line for node in nodes for line in range(node.lineno, node.body[0].lineno))
+
+
 class _Trace:
     """Calls `see` for each event of this project's code that runs within."""
 
@@ -47,7 +58,7 @@ class _Trace:
         code = frame.f_code
         if not code.co_filename.startswith(OURS) or code.co_name in IN_FINALIZERS:
             return None
-        if event in ("line", "return"):
+        if event == "return" or (event == "line" and frame.f_lineno not in _lines_of_with(code.co_filename)):
             self.see(Place(code.co_filename.removeprefix(OURS), frame.f_lineno, event))
         return self._step
 

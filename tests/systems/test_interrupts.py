@@ -28,7 +28,8 @@ SAMPLE = 5  # places of each system
 
 
 def begin(system: str, accumulate: int) -> Engine:
-    given: dict[str, Any] = {} if system == "resident" else {"device_memory": CHUNKED if system == "random write-back" else TIGHT}
+    budget = CHUNKED if system == "random write-back" else TIGHT
+    given: dict[str, Any] = {} if system == "resident" else {"device_memory": budget}
     if system.endswith("inputs"):
         given["recompute"] = "full"
     chosen_system, options = SYSTEMS[system]
