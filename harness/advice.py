@@ -94,7 +94,7 @@ def _rounded(size: int | str) -> int:
 
 def _disk(spec: RunSpec, request: Request) -> Room | None:
     """The folder of the records, if states may lie there."""
-    if spec.disk is not None or not getattr(request.system, "uses_disk", False):
+    if spec.disk is not None or not request.system.abilities.disk:
         return None
     try:
         return Room(spec.results, disk_budget(replace(request.settings, disk=spec.results, disk_memory=None)))

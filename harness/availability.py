@@ -1,8 +1,8 @@
 """Whether a system can run here at all: its module loads, and the outside package that it names is installed.
 
-A system that is a front for an outside package says so with two attributes, `package` (the name it is imported by) and
-`install` (the command that brings it). So its absence is known before anything is built, and a record says which
-version trained. What only shows later a system raises as UnavailableError from `initialize`.
+A system that is a front for an outside package says so in its abilities: the name it is imported by, and the command that
+brings it. So its absence is known before anything is built, and a record says which version trained. What only shows
+later a system raises as UnavailableError from `initialize`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 def load(name: str, entries: Mapping[str, Entry] | None = None) -> System:
     """The system of that name. ValueError if there is none, UnavailableError if it cannot run here."""
     system = registry.get(name, entries)
-    package: str | None = getattr(system, "package", None)
+    package = system.abilities.package
     if package is not None and importlib.util.find_spec(package.partition(".")[0]) is None:
-        install = getattr(system, "install", None) or f"pip install {package}"
-        raise UnavailableError(f"{name} is unavailable: the package {package} is not installed", install=install)
+        reason = f"{name} is unavailable: the package {package} is not installed"
+        raise UnavailableError(reason, install=system.abilities.install)
     return system
 
 
 def package_of(system: System) -> str | None:
     """Name and version of the outside package that does the work, None for this project's own code."""
-    package: str | None = getattr(system, "package", None)
+    package = system.abilities.package
     if package is None:
         return None
     try:

@@ -100,7 +100,7 @@ def _disk_memory(spec: PlanSpec, profile: hardware.HardwareProfile) -> int:
 def _plan_one(spec: PlanSpec, question: Question, observations: Observations) -> int:
     system = load(spec.system)
     options = registry.parse_options(system, spec.option)
-    if question.disk_memory and not getattr(system, "uses_disk", False):
+    if question.disk_memory and not system.abilities.disk:
         raise BadInputError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
     console = progress_console()
     try:
@@ -120,7 +120,7 @@ def _plan_one(spec: PlanSpec, question: Question, observations: Observations) ->
 def _room(system: System, question: Question) -> Room | None:
     """The profile's disk, under any name."""
     there = question.profile.disk_bytes
-    return None if there is None or not getattr(system, "uses_disk", False) else Room("disk", there.value)
+    return None if there is None or not system.abilities.disk else Room("disk", there.value)
 
 
 def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:

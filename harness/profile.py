@@ -27,7 +27,7 @@ from systems.limits import Limits, in_memory, read_limits
 from systems.messages import one_line
 from systems.planning.hardware import HardwareProfile
 from systems.sizes import format_size
-from systems.substrate.adam import cpu_kernel
+from systems.substrate.adam.cpu import cpu_kernel
 
 CORES_LEFT = 2  # by CPU Adam while copies run: one launches kernels, one queues copies
 LATENCY_AT = 4 << 20  # bytes of the copy whose time beyond its bytes is called the latency

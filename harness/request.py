@@ -39,7 +39,7 @@ class Request:
 
     @property
     def needs_model(self) -> bool:
-        return bool(getattr(self.system, "needs_model", True))
+        return self.system.abilities.model
 
 
 def choose_device(asked: Device | None) -> Device:
@@ -80,13 +80,13 @@ def resolve(job: Job, device: Device) -> Request:
     spec = job.spec
     system = load(spec.system)
     options = registry.parse_options(system, spec.option)
-    if spec.trace is not None and not getattr(system, "can_trace", False):
+    if spec.trace is not None and not system.abilities.trace:
         raise ValueError(
             f"--trace: {spec.system} does not label its phases: use resident or one of this project's own strategies"
         )
-    if spec.phases and not getattr(system, "tells_phases", False):
+    if spec.phases and not system.abilities.phases:
         raise ValueError(f"--phases: {spec.system} does not tell its phases: use one of this project's own strategies")
-    if spec.disk is not None and not getattr(system, "uses_disk", False):
+    if spec.disk is not None and not system.abilities.disk:
         raise ValueError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len

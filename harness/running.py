@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 
 from harness import derive, doubts, environment, record, trace
 from harness.channel import Channel, Job
@@ -41,7 +40,6 @@ EMULATED = (
     "no CUDA device is here, so the device is emulated, as with --device cpu: its memory and traffic are counted, its times "
     "say nothing of a GPU"
 )
-LookForRoom = Callable[[torch.nn.Module, Settings, BaseModel], Settings]
 
 
 @dataclass
@@ -290,8 +288,7 @@ def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Set
     with Unfilled():
         model = models_registry.build(request.shape)
     known.work = derive.StepWork(parameters=sum(parameter.numel() for parameter in model.parameters()))
-    look: LookForRoom | None = getattr(request.system, "look_for_room", None)
-    return model, request.settings if look is None else look(model, request.settings, request.options)
+    return model, request.system.look_for_room(model, request.settings, request.options)
 
 
 def _count(job: Job, known: Known, request: Request, model: torch.nn.Module) -> None:

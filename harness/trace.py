@@ -20,7 +20,7 @@ from typing import Any
 from harness.spec import BadInputError
 
 SUFFIXES = (".json", ".json.gz")
-UNIT_SPAN = re.compile(r"(forward|backward) of unit \d+")
+UNIT_SPAN = re.compile(r"(forward|backward) of .+")
 THREAD_NAME = re.compile(r"thread \d+ \((.*)\)")
 LANE_PREFIX = "lane-"
 STREAM_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -44,18 +43,16 @@ def initialize(
     """
     from torch import nn
 
-    from systems.arguments import device_of, dtype_of, size_of
-    from systems.machine import refuse_other_ranks
-    from systems.registry import get, parse_options
+    from systems.arguments import device_of, dtype_of, options_of, size_of
+    from systems.machine import refuse_absent_device, refuse_other_ranks
+    from systems.registry import check_options, get
     from systems.system import Settings
 
     refuse_other_ranks()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
-    if options is not None and not isinstance(options, Mapping):
-        raise ValueError(f"options is {type(options).__name__}: give a dict, such as {{'prefetch': 4}}")
     chosen = get(system)
-    if disk is not None and not getattr(chosen, "uses_disk", False):
+    if disk is not None and not chosen.abilities.disk:
         raise ValueError(f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies")
     settings = Settings(
         device=device_of(device),
@@ -70,20 +67,24 @@ def initialize(
         seed=seed,
         optimizer=optimizer,
     )
-    asked = parse_options(chosen, [f"{k}={v}" for k, v in (options or {}).items()])
-    look = getattr(chosen, "look_for_room", None)
-    return chosen.initialize(model, settings if look is None else look(model, settings, asked), asked)
+    asked = check_options(chosen, options_of(options))
+    refuse_absent_device(settings)
+    return chosen.initialize(model, chosen.look_for_room(model, settings, asked), asked)
 
 
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Write all that training needs to go on; see systems.checkpoint.save."""
+    """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
+
+    What the optimizer's groups say (lr, betas, ...), the scheduler and the data's order are the loop's to keep: README has the
+    lines.
+    """
     from systems.checkpoint import save
 
     save(engine, folder)
 
 
 def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Restore what any system saved of the same model; see systems.checkpoint.load."""
+    """Restore what any system saved of the same model, for the loop to restore the rest; see systems.checkpoint.load."""
     from systems.checkpoint import load
 
     load(engine, folder)

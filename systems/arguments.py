@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +26,29 @@ def dtype_of(given: str | torch.dtype) -> DType:
         allowed = ", ".join(f"{name!r} or {dtype}" for name, dtype in TORCH_DTYPE.items())
         raise ValueError(f"dtype is {given!r}: give {allowed}")
     return names[given]
+
+
+def options_of(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Values as they are; paths are strings, and numbers of other libraries Python's."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"options is {type(given).__name__}: give a dict, such as {{'prefetch': 4}}")
+    for name in given:
+        if not isinstance(name, str):
+            raise ValueError(f"options has the name {name!r}: give names as strings, such as {{'prefetch': 4}}")
+    return {name.replace("-", "_"): _plain(value) for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool | int | float | str):
+        return value
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):  # as of a tensor with several values
+        return value
 
 
 def device_of(given: str | torch.device) -> Literal["cuda", "cpu"]:

@@ -23,6 +23,12 @@ def refuse_other_ranks() -> None:
         refuse_launched_ranks()
 
 
+def refuse_absent_device(settings: Settings) -> None:
+    """UnsupportedError for CUDA where torch sees no device of it, be it built without."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("no CUDA device is visible: use `device='cpu'` for the emulated one")
+
+
 def host_budget(settings: Settings) -> int:
     """Bytes the host tier may hold."""
     if settings.host_memory is not None:
@@ -39,8 +45,7 @@ def device_budget(settings: Settings) -> int:
         return settings.device_memory
     if settings.device == "cpu":
         return read_limits().host_budget_bytes or host_budget(settings)
-    if not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device is visible: use `device='cpu'` for the emulated one")
+    refuse_absent_device(settings)
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 

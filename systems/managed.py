@@ -18,15 +18,13 @@ from systems.sizes import format_size
 from systems.substrate.device import Device
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.events import EventLog
-from systems.system import Engine, Settings
+from systems.system import Abilities, Engine, Settings, System
 
 
-class ManagedSystem:
+class ManagedSystem(System):
     """A strategy run on the substrate; obeys systems.system.System."""
 
-    can_trace = True
-    tells_phases = True
-    uses_disk = True
+    abilities = Abilities(trace=True, phases=True, disk=True)
 
     def __init__(self, strategy: type[Strategy]) -> None:
         self.strategy = strategy

@@ -55,14 +55,15 @@ def invalid_value(error: ValidationError, label: Callable[[str, Any], str]) -> s
     """The first complaint of a pydantic error as one line. label(field, given) names the input, such as '--steps x'."""
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    message = message[:1].lower() + message[1:]
+    if message.split(" ", 1)[0] not in ("None", "True", "False"):
+        message = message[:1].lower() + message[1:]
     if not first["loc"]:
         return one_line(message)
     given = first["input"] if first["type"] != "missing" else None
     told = label(str(first["loc"][0]), given)
     line = message if message.startswith(told) else f"{told}: {message}"
     choices = _choices(first.get("ctx", {}).get("expected", ""))
-    near = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(given, choices, n=1, cutoff=0.5) if isinstance(given, str) else []
     return one_line(line + (f"; did you mean {near[0]}?" if near else ""))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,11 @@ def _bound_names(tree: ast.Module) -> set[str]:
     return names
 
 
+def _parsed(path: Path) -> ast.Module:
+    with warnings.catch_warnings(action="ignore"):  # they are told when the module is imported
+        return ast.parse(path.read_text(encoding="utf-8"), filename=path.name)
+
+
 def _sources(folder: Path) -> list[tuple[str, Path]]:
     """(module name, source file) of every public file or package in a folder."""
     found = [(path.stem, path) for path in folder.glob("*.py")]
@@ -67,9 +73,9 @@ def find(root: Path | None = None, folders: Mapping[str, str] = FOLDERS) -> dict
         for module, path in _sources(root.joinpath(*package.split("."))):
             name, broken = module.replace("_", "-"), None
             try:
-                if exposes not in _bound_names(ast.parse(path.read_text(encoding="utf-8"))):
+                if exposes not in _bound_names(_parsed(path)):
                     continue
-            except (SyntaxError, UnicodeDecodeError, OSError) as error:
+            except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
                 broken = one_line(f"{type(error).__name__}: {error}")
             entries[name] = Entry(name=name, module=f"{package}.{module}", exposes=exposes, broken=broken)
     return dict(sorted(entries.items()))
@@ -90,13 +96,25 @@ def get(name: str, entries: Mapping[str, Entry] | None = None) -> System:
     try:
         exposed = getattr(importlib.import_module(entry.module), entry.exposes)
         if entry.exposes == "SYSTEM":
-            return exposed
+            return _checked(exposed, entry)
         managed: Any = importlib.import_module("systems.managed")
-        return managed.ManagedSystem(exposed)
+        return _checked(managed.ManagedSystem(_checked(exposed, entry)), entry)
     except UnavailableError:
         raise
-    except Exception as error:  # whatever a module raises while it loads, its neighbours must stay usable
+    except (Exception, SystemExit) as error:  # whatever a module raises while it loads, its neighbours must stay usable
         raise UnavailableError(one_line(f"{name} is unavailable: {type(error).__name__}: {error}")) from error
+
+
+def _checked(exposed: Any, entry: Entry) -> Any:
+    """What the module exposes. ValueError where it lacks what every system has, before anybody asks for it."""
+    if getattr(exposed, "name", None) != entry.name:
+        raise ValueError(f"{entry.exposes}.name is {getattr(exposed, 'name', None)!r}: the file's name makes it {entry.name!r}")
+    if not isinstance(getattr(exposed, "summary", None), str):
+        raise ValueError(f"{entry.exposes}.summary is missing: say in a few words what it does")
+    options = getattr(exposed, "Options", None)
+    if not (isinstance(options, type) and issubclass(options, BaseModel)):
+        raise ValueError(f"{entry.exposes}.Options is {options!r}: give a class derived from pydantic.BaseModel")
+    return exposed
 
 
 def split_assignments(kind: str, texts: Sequence[str]) -> dict[str, str]:
@@ -115,12 +133,24 @@ def split_assignments(kind: str, texts: Sequence[str]) -> dict[str, str]:
 
 def parse_options(system: System, texts: Sequence[str]) -> BaseModel:
     """Texts such as key=value checked by the system's own Options. ValueError says in one line what is allowed."""
-    given = split_assignments("option", texts)
+    return check_options(system, split_assignments("option", texts))
+
+
+def check_options(system: System, given: Mapping[str, Any]) -> BaseModel:
+    """The same of values, which may be texts."""
+
+    def label(field: str, value: Any) -> str:
+        return f"`options=dict({field}={value!r})`"
+
     fields = system.Options.model_fields
     for key in given:
         if key not in fields:
             raise ValueError(unknown_name(f"option of {system.name}", key, fields))
     try:
-        return system.Options.model_validate(given)
+        options = system.Options.model_validate(given)
     except ValidationError as error:
-        raise ValueError(invalid_value(error, lambda field, value: f"`options=dict({field}={value!r})`")) from None
+        raise ValueError(invalid_value(error, label)) from None
+    for key, value in given.items():
+        if isinstance(value, bool) and not isinstance(getattr(options, key), bool):  # pydantic takes True for 1
+            raise ValueError(f"{label(key, value)}: input should be a number")
+    return options

@@ -68,6 +68,6 @@ class Reports(ABC):
     def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
         """Seconds of each phase of one optimizer step, which `step` runs and drains. Nothing overlaps in it.
 
-        Only of systems whose `tells_phases` is true; UnsupportedError from all others.
+        Only of systems whose abilities say `phases`; UnsupportedError from all others.
         """
         raise UnsupportedError(f"{type(self).__name__} cannot be run phase by phase: only this project's own strategies can")

@@ -152,6 +152,7 @@ class Engine(Reports):
 
         The model has its values again: plain parameters on the CPU in the engine's dtype, buffers where they came from. With
         keep=False, after an error, from packages, and where the host has no room, it gets nothing, and its forward says so.
+        Values that were edited past the engine are given back as they were trained, which is raised unless it was told.
         What went wrong behind the last step and was not told is raised: DivergedError where nonfinite=stop finds only now that
         it was not finite, RuntimeError where parameters belong to two steps.
         """
@@ -212,19 +213,42 @@ class Engine(Reports):
         self.close()
 
 
-class System(Protocol):
-    """One entry of the registry. `Options` is the pydantic model that `--option key=value` is checked against.
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What some systems can do and others cannot, and what a system needs.
 
-    `can_trace = True` says that its engines label their phases for a profile (systems/substrate/labels.py).
-    `tells_phases = True` says that its engines know Engine.phases_s.
-    `uses_disk = True` says that it can keep optimizer states in Settings.disk.
-    `look_for_room(model, settings, options)` raises BudgetError where memory is certain to be short, before anything is built,
-    and returns the settings with the budgets that hold.
+    trace: its engines label their phases for a profile (systems/substrate/labels.py). phases: they know Engine.phases_s.
+    disk: optimizer states can be kept in Settings.disk.
+    model: it runs a model, so that the harness builds one for it.
+    package: name by which the outside package that trains is imported; install: the command that brings it.
     """
+
+    trace: bool = False
+    phases: bool = False
+    disk: bool = False
+    model: bool = True
+    package: str | None = None
+    install: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.package is not None and self.install is None:
+            object.__setattr__(self, "install", f"pip install {self.package}")
+
+
+class System(Protocol):
+    """One entry of the registry. `Options` is the pydantic model that `--option key=value` is checked against."""
 
     name: str
     summary: str
     Options: type[BaseModel]
+    abilities: Abilities
+
+    def look_for_room(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Settings:
+        """The settings, with the budgets that hold where those are known before anything is built.
+
+        Raises BudgetError where memory is certain to be short. A system that cannot tell hands back what it was given.
+        """
+        return settings
 
     def initialize(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Engine:
         """Take over `model`. Raises BudgetError or UnsupportedError before training if the request cannot be met."""

@@ -20,6 +20,12 @@ from systems.substrate.build import PROJECT, cache_directory
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("models", "systems", "harness", "paper_figures")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+WENT_ON = """
+assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in groups] == schedule.get_last_lr()
+assert schedule.last_epoch == 5 and all(group["params"] for group in optimizer.param_groups)
+went_on = {name: value.bfloat16() for name, value in torch.load("weights.pt").items()}
+assert all(torch.equal(value, went_on[name]) for name, value in model.state_dict().items())
+"""
 ALL_OF_IT = """
 import importlib, pathlib, pkgutil
 assert pathlib.Path(systems.__file__).parents[1].name == "site"
@@ -57,13 +63,13 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 def test_own_loop_runs_as_shown(wheel: Path, tmp_path: Path) -> None:
     """Beside folders called as this project's are, and an installed library needs no more than its own name."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 1
+    assert len(blocks) == 2, "training, and going on from its checkpoint"
     site, own = tmp_path / "site", tmp_path / "own"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     own.mkdir()
     script = own / "own_loop.py"
-    script.write_text(blocks[0] + ALL_OF_IT)
+    script.write_text("".join(blocks) + WENT_ON + ALL_OF_IT)
     for name in ("models", "harness", "tests", "paper_figures"):
         (own / name).mkdir()
         (own / name / "__init__.py").write_text("raise ImportError('these are the user\\'s own')")

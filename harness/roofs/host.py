@@ -19,7 +19,8 @@ import torch
 from harness.roofs.clock import median_s
 from harness.spec import BadInputError
 from systems.sizes import format_size
-from systems.substrate.adam import AdamKernel, AdamRange, AdamTask, cpu_kernel
+from systems.substrate.adam.cpu import cpu_kernel
+from systems.substrate.adam.kernel import AdamKernel, AdamRange, AdamTask
 from systems.substrate.views import Poison, RebindableStorage
 
 ADAM_BYTES = 28  # a parameter: fp32 master and two moments read and written, bf16 gradient read, bf16 parameter written

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 from systems.reports import MemoryReport
 from systems.sizes import Size, format_size
-from systems.system import Engine, Settings, StepOutcome
+from systems.system import Abilities, Engine, Settings, StepOutcome, System
 
 COUNTERS = (
     "h2d_bytes", "d2h_bytes", "gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes",
@@ -179,13 +179,13 @@ class DummyEngine(Engine):
         yield {}
 
 
-class Dummy:
-    """needs_model: the harness need not build one for it, which saves a test's time."""
+class Dummy(System):
+    """It runs no model, which saves a test's time."""
 
     name = "dummy"
     summary = "scripted times and failures, trains nothing; for testing the harness"
     Options = DummyOptions
-    needs_model = False
+    abilities = Abilities(model=False)
 
     def initialize(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> DummyEngine:
         assert isinstance(options, DummyOptions)

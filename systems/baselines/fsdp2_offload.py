@@ -32,7 +32,7 @@ from systems.errors import UnsupportedError
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import place_buffers
 from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Engine, Settings
+from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 
 class FsdpOptions(ConfigOptions):
@@ -138,12 +138,12 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-class Fsdp2Offload:
+class Fsdp2Offload(System):
     """See the module's docstring."""
 
     name = "fsdp2-offload"
     summary = "torch FSDP2 with CPUOffloadPolicy, masters and optimizer on the host"
-    package = "torch"
+    abilities = Abilities(package="torch")
     Options: type[BaseModel] = FsdpOptions
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:

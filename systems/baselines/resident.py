@@ -24,7 +24,7 @@ from systems.machine import device_budget, make_device
 from systems.reports import MemoryReport
 from systems.sizes import format_need, format_size
 from systems.substrate.activations import apply_recompute, recomputation_in_words
-from systems.substrate.adam import AdamTask
+from systems.substrate.adam.kernel import AdamTask
 from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.substrate.calls import Calls, Hook, outer_modules
 from systems.substrate.device import ambient
@@ -40,7 +40,7 @@ from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.stepping import NO_LOSS, SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel, find_units, release, take
-from systems.system import TORCH_DTYPE, Engine, Settings
+from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 
 class ResidentOptions(BaseModel):
@@ -99,6 +99,7 @@ class ResidentEngine(SteppingEngine):
         self._cleanup.callback(remember_buffers(self.module, found.carried.values()))
         place_beside(self.module, found, self.device)
         self._names = [p.name for p in found.index.parameters]
+        self._shapes = [p.shape for p in found.index.parameters]
         self._rounded = _Rounded(self.parameters, TORCH_DTYPE[settings.dtype], lambda: self._in_backward)
         self._cleanup.callback(self._rounded.remove)
         self._watch = ParameterWatch(
@@ -299,6 +300,8 @@ class ResidentEngine(SteppingEngine):
             self._discard()
             self.drain()
             self._control.check_whole()
+            if keep:
+                self._watch.undo(partial(_restore, self))
             values = on_the_host([data_of(parameter) for parameter in self.parameters]) if keep else []
         except BaseException:
             self._let_go()
@@ -322,6 +325,14 @@ class ResidentEngine(SteppingEngine):
 
 def _nothing() -> None:
     """A pass without gradients changes nothing of a step."""
+
+
+def _restore(engine: ResidentEngine, parameter: int) -> bool:
+    """Of a parameter that was edited: a frozen one has no master."""
+    master, edited = engine._masters[parameter], engine.parameters[parameter]
+    if master is not None:
+        set_data(edited, master.view(engine._shapes[parameter]).to(edited.dtype))
+    return master is not None
 
 
 def _seen(given: object) -> dict[int, Seen]:
@@ -433,13 +444,13 @@ class ResidentState:
         moments[1].copy_(exp_avg_sq.reshape(-1))
 
 
-class Resident:
+class Resident(System):
     """See the module's docstring."""
 
     name = "resident"
     summary = "reference recipe, everything on the device"
     Options = ResidentOptions
-    can_trace = True
+    abilities = Abilities(trace=True)
 
     def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
         """The settings. Raises BudgetError where model states alone exceed the device."""

@@ -32,7 +32,7 @@ from systems.baselines.external.torch_adam import check_arguments, set_rate
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
 from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Engine, Settings
+from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 INSTALL = "pip install 'offload-bench[baselines]'"
 PLAN_SHARE = 0.6  # of the device that RoundPipe plans for layers, by its own default
@@ -212,13 +212,12 @@ def _inputs(loss: Callable[..., torch.Tensor], batch: Batch, label_count: int) -
     raise AssertionError("the loss did not call the model")
 
 
-class RoundPipeSystem:
+class RoundPipeSystem(System):
     """See the module's docstring."""
 
     name = "roundpipe"
     summary = "RoundPipe: layers stream through the device, the optimizer in a CPU thread; recomputes every block"
-    package = "roundpipe"
-    install = INSTALL
+    abilities = Abilities(package="roundpipe", install=INSTALL)
     Options: type[BaseModel] = RoundPipeOptions
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:

@@ -34,7 +34,7 @@ from systems.errors import UnsupportedError
 from systems.substrate.activations import apply_recompute
 from systems.substrate.adoption import place_buffers
 from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Engine, Settings
+from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 Weights = Literal["masters", "autocast", "compute"]
 BYTES = {"masters": 16, "autocast": 16, "compute": 8}  # a trainable parameter in 16 bits, gradient included
@@ -141,12 +141,12 @@ class DdpEngine(PackageEngine):
             parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
 
 
-class TorchDdp:
+class TorchDdp(System):
     """See the module's docstring."""
 
     name = "torch-ddp"
     summary = "plain PyTorch (DistributedDataParallel), everything on the device"
-    package = "torch"
+    abilities = Abilities(package="torch")
     Options: type[BaseModel] = DdpOptions
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from systems.errors import UnsupportedError
 from systems.planning.trace import ENTER, Phase, Trace
 
 
@@ -76,6 +77,19 @@ def under(trace: Trace, kept: Mapping[int, int], *, recomputed: frozenset[int], 
         recomputed=recomputed,
         offloaded=offloaded,
     )
+
+
+def leaving(units: frozenset[int], recomputed: frozenset[int]) -> frozenset[int]:
+    """Those of `units`, whose inputs are to wait on the host, that are recomputed.
+
+    Raises UnsupportedError if none is: inputs are then the least of what they keep.
+    """
+    if units and not units & recomputed:
+        raise UnsupportedError(
+            "`options=dict(activations='host')` moves the inputs of recomputed blocks, and no block is recomputed: use "
+            "`recompute='full'` (or block numbers), or leave activations on the device"
+        )
+    return units & recomputed
 
 
 def _comes_back(trace: Trace, mine: Window, gone: Sequence[Window]) -> int:

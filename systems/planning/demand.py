@@ -32,7 +32,7 @@ from systems.planning.disk import buffer_bytes
 from systems.planning.layout import Layout
 from systems.planning.plan import Tier, UpdateRule
 from systems.planning.strategy import PlanningContext
-from systems.planning.trace import ENTER, EXIT, NO_UNIT, Phase, Trace
+from systems.planning.trace import ENTER, EXIT, NO_UNIT, Moment, Phase, Trace
 
 
 @dataclass(frozen=True)
@@ -401,5 +401,15 @@ def unmovable(layout: Layout) -> frozenset[int]:
 
 
 def in_order_of_use(bundles: Iterable[int], demand: Demand) -> list[int]:
-    """Bundles by their first use in the step: the order in which the next step needs them."""
+    """Bundles by their first use in the step: the order in which the next step needs them, and updates are issued."""
     return sorted(bundles, key=lambda bundle: (demand.next_use.after(bundle, -1), bundle))
+
+
+def first_uses(layout: Layout, moments: Sequence[Moment]) -> dict[int, int]:
+    """Bundle to the first moment at which a unit that reads it enters: Demand.next_use of such a step, from its begin."""
+    found: dict[int, int] = {}
+    for number, moment in enumerate(moments):
+        if moment.phase in ENTER:
+            for bundle in layout.bundles_of_unit.get(moment.unit, ()):
+                found.setdefault(bundle, number)
+    return found

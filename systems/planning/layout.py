@@ -144,6 +144,7 @@ class Layout:
     in_place: bundles whose gradients may be written over their own parameters on the device, for each parameter has one
     user only; the others have a range of their own.
     on_disk: trained bundles whose master weights and moments have their home on the disk, not on the host.
+    unit_names: as the model calls them, by unit; none in layouts of no model.
     """
 
     itemsize: int
@@ -151,6 +152,20 @@ class Layout:
     bundles: tuple[Bundle, ...]
     in_place: frozenset[int] = frozenset()
     on_disk: frozenset[int] = frozenset()
+    unit_names: tuple[str, ...] = ()
+
+    def named(self, index: ModelIndex) -> Layout:
+        """With the names of the model's units."""
+        return replace(self, unit_names=tuple(unit.name for unit in index.units))
+
+    def unit_name(self, unit: int) -> str:
+        return self.unit_names[unit] if unit < len(self.unit_names) else f"unit {unit}"
+
+    @cached_property
+    def bundle_names(self) -> tuple[str, ...]:
+        """Of the units that read each bundle: the first, and the last if there are several."""
+        ends = ((b.units[0], b.units[-1]) if b.units else () for b in self.bundles)
+        return tuple(" .. ".join(dict.fromkeys(map(self.unit_name, units))) for units in ends)
 
     @classmethod
     def of(
@@ -193,7 +208,8 @@ class Layout:
         changed = replace(mine, units=tuple(sorted({*mine.units, unit})))
         object.__setattr__(self, "bundles", (*self.bundles[:bundle], changed, *self.bundles[bundle + 1 :]))
         object.__setattr__(self, "in_place", self.in_place - {bundle})
-        self.__dict__.pop("bundles_of_unit", None)
+        for derived in ("bundles_of_unit", "bundle_names"):
+            self.__dict__.pop(derived, None)
 
     @cached_property
     def bundle_of_segment(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ update runs elsewhere. `schedule.expand` spells those out for the validator, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from systems.planning.layout import Layout
@@ -86,7 +86,6 @@ class Plan:
     predicted_model_peak_bytes: int | None = None
     predicted_non_model_peak_bytes: int | None = None
     predicted_step_time_s: float | None = None
-    notes: dict[str, float] = field(default_factory=dict)
     in_place: frozenset[int] = frozenset()
     rematerialise: frozenset[int] | None = None
     offload_inputs: frozenset[int] | None = None

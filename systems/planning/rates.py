@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from systems.planning.clocks import Claim, Job, Resource
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
+from systems.planning.operations import ScheduledOperation, Work
 from systems.planning.plan import LaneKind
-from systems.planning.schedule import ScheduledOperation, Work
 from systems.planning.strategy import PlanningContext
 
 HOST_DRAM, HOST_LINK = "host-dram", "host-link"
@@ -102,22 +102,26 @@ def default_queues(profile: HardwareProfile) -> dict[LaneKind, str]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Turns the operations of a schedule into jobs. queues: the queue of every lane; lanes may share one."""
+    """Turns the operations of a schedule into jobs. queues: the queue of every lane; lanes may share one.
+
+    updates: bundles to their place in the order of updates, in which the host's lane takes them where it has a choice.
+    """
 
     layout: Layout
     context: PlanningContext
     rates: Rates
     queues: Mapping[LaneKind, str]
+    updates: Mapping[int, int] = field(default_factory=dict)
 
     def job(self, operation: ScheduledOperation, waits: tuple[int, ...]) -> Job:
         """waits: job numbers. The operation is on a lane."""
         assert operation.lane is not None
         if operation.kind is Work.NORM:  # the host reads it and goes on: it belongs to the host's own order
-            return self._adam(HOST_QUEUE, waits, self._norm_bytes(), fixed_s=self.rates.profile.unit_event_s.value)
+            return Job(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value)
         queue = self.queues[operation.lane]
         if operation.lane is LaneKind.CPU:
-            priority = min(self.layout.bundles[operation.bundle].units)
-            return self._adam(queue, waits, self.host_bytes(operation), priority=priority)
+            claims = (Claim(HOST_DRAM, favoured=True),)
+            return Job(queue, waits, 0.0, self.host_bytes(operation), self.rates.cpu_adam, claims, self._priority(operation))
         if operation.lane is LaneKind.COMPUTE or operation.kind is Work.SQUARES:
             return Job(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
         if operation.lane in (LaneKind.GATHER, LaneKind.REDUCE):
@@ -131,42 +135,39 @@ class Costs:
         return operation.bytes
 
     def host_bytes(self, operation: ScheduledOperation) -> int:
-        """Read and written by the CPU: Adam or an accumulation of one rank's shards."""
-        if operation.kind is Work.NORM:
-            return self._norm_bytes()
-        if operation.lane is not LaneKind.CPU:
+        """Read and written by the CPU: Adam, or what accumulation takes, of one rank's shards."""
+        if operation.kind is Work.NORM or operation.lane is not LaneKind.CPU:
             return 0
         return self._numel(operation) * self._per_element(operation)
 
     def device_bytes(self, operation: ScheduledOperation) -> int:
         """Read and written in the device's DRAM by the optimizer's part of a step."""
-        if operation.kind is Work.SQUARES:
-            return self._numel(operation) * self.context.itemsize
+        if operation.kind is Work.SQUARES and operation.lane is not LaneKind.CPU:
+            return self._numel(operation) * self._per_element(operation)
         if operation.lane is not LaneKind.COMPUTE or operation.kind not in (Work.UPDATE, Work.ACCUMULATE):
             return 0
         return self._numel(operation) * self._per_element(operation)
 
     def _per_element(self, operation: ScheduledOperation) -> int:
-        """An update reads the gradient (an accumulator is cleared as well) and writes the parameter beside the states; an
-        accumulation on the host casts the parameter back into its slot.
-        """
+        """An update reads the gradient (an accumulator is cleared as well) and writes the parameter beside the states."""
         item = self.context.itemsize
+        if operation.kind is Work.SQUARES:
+            return item if self.context.accumulate == 1 else 4
         if operation.kind is Work.ACCUMULATE:
-            return item + 8 + (4 + item if operation.lane is LaneKind.CPU else 0)
+            return item + 8
+        if operation.kind is Work.RESTORE:
+            return 4 + item
         return STATE_BYTES + item + (8 if self.context.accumulate > 1 else item)
 
     def _numel(self, operation: ScheduledOperation) -> int:
         mine = self.layout.bundles[operation.bundle].segments if operation.segment < 0 else (operation.segment,)
         return sum(self.layout.segments[s].shard_numel for s in mine)
 
-    def _norm_bytes(self) -> int:
-        """With several micro-batches the host's accumulators are read once more for the norm."""
-        if self.context.accumulate == 1:
-            return 0
-        return 4 * sum(segment.shard_numel for segment in self.layout.segments if segment.space.trainable)
-
-    def _adam(self, queue: str, waits: tuple[int, ...], size: int, *, fixed_s: float = 0.0, priority: int | None = None) -> Job:
-        return Job(queue, waits, fixed_s, size, self.rates.cpu_adam, (Claim(HOST_DRAM, favoured=True),), priority)
+    def _priority(self, operation: ScheduledOperation) -> int:
+        """As the substrate gives them: sums of squares go first, whoever waits for the norm."""
+        if operation.kind is Work.SQUARES:
+            return -1
+        return self.updates.get(operation.bundle, operation.bundle) if operation.kind is Work.UPDATE else operation.bundle
 
     def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> Job:
         assert operation.lane is not None

@@ -9,9 +9,10 @@ Note [What happens at a moment]
     ENTER   planned operations; holds (a bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
     EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate,
             update if the rule allows; stale device copies go; planned operations
-    STEP_END  updates on the device, then on the host, first-used bundles first; gradients that waited for them go;
-    stale
-            copies go; planned operations (fetches for the next step, which wait for the host's updates)
+    STEP_END  sums of squares of what was accumulated, the norm, updates on the device, then on the host, first-used bundles
+            first; gradients that waited for them go; stale copies go; planned operations (fetches for the next step,
+            which wait for the host's updates)
+    last    the inputs of recomputed units that leave for the host before the next moment
     Between two moments the compute lane runs what the model does there.
 
 Note [Resources]
@@ -26,72 +27,20 @@ Note [Resources]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 from systems.planning.demand import Demand, Residence, demand_of, in_order_of_use
+from systems.planning.derived_waits import with_waits
 from systems.planning.disk import PARTS, buffer_of
 from systems.planning.layout import Layout
-from systems.planning.plan import DEVICE_LANES, LaneKind, OpKind, Plan, UpdateRule
+from systems.planning.operations import ScheduledOperation, Work, grad, param, slot, state
+from systems.planning.plan import LaneKind, OpKind, Plan, UpdateRule
 from systems.planning.races import IssuedOperation
 from systems.planning.strategy import PlanningContext
-from systems.planning.trace import ENTER, NO_UNIT, Phase, Trace
-from systems.planning.waits import Accesses, Barriers, Room, Waits, merge
-
-
-class Work(Enum):
-    """Kinds of scheduled operations. The second group is bookkeeping: on no lane, taking no time."""
-
-    COMPUTE = "compute"  # the model, from one moment to the next
-    FETCH = "fetch"  # host slots to the device
-    GATHER = "gather"  # a bundle's shards to all ranks of its group
-    WRITE_BACK = "write-back"  # device copy to the host slots
-    REDUCE = "reduce"  # a bundle's gradient over its group
-    SQUARES = "squares"  # a gradient's partial sum of squares
-    OFFLOAD = "offload"  # gradient to the host slots of its own parameters
-    ACCUMULATE = "accumulate"  # gradient into the fp32 accumulator; restores the host slot from the master
-    NORM = "norm"  # the one host wait of a step
-    UPDATE = "update"  # Adam on a bundle, or on one segment of it whose state is on the disk
-    READ_STATE, WRITE_STATE = "read-state", "write-state"  # a segment's master and moments between the disk and its buffer
-
-    OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it (plans that say whose)
-    FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins
-
-    HOLD = "hold"
-    RELEASE = "release"
-    DROP = "drop"
-    ALLOCATE = "allocate"  # a gradient range
-    FREE = "free"
-    BARRIER = "barrier"  # the device's lanes wait for each other
-
-
-class ScheduledOperation(NamedTuple):
-    """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none; segment: -1 for all of the bundle's.
-
-    bytes: payload moved by this rank. device_delta: bytes the device pool grows by. seconds: known compute time.
-    waits, room_waits: tickets of this step, for data and for memory; previous_waits: the same of the step before.
-    planned: False for what the plan should have asked for and did not (an on-demand fetch).
-    """
-
-    ticket: int
-    moment: int
-    kind: Work
-    lane: LaneKind | None
-    bundle: int = -1
-    segment: int = -1
-    bytes: int = 0
-    device_delta: int = 0
-    seconds: float = 0.0
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    waits: tuple[int, ...] = ()
-    room_waits: tuple[int, ...] = ()
-    previous_waits: tuple[int, ...] = ()
-    planned: bool = True
+from systems.planning.trace import ENTER, NO_UNIT, Moment, Phase, Trace
 
 
 @dataclass(frozen=True)
@@ -136,22 +85,6 @@ class Schedule:
         return found
 
 
-def param(bundle: int) -> str:
-    return f"device:param:{bundle}"
-
-
-def grad(bundle: int) -> str:
-    return f"device:grad:{bundle}"
-
-
-def slot(segment: int) -> str:
-    return f"host:slot:{segment}"
-
-
-def state(segment: int) -> str:
-    return f"state:{segment}"
-
-
 def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> Schedule:
     """All operations of one steady step. Flaws of the plan are noted, not raised. O(operations x lanes)."""
     residence = Residence.of(layout, context, plan.optimizer_tier, plan.update_rule, plan.in_place)
@@ -170,6 +103,47 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
     )
 
 
+def inputs_leaving(trace: Trace, units: frozenset[int]) -> dict[int, list[int]]:
+    """Per moment those of `units` whose inputs leave there: where the trace saw it. Those that stayed in it behave so again (a
+    model that recomputes within hooks of its own keeps them); what it was not asked to show leaves where its forward begins.
+    """
+    found: dict[int, list[int]] = {}
+    for number, seen in enumerate(trace.inputs_left):
+        found.setdefault(number, []).extend(unit for unit in seen if unit in units)
+    unseen = units - trace.offloaded if trace.inputs_left else units
+    for number, moment in enumerate(trace.moments):
+        if moment.phase is Phase.FORWARD_ENTER and moment.unit in unseen:
+            found.setdefault(number, []).append(moment.unit)
+    return found
+
+
+class _WaitingInputs:
+    """Inputs that have left and that no backward has taken, as the substrate's offloaded_inputs keeps them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[list[int]] = []  # [unit, 1 if fetched], in order of forward
+
+    def leave(self, unit: int) -> None:
+        self._waiting.append([unit, 0])
+
+    def needed(self, unit: int) -> Iterator[int]:
+        """The unit's backward begins: its own, then the one before it; of a unit that has none, the last. Each comes once."""
+        mine = max((place for place, (each, _) in enumerate(self._waiting) if each == unit), default=len(self._waiting))
+        for entry in reversed(self._waiting[max(mine - 1, 0) : mine + 1]):
+            if not entry[1]:
+                entry[1] = 1
+                yield entry[0]
+        del self._waiting[mine : mine + 1]
+
+
+def _name_of_compute(moment: Moment, layout: Layout) -> str:
+    """As a run's spans are called, while a unit is entered; between two units whatever the model does there."""
+    if moment.unit == NO_UNIT:
+        return f"behind {moment.phase.value}"
+    way = "forward" if moment.phase in (Phase.FORWARD_ENTER, Phase.FORWARD_EXIT) else "backward"
+    return f"{'' if moment.phase in ENTER else 'behind '}{way} of {layout.unit_name(moment.unit)}"
+
+
 class _Expansion:
     """The runtime's bookkeeping, moment by moment."""
 
@@ -185,9 +159,10 @@ class _Expansion:
         self.late: list[tuple[int, int]] = []  # (ticket of a fetch, bundle) that needs an update issued after it
         self.moment = 0
         self._buffers = buffer_of(self.layout)
-        leaving = plan.offload_inputs or frozenset()
+        leaving = trace.offloaded if plan.offload_inputs is None else plan.offload_inputs
         self._input_bytes = {unit: size for unit, size in trace.input_bytes if unit in leaving and size}
-        self._inputs: list[list[int]] = []  # [unit, 1 if fetched] of inputs that no backward has taken, in order of forward
+        self._leaving = inputs_leaving(trace, frozenset(self._input_bytes))
+        self._inputs = _WaitingInputs()
         self._opening: dict[int, list[int]] = {}
         for bundle, spans in demand.gradient_spans.items():
             for span in spans:
@@ -206,8 +181,9 @@ class _Expansion:
         if moment in self.plan.barriers:
             self._add(Work.BARRIER, None)
         if entering.phase in ENTER:
-            if entering.phase is Phase.BACKWARD_ENTER and self._input_bytes:
-                self._fetch_inputs(entering.unit)
+            if entering.phase is Phase.BACKWARD_ENTER:
+                for unit in self._inputs.needed(entering.unit):
+                    self._input(Work.FETCH_INPUT, unit)
             self._planned_operations()
             for bundle in bundles:
                 if bundle not in self.resident:
@@ -216,8 +192,6 @@ class _Expansion:
                 self._add(Work.HOLD, None, bundle)
             if entering.phase is Phase.BACKWARD_ENTER:
                 self._open_gradients()
-            elif entering.unit in self._input_bytes:
-                self._offload_input(entering.unit)
         else:
             for bundle in bundles:
                 self._add(Work.RELEASE, None, bundle)
@@ -230,23 +204,18 @@ class _Expansion:
                 if bundle in self.resident and bundle not in self.residence.on_device:
                     self._drop(bundle)
             self._planned_operations()
+        for unit in self._leaving.get(moment, ()):
+            self._inputs.leave(unit)
+            self._input(Work.OFFLOAD_INPUT, unit)
         if moment < len(self.trace) - 1:
             self._compute()
 
-    def _offload_input(self, unit: int) -> None:
-        self._inputs.append([unit, 0])
-        size, reads, writes = self._input_bytes[unit], (f"hidden:{unit}",), (f"host:hidden:{unit}",)
-        self._add(Work.OFFLOAD_INPUT, LaneKind.D2H, bytes=size, reads=reads, writes=writes)
-
-    def _fetch_inputs(self, unit: int) -> None:
-        """Its own, then the one before it; of another unit, the last. Those that are there, or on their way, are not again."""
-        mine = max((place for place, (each, _) in enumerate(self._inputs) if each == unit), default=len(self._inputs))
-        for entry in reversed(self._inputs[max(mine - 1, 0) : mine + 1]):
-            if not entry[1]:
-                each, entry[1] = entry[0], 1
-                size, reads, writes = self._input_bytes[each], (f"host:hidden:{each}",), (f"hidden:{each}",)
-                self._add(Work.FETCH_INPUT, LaneKind.H2D, bytes=size, reads=reads, writes=writes)
-        del self._inputs[mine : mine + 1]
+    def _input(self, kind: Work, unit: int) -> None:
+        size, name, here, there = self._input_bytes[unit], self.layout.unit_name(unit), f"hidden:{unit}", f"host:hidden:{unit}"
+        if kind is Work.OFFLOAD_INPUT:
+            self._add(kind, LaneKind.D2H, bytes=size, reads=(here,), writes=(there,), name=name)
+        else:
+            self._add(kind, LaneKind.H2D, bytes=size, reads=(there,), writes=(here,), name=name)
 
     def _planned_operations(self) -> None:
         entering = self.trace.moments[self.moment].phase in ENTER  # then its own holds come after the plan's operations
@@ -331,20 +300,21 @@ class _Expansion:
         on_device, several = bundle in self.residence.on_device, self.context.accumulate > 1
         segments = self.layout.bundles[bundle].segments
         states, slots = tuple(state(s) for s in segments), tuple(slot(s) for s in segments)
-        norm = (f"norm:{bundle}",) if last_micro_step else ()
         reduce_lane = LaneKind.COMPUTE
         if self.context.ranks > 1:
             reduce_lane, size = LaneKind.REDUCE, self.layout.bundle_bytes(bundle)
             self._add(Work.REDUCE, reduce_lane, bundle, bytes=size, reads=gradient, writes=gradient)
         if not several:
-            self._add(Work.SQUARES, reduce_lane, bundle, reads=gradient, writes=norm)
+            self._add(Work.SQUARES, reduce_lane, bundle, reads=gradient, writes=(f"norm:{bundle}",))
         if not on_device:
             size = self._shard_bytes(bundle)
             self._add(Work.OFFLOAD, LaneKind.D2H, bundle, bytes=size, reads=gradient, writes=slots)
             if several:
-                self._add(Work.ACCUMULATE, LaneKind.CPU, bundle, reads=slots, writes=(*slots, *states, *norm))
+                self._add(Work.ACCUMULATE, LaneKind.CPU, bundle, reads=slots, writes=states)
+            if several and not last_micro_step:
+                self._add(Work.RESTORE, LaneKind.CPU, bundle, reads=states, writes=slots)
         elif several:
-            self._add(Work.ACCUMULATE, LaneKind.COMPUTE, bundle, reads=gradient, writes=(*states, *norm))
+            self._add(Work.ACCUMULATE, LaneKind.COMPUTE, bundle, reads=gradient, writes=states)
         update_now = not several and self.plan.update_rule is UpdateRule.WHEN_REDUCED
         self.flushed[bundle] = None
         if last_micro_step:
@@ -359,6 +329,9 @@ class _Expansion:
 
     def _update_all(self) -> None:
         due = in_order_of_use(self.flushed, self.demand)
+        if self.context.accumulate > 1:
+            for bundle in sorted(due):
+                self._squares_of_accumulated(bundle)
         if due and self.plan.update_rule is UpdateRule.AFTER_NORM:
             self._add(Work.NORM, LaneKind.CPU, reads=tuple(f"norm:{bundle}" for bundle in due), writes=("norm",))
         on_device = [bundle for bundle in due if bundle in self.residence.on_device]
@@ -372,6 +345,11 @@ class _Expansion:
         self.flushed.clear()
         for bundle in in_order_of_use(self.residence.on_device & set(self.demand.gradient_spans), self.demand):
             self._gather(bundle)  # each rank has updated its shard
+
+    def _squares_of_accumulated(self, bundle: int) -> None:
+        lane = LaneKind.COMPUTE if bundle in self.residence.on_device else LaneKind.CPU
+        states = tuple(state(s) for s in self.layout.bundles[bundle].segments)
+        self._add(Work.SQUARES, lane, bundle, reads=states, writes=(f"norm:{bundle}",))
 
     def _update(self, bundle: int) -> None:
         norm = ("norm",) if self.plan.update_rule is UpdateRule.AFTER_NORM else ()
@@ -410,7 +388,9 @@ class _Expansion:
             if then.phase is Phase.FORWARD_ENTER and then.unit in self._input_bytes:
                 writes = (*writes, f"hidden:{then.unit}")
         seconds = self.trace.compute_time_s[self.moment]
-        self._add(Work.COMPUTE, LaneKind.COMPUTE, reads=reads, writes=tuple(dict.fromkeys(writes)), seconds=seconds)
+        written = tuple(dict.fromkeys(writes))
+        name = _name_of_compute(self.trace.moments[self.moment], self.layout)
+        self._add(Work.COMPUTE, LaneKind.COMPUTE, reads=reads, writes=written, seconds=seconds, name=name)
 
     def _shard_bytes(self, bundle: int) -> int:
         segments = self.layout.bundles[bundle].segments
@@ -432,6 +412,7 @@ class _Expansion:
         reads: tuple[str, ...] = (),
         writes: tuple[str, ...] = (),
         planned: bool = True,
+        name: str = "",
     ) -> None:
         ticket = len(self.operations)
         self.operations.append(
@@ -439,55 +420,6 @@ class _Expansion:
                 ticket,
                 *(self.moment, kind, lane, bundle, segment, bytes, device_delta, seconds, reads, writes),
                 planned=planned,
+                name=self.layout.bundle_names[bundle] if bundle >= 0 else name,
             )
         )
-
-
-def with_waits(
-    operations: Sequence[ScheduledOperation], unused_bytes: int = 0, late: Sequence[tuple[int, int]] = ()
-) -> list[ScheduledOperation]:
-    """Derive waits over two steps in a row and keep those of the second, whose past is a whole step.
-
-    late: fetches that need an update issued after them (a flaw); their wait points forward, so that the cycle shows.
-    """
-    accesses, room = Accesses(), Room(max(0, unused_bytes), LaneKind.COMPUTE.value)
-    barriers = Barriers(lane.value for lane in DEVICE_LANES)
-    count, found = len(operations), []
-    updates = {o.bundle: o.ticket for o in operations if o.kind is Work.UPDATE}
-    forward = {ticket: updates[bundle] for ticket, bundle in late if updates.get(bundle, -1) > ticket}
-    for step in range(2):
-        awaited: Waits = {}  # for memory of gradient ranges: their first writer is the next compute
-        for o in operations:
-            ticket = step * count + o.ticket
-            taken: Waits = {}
-            if o.device_delta > 0:
-                taken = room.take(o.device_delta, own=o.kind is Work.ALLOCATE)
-            elif o.device_delta < 0:
-                resource = grad(o.bundle) if o.kind is Work.FREE else param(o.bundle)
-                room.free(-o.device_delta, accesses.latest(resource))
-            if o.kind is Work.BARRIER:
-                barriers.join()
-            if o.lane is None:
-                merge(awaited, taken)
-                if step:
-                    found.append(o)
-                continue
-            lane = o.lane.value
-            if o.lane is LaneKind.COMPUTE:
-                merge(taken, awaited)
-                awaited = {}
-            waits = accesses.record(ticket, lane, o.reads, o.writes)
-            merge(waits, barriers.record(ticket, lane))
-            taken.pop(lane, None)
-            if step:
-                data = [t - count for t in waits.values() if t >= count] + [forward[t] for t in (o.ticket,) if t in forward]
-                memory = [t - count for t in taken.values() if t >= count]
-                previous = {t for t in (*waits.values(), *taken.values()) if t < count}
-                found.append(
-                    o._replace(
-                        waits=tuple(sorted(data)),
-                        room_waits=tuple(sorted(set(memory) - set(data))),
-                        previous_waits=tuple(sorted(previous)),
-                    )
-                )
-    return found

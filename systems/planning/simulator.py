@@ -20,15 +20,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
 
 from systems.planning.clocks import Job, Span, run
+from systems.planning.demand import in_order_of_use
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
+from systems.planning.operations import ScheduledOperation, Work
 from systems.planning.perfetto import TimedEvent
 from systems.planning.plan import LaneKind, Plan, UpdateRule
 from systems.planning.rates import HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
-from systems.planning.schedule import Schedule, ScheduledOperation, Work, expand
+from systems.planning.schedule import Schedule, expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import MemTimeline, timeline_of
 from systems.planning.trace import Phase, Trace
@@ -91,7 +93,7 @@ def simulation_of(
     costs = costs_of(schedule, profile, queues or {})
     timed = clocked(schedule.operations, len(trace), costs)
     events = tuple(
-        TimedEvent(_lane(operation), label_of(operation), span.start_s, span.end_s - span.start_s)
+        TimedEvent(_lane(operation), operation.label, span.start_s, span.end_s - span.start_s)
         for operation, span in timed.operations
     )
     return Simulation(
@@ -112,7 +114,8 @@ def step_time_of(schedule: Schedule, profile: HardwareProfile) -> float:
 def costs_of(schedule: Schedule, profile: HardwareProfile, queues: Mapping[LaneKind, str]) -> Costs:
     residence = schedule.residence
     rates = Rates(profile, residence.context.ranks)
-    return Costs(residence.layout, residence.context, rates, {**default_queues(profile), **queues})
+    updates = in_order_of_use((b.index for b in residence.layout.bundles if b.trainable), schedule.demand)
+    return Costs(residence.layout, residence.context, rates, {**default_queues(profile), **queues}, dict(zip(updates, count())))
 
 
 @dataclass(frozen=True)
@@ -224,12 +227,6 @@ class _Steps:
 def _lane(operation: ScheduledOperation) -> str:
     assert operation.lane is not None
     return HOST_QUEUE if operation.kind is Work.NORM else operation.lane.value
-
-
-def label_of(operation: ScheduledOperation) -> str:
-    if operation.kind is Work.COMPUTE:
-        return f"compute {operation.moment}"
-    return operation.kind.value + (f" bundle {operation.bundle}" if operation.bundle >= 0 else "")
 
 
 def _busy(events: tuple[TimedEvent, ...]) -> dict[str, float]:

@@ -51,6 +51,7 @@ class Trace:
     Both are empty where they were not measured (forward-only steps, nominal traces): bounds are used instead.
     recomputed, offloaded: units that were recomputed, and whose inputs waited on the host, in this step (where a strategy
     chooses). input_bytes: (unit, bytes of its hidden state) of units that may be.
+    inputs_left: per moment the units whose inputs left for the host before the next; empty where that was not seen.
     """
 
     moments: tuple[Moment, ...]
@@ -62,6 +63,7 @@ class Trace:
     recomputed: frozenset[int] = frozenset()
     offloaded: frozenset[int] = frozenset()
     input_bytes: tuple[tuple[int, int], ...] = ()
+    inputs_left: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def signature(self) -> tuple[Moment, ...]:

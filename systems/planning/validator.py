@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from systems.planning.layout import Layout
+from systems.planning.operations import ScheduledOperation, Work
 from systems.planning.plan import Plan, Tier
-from systems.planning.schedule import Schedule, ScheduledOperation, Work, expand
+from systems.planning.schedule import Schedule, expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import MemTimeline, timeline_of
 from systems.planning.trace import Phase, Trace

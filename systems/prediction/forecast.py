@@ -16,7 +16,7 @@ from torch import nn
 
 from systems.errors import BudgetError, UnsupportedError
 from systems.managed import ManagedSystem
-from systems.planning.activations import under
+from systems.planning.activations import leaving, under
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.demand import Residence, unmovable
 from systems.planning.hardware import HardwareProfile
@@ -249,17 +249,20 @@ class _Planner:
         index, work = self._observations.of(question)
         layout = self._layout(strategy, index, context)
         if strategy.rematerialised is None:
+            blocks = [u for u in index.units if u.block is not None and question.recompute != "none"]
+            recomputed = frozenset(u.index for u in blocks if question.recompute == "full" or u.block in question.recompute)
+            away = leaving(strategy.offloaded_inputs, recomputed)
             trace = self._trace(question, layout, work)
-            return _Planned(
-                layout, trace, strategy.plan(layout, trace), context, self._warm_up(strategy, layout, trace, context)
-            )
+            trace = under(replace(trace, recomputed=away), {}, recomputed=away, offloaded=away)
+            warm_up = self._warm_up(strategy, layout, trace, context)
+            return _Planned(layout, trace, strategy.plan(layout, trace), context, warm_up, _input_bytes(trace, away))
         return self._plan_with_switches(strategy, index, layout, context)
 
     def _plan_with_switches(self, strategy: Strategy, index: ModelIndex, layout: Layout, context: PlanningContext) -> _Planned:
         """A strategy that chooses what is recomputed sees a step under each plan that it calls provisional, as at run time."""
         plan: Plan | None = None
         warm_up: int | None = None
-        units, away, leaving = strategy.rematerialised, frozenset[int](), strategy.offloaded_inputs
+        units, away = strategy.rematerialised, frozenset[int]()
         for _ in range(MAX_ROUNDS):
             assert units is not None, "its plans say what is recomputed"
             blocks = tuple(unit.block for unit in index.units if unit.index in units and unit.block is not None)
@@ -268,7 +271,7 @@ class _Planner:
             trace = self._trace(question, layout, self._observations.of(question)[1])
             trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
             if plan is not None and not plan.provisional:
-                inputs = sum(round_up(size, PAGE) for unit, size in trace.input_bytes if unit in leaving)
+                inputs = _input_bytes(trace, strategy.offloaded_inputs)
                 return _Planned(layout, trace, plan, context, max(warm_up or 0, plan.provisional_peak_bytes), inputs)
             seen = self._warm_up(strategy, layout, trace, context)
             warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
@@ -292,14 +295,9 @@ class _Planner:
 
     def _layout(self, strategy: Any, index: ModelIndex, context: PlanningContext) -> Layout:
         """As the runtime cuts it. Raises BudgetError if host and device together are too small."""
-        layout: Layout = strategy.layout(index)
+        layout: Layout = strategy.layout(index).named(index)
         if not self._keeps_host_copies:
             return layout
-        if strategy.offloaded_inputs and strategy.rematerialised is None:
-            raise ValueError(
-                "`options=dict(activations='host')` is not part of forecasts: leave it out; the forecast then tells of more "
-                "device memory and less host memory than such a run takes"
-            )
         kept = within_host(layout, context, strategy.update_rule)
         self._overflows = any(b.movable is not c.movable for b, c in zip(layout.bundles, kept.bundles, strict=True))
         return kept
@@ -317,6 +315,11 @@ class _Planner:
             copies=self._keeps_host_copies,
             inputs=planned.inputs_away,
         )
+
+
+def _input_bytes(trace: Trace, units: frozenset[int]) -> int:
+    """Of the host, for the inputs of these units: each has whole pages of its own."""
+    return sum(round_up(size, PAGE) for unit, size in trace.input_bytes if unit in units)
 
 
 def _least_budget(planner: _Planner) -> tuple[int, str | None]:

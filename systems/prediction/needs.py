@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from systems.planning.disk import PARTS, buffer_bytes, disk_bytes
 from systems.planning.layout import Layout
-from systems.planning.schedule import Schedule, Work
+from systems.planning.operations import Work
+from systems.planning.schedule import Schedule
 from systems.planning.timeline import MemTimeline
 
 

@@ -19,6 +19,7 @@ class ResidentPolicy:
 
     update_rule = UpdateRule.AFTER_NORM
     rematerialised: frozenset[int] | None = None
+    offloaded_inputs: frozenset[int] = frozenset()
 
     def __init__(self, options: BaseModel, context: PlanningContext) -> None:
         if context.ranks != 1:

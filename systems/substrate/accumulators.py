@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.gradient_ranges import BundleGradient
 from systems.substrate.residency import Residency
@@ -33,11 +34,10 @@ class Accumulators:
 
         segments = [each for run in runs for each in run.stored]
         self.device.transfers.issue(
-            LaneKind.CPU,
+            of_bundle(self.layout, Work.ACCUMULATE, LaneKind.CPU, bundle),
             work,
             reads=[each.slot_memory for each in segments],
             writes=[each.state.memory for each in segments if each.state is not None],
-            label=f"accumulate bundle {bundle}",
             priority=bundle,
         )
         if not last:

@@ -13,7 +13,6 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +21,9 @@ from systems.errors import UnsupportedError
 from systems.limits import raise_open_files, read_limits
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.plan import LaneKind, Tier
-from systems.substrate.adam import AdamKernel, cpu_kernel, cuda_kernel
+from systems.substrate.adam.cpu import cpu_kernel
+from systems.substrate.adam.cuda import cuda_kernel
+from systems.substrate.adam.kernel import AdamKernel
 from systems.substrate.events import EventLog
 from systems.substrate.lanes import CudaTicket, DoneTicket, Lane, Ticket, UpdateLane
 from systems.substrate.meter import ActivationMeter, Check, ReadWatch
@@ -30,9 +31,6 @@ from systems.substrate.phases import NoPhases, Phases
 from systems.substrate.stopwatch import CudaStopwatch, HostStopwatch, Stopwatch
 from systems.substrate.tiers import Account, Pool
 from systems.substrate.transfers import ComputeLane, Transfers
-
-if TYPE_CHECKING:
-    from systems.substrate.residency import Residency
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13 and later
 MAX_ADDRESSES = 1 << 44  # bytes: a budget above this is more than any machine has, and processes have 47 bits of addresses
@@ -129,8 +127,10 @@ class Device(ABC):
     @abstractmethod
     def peak_bytes(self) -> int: ...
 
-    def guard(self, residency: Residency, check: Check, watches: Callable[[], bool]) -> None:
+    def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
         """From here on activations that need room may evict, and `check` is told of operations.
+
+        make_room(fits): evicts until fits() is true; False if it never is.
 
         The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and there operations are shown
         while `watches()`, asked as a pass begins: it takes time.
@@ -168,14 +168,12 @@ class EmulatedDevice(Device):
         self.activations = self.meter.live_bytes
         self.start_lanes(jitter)
 
-    def guard(self, residency: Residency, check: Check, watches: Callable[[], bool]) -> None:
-        def make_room(nbytes: int) -> None:
-            if not residency.make_room(lambda: self.account.room >= nbytes):
+    def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
+        def have_room(nbytes: int) -> None:
+            if not make_room(lambda: self.account.room >= nbytes):
                 raise self.pool.out_of_memory(nbytes, "an activation")
 
-        self.meter.attend(make_room, check)
-        for managed in residency.bundles:
-            self.meter.exempt(managed.storage.untyped)
+        self.meter.attend(have_room, check)
 
     def exempt(self, storage: torch.UntypedStorage) -> None:
         self.meter.exempt(storage)
@@ -285,7 +283,7 @@ class CudaDevice(Device):
         except torch.cuda.OutOfMemoryError:
             return None
 
-    def guard(self, residency: Residency, check: Check, watches: Callable[[], bool]) -> None:
+    def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
         self._read_watch, self._watches = ReadWatch(check), watches
 
     def metered(self) -> AbstractContextManager[object]:

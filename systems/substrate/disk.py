@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from systems.errors import BudgetError
 from systems.planning.disk import BLOCK, BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.layout import Layout
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.events import EventLog, Extent
@@ -37,8 +38,13 @@ ROLES = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class DiskPlace:
-    """Of a segment: bytes [offset, offset + nbytes) of each file, the first numel x 4 of them in use. memory: its tickets."""
+    """Of a bundle's segment: bytes [offset, offset + nbytes) of each file, the first numel x 4 of them in use.
 
+    memory: its tickets.
+    """
+
+    bundle: int
+    segment: int
     offset: int
     nbytes: int
     numel: int
@@ -130,24 +136,27 @@ class Disk:
         for segment in segments_on_disk(self._layout):
             size = part_bytes(segment)
             memory = Memory(Extent("disk", offset, offset + size))
-            found[segment.index] = DiskPlace(offset, size, segment.shard_numel, buffers[segment.index], memory)
+            s, bundle = segment.index, self._layout.bundle_of_segment[segment.index]
+            found[s] = DiskPlace(bundle, s, offset, size, segment.shard_numel, buffers[s], memory)
             offset += size
         return found
 
-    def read(self, place: DiskPlace, transfers: Transfers, label: str) -> Buffer:
+    def read(self, place: DiskPlace, transfers: Transfers) -> Buffer:
         """Issue: all three parts into the segment's buffer. Who then uses that names its memory."""
         buffer = self.buffers[place.buffer]
         self._log.count("disk_read_bytes", place.payload_bytes)
         work = lambda: self._move(os.preadv, place)  # noqa: E731
-        transfers.issue(LaneKind.DISK_READ, work, reads=[place.memory], writes=[buffer.memory], label=f"read {label}")
+        operation = of_bundle(self._layout, Work.READ_STATE, LaneKind.DISK_READ, place.bundle, place.segment)
+        transfers.issue(operation, work, reads=[place.memory], writes=[buffer.memory])
         return buffer
 
-    def write(self, place: DiskPlace, transfers: Transfers, label: str) -> Ticket:
+    def write(self, place: DiskPlace, transfers: Transfers) -> Ticket:
         """Issue: all three parts from the segment's buffer to their files."""
         memory = self.buffers[place.buffer].memory
         self._log.count("disk_write_bytes", place.payload_bytes)
         work = lambda: self._move(os.pwritev, place)  # noqa: E731
-        return transfers.issue(LaneKind.DISK_WRITE, work, reads=[memory], writes=[place.memory], label=f"write {label}")
+        operation = of_bundle(self._layout, Work.WRITE_STATE, LaneKind.DISK_WRITE, place.bundle, place.segment)
+        return transfers.issue(operation, work, reads=[memory], writes=[place.memory])
 
     def _move(self, move: Callable[..., int], place: DiskPlace) -> None:
         """The three files at once; an error is raised when none of them is being read or written any more."""

@@ -117,7 +117,7 @@ class ManagedEngine(ManagedReports):
         )
         self.strategy = make_strategy(context)
         check_update_rule(self.strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
-        layout = within_host(self.strategy.layout(found.index), context, self.strategy.update_rule)
+        layout = within_host(self.strategy.layout(found.index).named(found.index), context, self.strategy.update_rule)
         recomputation, undo = switchable(found, self.strategy.rematerialised, settings.recompute)
         self._cleanup.callback(undo)
         recomputed = recomputed_units(found, settings.recompute) | recomputation.units
@@ -292,6 +292,8 @@ class ManagedEngine(ManagedReports):
                 self.runtime.recovery.abort()
             self.drain()
             self._control.check_whole()
+            if keep:
+                self._watch.undo(partial(_restore, self))
             pieces = values_in_slots(store, self.parts.residency) if keep else []
         except BaseException:
             self._let_go()
@@ -301,7 +303,7 @@ class ManagedEngine(ManagedReports):
         finally:
             if keep:
                 check_room(pieces, store.host.budget - store.slots.nbytes)
-                give(self.parameters, pieces)
+                give(self.parameters, pieces, [p.shape for p in self.index.parameters])
                 release(self.module)
                 self._given = True
 
@@ -312,6 +314,15 @@ class ManagedEngine(ManagedReports):
         self.parts.residency.release_all()
         self._cleanup.close()
         assert self.parts.device.account.pool == 0, "device pool not empty after close"
+
+
+def _restore(engine: ManagedEngine, parameter: int) -> bool:
+    """Of a parameter that was edited. A frozen one has its values in the slot, where the edit may have been written back to."""
+    described, residency = engine.index.parameters[parameter], engine.parts.residency
+    if residency.writes_back and not described.trainable:
+        return False
+    residency.overwrite(parameter, engine.parts.store.parameter_values(parameter, described.shape))
+    return True
 
 
 def _gradients_pending(runtime: Runtime, in_place: bool) -> bool:

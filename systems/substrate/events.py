@@ -6,11 +6,12 @@ Counters are totals since construction. Events (kept only when asked for) feed t
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from systems.planning.operations import LaneOperation
+from systems.planning.plan import LaneKind
 from systems.planning.races import IssuedOperation
 
 COUNTERS = (
@@ -41,15 +42,24 @@ class Extent:
 
 @dataclass(frozen=True)
 class LoggedOperation:
-    """One operation at issue. waits: tickets it was made to wait on. label: what it is, for a reader."""
+    """One operation at issue. waits: tickets it was made to wait on.
+
+    what: the operation of a lane, or what compute is about to do or has done.
+    """
 
     ticket: int
-    lane: str
-    label: str
+    what: LaneOperation | str
     reads: tuple[Extent, ...]
     writes: tuple[Extent, ...]
     waits: tuple[int, ...]
-    issued_at_s: float
+
+    @property
+    def lane(self) -> str:
+        return LaneKind.COMPUTE.value if isinstance(self.what, str) else self.what.lane.value
+
+    @property
+    def label(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what.label
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,6 @@ class EventLog:
         self.operations: list[LoggedOperation] = []
         self.bytes: list[LoggedBytes] = []
         self._tickets = itertools.count(1)
-        self._origin = time.perf_counter()
 
     def count(self, name: str, amount: int = 1) -> None:
         self.totals[name] += amount
@@ -80,15 +89,13 @@ class EventLog:
     def operation(
         self,
         ticket: int,
-        lane: str,
-        label: str,
+        what: LaneOperation | str,
         reads: Sequence[Extent],
         writes: Sequence[Extent],
         waits: Sequence[int],
     ) -> None:
         if self.keep:
-            now = time.perf_counter() - self._origin
-            self.operations.append(LoggedOperation(ticket, lane, label, tuple(reads), tuple(writes), tuple(waits), now))
+            self.operations.append(LoggedOperation(ticket, what, tuple(reads), tuple(writes), tuple(waits)))
 
     def live_bytes(self, tier: str, live: int, pool: int, label: str) -> None:
         if self.keep:

@@ -13,9 +13,9 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.limits import free_host_memory
 from systems.planning.plan import Tier
 from systems.sizes import format_need, format_size
-from systems.substrate.parameters import data_of, refuse_state_dict, set_data, take_gradient
+from systems.substrate.parameters import data_of, refuse_loading, refuse_state_dict, set_data, take_gradient
 from systems.substrate.residency import Residency
-from systems.substrate.runs import follows, joined
+from systems.substrate.segments import follows, joined
 from systems.substrate.store import Store
 
 ADVICE = "build the model anew, give it to systems.initialize, and call systems.load_checkpoint"
@@ -23,24 +23,27 @@ ADVICE = "build the model anew, give it to systems.initialize, and call systems.
 
 def leave_without(model: nn.Module, why: str, advice: str = ADVICE) -> None:
     """A model whose weights are gone says so in its forward, in that of each module in it that has parameters, and to who asks
-    for its state_dict() or saves it. So do its copies.
+    for its state_dict(), loads one or saves it. So do its copies.
     """
-
     refuse = _Gone(f"{why}: {advice}")
     for module in model.modules():
         if module is model or any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(refuse, prepend=True)
     refuse_state_dict(model, f"{why}: {advice}")
+    refuse_loading(model.modules(), refuse.load)
 
 
 class _Gone:
-    """A forward pre-hook."""
+    """A hook before a forward, and before a state dict is loaded."""
 
     def __init__(self, words: str) -> None:
         self._words = words
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         raise RuntimeError(self._words)
+
+    def load(self, module: nn.Module, *given: Any) -> None:
+        raise UnsupportedError(self._words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gone:
         return self
@@ -127,9 +130,11 @@ def on_the_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [value.to("cpu") for value in values]
 
 
-def give(parameters: Sequence[nn.Parameter], pieces: Sequence[Sequence[torch.Tensor]]) -> None:
-    """All of them or none."""
+def give(
+    parameters: Sequence[nn.Parameter], pieces: Sequence[Sequence[torch.Tensor]], shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """All of them or none. shapes: a user may have changed a parameter's own in place."""
     values = [each[0] if len(each) == 1 else torch.cat(list(each)) for each in pieces]
-    for parameter, value in zip(parameters, values, strict=True):
+    for parameter, value, shape in zip(parameters, values, shapes, strict=True):
         take_gradient(parameter)
-        set_data(parameter, value.view(parameter.shape))
+        set_data(parameter, value.view(shape))

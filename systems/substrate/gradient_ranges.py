@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind
 from systems.substrate.residency import Residency
-from systems.substrate.runs import Run
+from systems.substrate.segments import Run
 from systems.substrate.tiers import Allocation
 
 
@@ -61,11 +62,10 @@ class Ranges:
 
             self.device.log.count("h2d_bytes", self.layout.bundle_bytes(bundle))
             self.device.transfers.issue(
-                LaneKind.H2D,
+                of_bundle(self.layout, Work.REOPEN, LaneKind.H2D, bundle),
                 copy,
                 reads=[s.slot_memory for s in segments],
                 writes=[block.memory],
-                label=f"reopen gradient of bundle {bundle}",
             )
         self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle} begins")
         gradient.flushed = gradient.parked = False
@@ -99,11 +99,10 @@ class Ranges:
         for stored in segments:
             stored.slot_holds_gradient = True  # even if Ctrl-C breaks off what follows: then they are restored
         self.device.transfers.issue(
-            LaneKind.D2H,
+            of_bundle(self.layout, Work.OFFLOAD, LaneKind.D2H, bundle),
             copy,
             reads=[block.memory],
             writes=[s.slot_memory for s in segments],
-            label=f"offload gradient of bundle {bundle}",
         )
 
     def give_up(self, bundle: int, gradient: BundleGradient) -> None:

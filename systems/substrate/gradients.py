@@ -21,9 +21,10 @@ from itertools import accumulate
 import torch
 
 from systems.planning.layout import Layout
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.substrate.accumulators import Accumulators
-from systems.substrate.adam import AdamKernel
+from systems.substrate.adam.kernel import AdamKernel
 from systems.substrate.device import Device
 from systems.substrate.events import Extent
 from systems.substrate.gradient_ranges import BundleGradient, Ranges
@@ -223,11 +224,10 @@ class Gradients:
             stored.slot_holds_gradient = True  # even if Ctrl-C breaks off what follows: then they are restored
         self.device.log.count("d2h_bytes", sum(p.numel for _, p in places) * self.store.dtype.itemsize)
         self.device.transfers.issue(
-            LaneKind.D2H,
+            of_bundle(self.layout, Work.OFFLOAD_ADOPTED, LaneKind.D2H, bundle),
             copy,
             reads=[made],
             writes=[stored.slot_memory for stored in segments],
-            label=f"offload adopted gradients of bundle {bundle}",
         ).wait()
         self.sum_adopted([bundle])
         gradient.adopted.clear()

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from systems.planning.operations import LaneOperation
 from systems.planning.plan import LaneKind
-from systems.substrate.labels import labelled
+from systems.substrate.labels import working
 
 
 class Ticket(Protocol):
@@ -130,10 +131,12 @@ class CudaTicket:
 
 
 class _Job:
-    __slots__ = ("after", "label", "priority", "ticket", "work")
+    __slots__ = ("after", "operation", "priority", "ticket", "work")
 
-    def __init__(self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int, label: str) -> None:
-        self.work, self.after, self.ticket, self.priority, self.label = work, after, ticket, priority, label
+    def __init__(
+        self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int, operation: LaneOperation | None
+    ) -> None:
+        self.work, self.after, self.ticket, self.priority, self.operation = work, after, ticket, priority, operation
 
 
 class Lane:
@@ -169,14 +172,20 @@ class Lane:
             thread.start()
 
     def submit(
-        self, work: Callable[[], None], after: Sequence[Ticket], *, id: int, priority: int = 0, label: str = "work"
+        self,
+        work: Callable[[], None],
+        after: Sequence[Ticket],
+        *,
+        id: int,
+        priority: int = 0,
+        operation: LaneOperation | None = None,
     ) -> Ticket:
         """Queue `work` to run after the tickets in `after`. priority is for lanes that choose; this one keeps order.
 
-        label: what a profile calls it.
+        operation: what a profile shows.
         """
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
-        job = _Job(work, after, ticket, priority, label)
+        job = _Job(work, after, ticket, priority, operation)
         with self._lock:
             if not self._running:
                 self._fail(ticket, self.error or self._closed())
@@ -262,12 +271,12 @@ class Lane:
             for earlier in job.after:
                 earlier.order(self.stream)
             if self.stream is None:
-                with labelled(job.label):
+                with working(job.operation):
                     job.work()
                 ticket.finish()
                 return
             with torch.cuda.stream(self.stream):
-                with labelled(job.label):
+                with working(job.operation):
                     job.work()
                 event = torch.cuda.Event(blocking=True)  # a host that waits for it sleeps
                 event.record(self.stream)

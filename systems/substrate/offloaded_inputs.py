@@ -28,7 +28,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from systems.errors import OutOfMemoryError, UnsupportedError
+from systems.errors import OutOfMemoryError
+from systems.planning.activations import leaving
+from systems.planning.operations import LaneOperation, Work
 from systems.planning.plan import LaneKind
 from systems.substrate.device import Device
 from systems.substrate.events import Extent
@@ -44,13 +46,7 @@ def offloadable(found: FoundModel, units: frozenset[int], recomputed: frozenset[
 
     Raises UnsupportedError if none is: inputs are then the least of what they keep.
     """
-    chosen = frozenset(unit for unit in units if unit in recomputed or _recomputes_itself(found.modules[unit]))
-    if units and not chosen:
-        raise UnsupportedError(
-            "`options=dict(activations='host')` moves the inputs of recomputed blocks, and no block is recomputed: use "
-            "`recompute='full'` (or block numbers), or leave activations on the device"
-        )
-    return chosen
+    return leaving(units, recomputed | {unit for unit in units if _recomputes_itself(found.modules[unit])})
 
 
 class _Input:
@@ -84,6 +80,8 @@ class _Handle:
 class OffloadedInputs:
     """units: whose inputs leave from now on; a part of what `attach` was given. active: whether a forward belongs to the step.
 
+    left: told of each that leaves, with its bytes.
+
     All calls come from the thread that runs the step.
     """
 
@@ -91,17 +89,20 @@ class OffloadedInputs:
         self._device, self._slots = device, slots
         self.units: frozenset[int] = frozenset()
         self._attached: frozenset[int] = frozenset()
+        self._names: dict[int, str] = {}
         self._stack: list[_Input] = []  # in the order of forward
         self._leaving: list[_Input] = []
         self._numbers = itertools.count()
         self._prefetches = True
         self.active: Callable[[], bool] = lambda: False
+        self.left: Callable[[int, int], None] = lambda unit, nbytes: None
 
     # ---- hooks
 
     def attach(self, found: FoundModel, units: frozenset[int]) -> Callable[[], None]:
         """Wrap the forwards of `units`, as `offloadable` gives them; returns what undoes it."""
         self._attached = units
+        self._names = {unit: found.index.units[unit].name for unit in units}
         undo = [self._wrap(unit, found.modules[unit]) for unit in sorted(units)]
 
         def detach() -> None:
@@ -155,7 +156,10 @@ class OffloadedInputs:
             slot.view(kept.dtype, kept.shape).copy_(kept.tensor, non_blocking=True)
 
         self._count("d2h_bytes", kept.nbytes)
-        transfers.issue(LaneKind.D2H, copy, reads=[kept.memory], writes=[slot.memory], label=f"offload input of unit {unit}")
+        transfers.issue(
+            LaneOperation(Work.OFFLOAD_INPUT, LaneKind.D2H, self._names[unit]), copy, reads=[kept.memory], writes=[slot.memory]
+        )
+        self.left(unit, kept.nbytes)
         self._leaving.append(kept)
         self._stack.append(kept)
         return _Handle(kept)
@@ -217,7 +221,8 @@ class OffloadedInputs:
             kept.tensor.copy_(slot.view(kept.dtype, kept.shape), non_blocking=True)
 
         self._count("h2d_bytes", kept.nbytes)
-        transfers.issue(LaneKind.H2D, copy, reads=[slot.memory], writes=[kept.memory], label=f"fetch input of unit {kept.unit}")
+        fetch = LaneOperation(Work.FETCH_INPUT, LaneKind.H2D, self._names[kept.unit])
+        transfers.issue(fetch, copy, reads=[slot.memory], writes=[kept.memory])
 
     def _let_go(self, kept: _Input) -> None:
         """Whoever gets the memory next is compute that comes after the copy."""

@@ -4,7 +4,8 @@ Note [Edits]
     An edit in place counts in the parameter's version, be it under no_grad or through `.data`. `check` finds it at the next
     call of the engine: a forward pass, step, summon, a checkpoint, or close. It may lie in memory that is about to go, or in
     the NaNs that stand for an absent weight, so it is not taken over but refused, until summon(write=True) has written all
-    values anew. Other values by `parameter.data = t` are refused at once, as is a conversion of the model.
+    values anew. Other values by `parameter.data = t` or `load_state_dict` are refused at once, as is a conversion of the model.
+    Who closes an engine gets the values that were trained, edits or not, and parameters that were replaced are put back.
     What numpy, a kernel of the user's or a view from before initialize writes leaves no trace that could be found.
 
 Note [A module that casts itself]
@@ -27,7 +28,8 @@ import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
-from systems.substrate.parameters import ManagedParameter, data_of, set_data
+from systems.substrate.calls import Hook
+from systems.substrate.parameters import ManagedParameter, data_of, refuse_loading, set_data
 from systems.substrate.units import FoundModel
 
 Pending = Callable[[bool], bool]
@@ -99,6 +101,9 @@ class ParameterWatch:
         self._homes: dict[int, torch.Tensor] = {}  # what a cast stands for
         self.converting = False
         self._told = False
+        self._undone: list[str] = []
+        self._as_edited: list[str] = []
+        self._end_refusing: Callable[[], None] = lambda: None
         try:
             self._begin(kind, pending)
         except BaseException:
@@ -111,6 +116,7 @@ class ParameterWatch:
             parameter._watched = _Eye(self, number, pending)  # type: ignore[attr-defined]
         for module in self._guarded:
             module.__dict__["_apply"] = _Conversion(module, self)
+        self._end_refusing = refuse_loading(self._guarded, Hook(_refuse_to_load))
         self.accept()
 
     def accept(self) -> None:
@@ -130,13 +136,41 @@ class ParameterWatch:
         """Before the engine closes: what `check` would say, if nobody was told, of this or of another error."""
         return None if self._told or sys.exception() is not None else self._found()
 
+    def undo(self, restore: Callable[[int], bool]) -> None:
+        """Before values are given back: they are those that were trained, not what they were edited to.
+
+        restore: gives a parameter the values that the engine has of it. False where that has none but the parameter's own.
+        """
+        for number, parameter in enumerate(self._parameters):
+            if parameter._version != self._versions[number]:
+                (self._undone if restore(number) else self._as_edited).append(self._names[number])
+
+    def given_back(self, lost: UnsupportedError | None) -> UnsupportedError | None:
+        """Parameters that were replaced are the model's again. Returns what is to be said of edits. lost: see `lost`."""
+        replaced = [(held, name, number) for held, name, number in self._owners if self._replaced(held, name, number)]
+        for held, name, number in replaced:
+            held[name] = self._parameters[number]
+        if self._as_edited:
+            return UnsupportedError(
+                f"parameter {self._as_edited[0]} was edited in place, which the engine does not see, and being frozen it has "
+                "no values but these: the model is given back with them, all else as it was trained"
+            )
+        if lost is not None and (replaced or self._undone):
+            return UnsupportedError(f"{lost}; the engine is closed now, and has given the model its trained values")
+        return lost
+
+    def _replaced(self, held: dict[str, nn.Parameter | None], name: str, number: int) -> bool:
+        now = held.get(name)
+        return now is not None and now is not self._parameters[number]
+
     def _found(self) -> UnsupportedError | None:
         for number, parameter in enumerate(self._parameters):
             if parameter._version != self._versions[number]:
                 self._restore()
+                more = ", which has the trained values and drops this edit" if self._trainable[number] else ""
                 return UnsupportedError(
                     f"parameter {self._names[number]} was edited in place, which the engine does not see: edit it inside "
-                    "engine.summon(write=True)"
+                    f"engine.summon(write=True){more}"
                 )
             if parameter.requires_grad and not self._trainable[number]:
                 return UnsupportedError(
@@ -144,11 +178,10 @@ class ParameterWatch:
                     "requires_grad before initialize"
                 )
         for held, name, number in self._owners:
-            now = held.get(name)
-            if now is not None and now is not self._parameters[number]:
+            if self._replaced(held, name, number):
                 return UnsupportedError(
                     f"parameter {self._names[number]} was replaced by another, which the engine does not train: give it its "
-                    "values inside engine.summon(write=True), or replace it before initialize"
+                    "values in engine.summon(write=True), or replace it before initialize, or after close(), which puts it back"
                 )
         return None
 
@@ -248,12 +281,20 @@ class ParameterWatch:
 
     def end(self) -> None:
         self._put_back()
+        self._end_refusing()
         self._references.clear()
         for module in self._guarded:
             module.__dict__.pop("_apply", None)
         for parameter, kind in zip(self._parameters, self._classes, strict=True):
             parameter.__class__ = kind
             parameter.__dict__.pop("_watched", None)
+
+
+def _refuse_to_load(module: nn.Module, *given: Any) -> None:
+    raise UnsupportedError(
+        "load_state_dict(): the engine keeps this model's weights, and does not see what is loaded: call it before initialize, "
+        "or copy the values inside `with engine.summon(write=True) as values`, which has the names of the state dict"
+    )
 
 
 @cache

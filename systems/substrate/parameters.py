@@ -9,7 +9,7 @@ no_grad, and is not set to other values: see parameter_watch.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -95,16 +95,17 @@ COPY = (
     "the engine keeps this model's weights, and what the model shows of them is not all there: engine.state_dict() and "
     "engine.save_pretrained(folder) have them while the engine is open, use these instead of "
 )
+GROUPS = " (of an optimizer's groups, take all but 'params')"
 
 
 class MovingParameter(ManagedParameter):
     """One whose value comes and goes: a copy made of the model would hold NaN, and nobody would know before it is loaded."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise UnsupportedError(f"{COPY}copying the model")
+        raise UnsupportedError(f"{COPY}copying the model{GROUPS}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError(f"{COPY}saving the model")
+        raise UnsupportedError(f"{COPY}saving the model{GROUPS}")
 
     def share_memory_(self) -> Any:
         raise UnsupportedError(f"{COPY}sharing their memory")
@@ -120,6 +121,20 @@ def refuse_state_dict(model: nn.Module, why: str = f"{COPY}the model's state_dic
 
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     handles = [module.register_state_dict_pre_hook(refuse) for module in owners]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def refuse_loading(modules: Iterable[nn.Module], refuse: Callable[..., None]) -> Callable[[], None]:
+    """Of those with parameters somewhere below, so that a model says it before any part of it has changed. Returns what undoes
+    it. refuse: called with what torch's register_load_state_dict_pre_hook says, it raises.
+    """
+    owners = [module for module in modules if any(True for _ in module.parameters())]
+    handles = [module.register_load_state_dict_pre_hook(refuse) for module in owners]
 
     def undo() -> None:
         for handle in handles:

@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
-from systems.planning.plan import LaneKind
-from systems.substrate.lanes import Ticket
-from systems.substrate.transfers import Memory, Transfers
-
-if TYPE_CHECKING:
-    from systems.substrate.device import Device
+from systems.planning.operations import LaneOperation, Work
 
 Phase = Literal[
     "forward",
@@ -44,36 +39,31 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# By lane, and how a label begins.
-OPERATIONS: tuple[tuple[LaneKind, str, Phase], ...] = (
-    (LaneKind.H2D, "fetch bundle", "h2d_parameters"),
-    (LaneKind.H2D, "refill bundle", "h2d_parameters"),
-    (LaneKind.H2D, "fetch input", "h2d_activations"),
-    (LaneKind.H2D, "reopen gradient", "h2d_gradients"),
-    (LaneKind.H2D, "state of segment", "h2d_optimizer"),
-    (LaneKind.D2H, "write back bundle", "d2h_parameters"),
-    (LaneKind.D2H, "offload input", "d2h_activations"),
-    (LaneKind.D2H, "offload gradient", "d2h_gradients"),
-    (LaneKind.D2H, "offload adopted gradients", "d2h_gradients"),
-    (LaneKind.D2H, "state of segment", "d2h_optimizer"),
-    (LaneKind.DISK_READ, "read state", "disk_read"),
-    (LaneKind.DISK_WRITE, "write state", "disk_write"),
-    (LaneKind.CPU, "update bundle", "adam_host"),
-    (LaneKind.CPU, "clear accumulator", "adam_host"),
-    (LaneKind.CPU, "norm of bundle", "norm"),
-    (LaneKind.CPU, "accumulate bundle", "accumulate"),
-    (LaneKind.CPU, "restore bundle", "conversion"),
-)
-
-
-def phase_of(lane: LaneKind, label: str) -> Phase:
-    """Of a lane's operation. `assert`s that it has one: a new kind of operation belongs into the table."""
-    found = [phase for kind, begin, phase in OPERATIONS if kind is lane and label.startswith(begin)]
-    assert found, f"no phase is known for {label!r} on lane {lane.value}"
-    return found[0]
+# Of a lane's operations; those that compute carries out are charged where it does.
+OPERATIONS: dict[Work, Phase] = {
+    Work.FETCH: "h2d_parameters",
+    Work.REFILL: "h2d_parameters",
+    Work.FETCH_INPUT: "h2d_activations",
+    Work.REOPEN: "h2d_gradients",
+    Work.STATE_TO_DEVICE: "h2d_optimizer",
+    Work.WRITE_BACK: "d2h_parameters",
+    Work.OFFLOAD_INPUT: "d2h_activations",
+    Work.OFFLOAD: "d2h_gradients",
+    Work.OFFLOAD_ADOPTED: "d2h_gradients",
+    Work.STATE_TO_HOST: "d2h_optimizer",
+    Work.READ_STATE: "disk_read",
+    Work.WRITE_STATE: "disk_write",
+    Work.UPDATE: "adam_host",
+    Work.CLEAR: "adam_host",
+    Work.SQUARES: "norm",
+    Work.ACCUMULATE: "accumulate",
+    Work.RESTORE: "conversion",
+}
 
 
 class Phases(Protocol):
+    """Of whom the engine and its mechanism tell what they are at."""
+
     def of(self, phase: Phase) -> AbstractContextManager[object]:
         """What runs inside is of that phase, but for phases inside of it. A movement has no phases inside."""
 
@@ -99,6 +89,10 @@ class PhaseClock:
         """In a phase of movement, which whoever issues it has named."""
         return bool(self._open) and self._open[-1].startswith(("h2d", "d2h"))
 
+    def around(self, operation: LaneOperation) -> AbstractContextManager[object]:
+        """An operation of a lane: a phase of its own, which begins when all before is done, and is waited for."""
+        return contextlib.nullcontext() if self.moving else self.of(OPERATIONS[operation.kind])
+
     @contextmanager
     def of(self, phase: Phase) -> Iterator[None]:
         self._charge()
@@ -116,38 +110,3 @@ class PhaseClock:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since_s
         self._since_s = now
-
-
-class PhasedTransfers(Transfers):
-    """Every operation of a lane is a phase of its own: it begins when all before is done, and is waited for."""
-
-    def __init__(self, plain: Transfers, clock: PhaseClock) -> None:
-        super().__init__(plain._lanes, plain._compute, plain._log)
-        self._clock = clock
-
-    def issue(
-        self,
-        lane: LaneKind,
-        work: Callable[[], None],
-        *,
-        reads: Sequence[Memory] = (),
-        writes: Sequence[Memory] = (),
-        label: str,
-        priority: int = 0,
-    ) -> Ticket:
-        own = self._clock.of(phase_of(lane, label))
-        with contextlib.nullcontext() if self._clock.moving else own:
-            return super().issue(lane, work, reads=reads, writes=writes, label=label, priority=priority)
-
-
-@contextmanager
-def phased(device: Device) -> Iterator[dict[str, float]]:
-    """Steps inside are phased, see the note; gives the seconds of each phase."""
-    plain, before = device.transfers, device.phases
-    device.phases = clock = PhaseClock(device.drain)
-    device.transfers = PhasedTransfers(plain, clock)
-    try:
-        with clock.of("other"):
-            yield clock.seconds
-    finally:
-        device.transfers, device.phases = plain, before

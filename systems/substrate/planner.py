@@ -126,7 +126,7 @@ class Planner:
     def _clear(self) -> None:
         """Leave the device to activations, as far as can be."""
         self.parts.device.log.count("fallbacks")
-        self.cursor.use(None)
+        self._use(None)
         for bundle in self.parts.layout.bundles:
             self._send_home(bundle.index)
         for index in self.parts.residency.evictable():
@@ -203,7 +203,7 @@ class Planner:
                 there = 0
             in_force &= plan is not None and bool(there) == (plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE)
         if plan is not None and not in_force:
-            self.cursor.use(None)
+            self._use(None)
             for index in self.parts.residency.evictable():
                 self.parts.residency.drop(index)
             self._set_aside()
@@ -213,7 +213,7 @@ class Planner:
         self._resting = self._applied = None
         for index in residency.evictable():
             residency.drop(index)
-        self.cursor.use(plan)
+        self._use(plan)
         self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
         residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
         if plan is None:
@@ -228,7 +228,7 @@ class Planner:
         for bundle in self.parts.layout.bundles:
             on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
             if on_device and not self._promote(bundle.index):
-                self.cursor.use(None)
+                self._use(None)
                 return
         for index in sorted(plan.resident_at_start):
             residency.fetch(index)
@@ -241,6 +241,10 @@ class Planner:
         if self.cursor.plan is not None:
             self._replan, self.cursor.following = True, False
             self.parts.device.log.count("fallbacks")
+
+    def _use(self, plan: Plan | None) -> None:
+        self.cursor.use(plan)
+        self.parts.updates.follow(None if plan is None else plan.signature)
 
     def demote(self, bundle: int) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step; the step is planned anew after."""

@@ -42,7 +42,9 @@ def follow_uses(found: FoundModel, runtime: Runtime, cleanup: ExitStack) -> Unit
     hooks = UnitHooks(found, runtime, parts.layout, calls)
     cleanup.callback(hooks.remove)
     reads = Reads(found, runtime, hooks)
-    parts.device.guard(parts.residency, reads.check, lambda: reads.watches)
+    for managed in parts.residency.bundles:
+        parts.device.exempt(managed.storage.untyped)
+    parts.device.guard(parts.residency.make_room, reads.check, lambda: reads.watches)
     return hooks
 
 

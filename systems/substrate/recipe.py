@@ -22,7 +22,7 @@ from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
 from systems.messages import one_line
 from systems.planning.layout import ModelIndex
-from systems.substrate.adam import AdamRange
+from systems.substrate.adam.kernel import AdamRange
 from systems.substrate.parameter_groups import ParameterGroups
 from systems.system import Settings, StepOutcome
 

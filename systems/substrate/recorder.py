@@ -28,6 +28,8 @@ class Recorder:
         self._kept: list[int] = []
         self._flushes: list[list[int]] = []
         self._produced: list[int] = []
+        self._inputs: list[list[int]] = []
+        self._input_bytes: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, frozenset[int]]] = {}
         self._given_up: list[tuple[int, int, int, frozenset[int]]] = []
         self._measuring = False
@@ -47,6 +49,7 @@ class Recorder:
             self._measure()
         self.moments.append(moment)
         self._flushes.append([])
+        self._inputs.append([])
         self._produced.append(0)
 
     def _measure(self) -> None:
@@ -75,6 +78,12 @@ class Recorder:
         if self._produced:
             self._produced[-1] += nbytes
 
+    def input_left(self, unit: int, nbytes: int) -> None:
+        """A unit's input leaves for the host, behind what compute has been given so far."""
+        if self._inputs:
+            self._inputs[-1].append(unit)
+            self._input_bytes[unit] = nbytes
+
     def finish(self, expected: Mapping[int, Set[int]], recomputation: Recomputation, offloaded: frozenset[int]) -> Trace | None:
         """None if the step was not measured. recomputation, offloaded: what was in force.
 
@@ -96,8 +105,9 @@ class Recorder:
             adopted_peak_bytes=tuple(self._kept),
             gradient_bytes=tuple(self._produced),
             recomputed=recomputation.units,
-            offloaded=offloaded & recomputation.units,
-            input_bytes=tuple(sorted(recomputation.input_bytes.items())),
+            offloaded=offloaded & (recomputation.units | self._input_bytes.keys()),
+            input_bytes=tuple(sorted((recomputation.input_bytes | self._input_bytes).items())),
+            inputs_left=tuple(tuple(units) for units in self._inputs),
         )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from systems.substrate.in_place import HOLD
 from systems.substrate.lanes import Ticket
 from systems.substrate.parameters import take_gradient
-from systems.substrate.store import OptimizerState
+from systems.substrate.segments import OptimizerState
 from systems.substrate.tiers import Allocation
 
 if TYPE_CHECKING:

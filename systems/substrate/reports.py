@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pydantic import BaseModel
 
 from systems.planning.strategy import Strategy
 from systems.reports import MemoryReport, PlanReport
+from systems.substrate.device import Device
 from systems.substrate.disk import Disk
 from systems.substrate.events import EventLog
 from systems.substrate.host import HostSlots
-from systems.substrate.phases import phased
+from systems.substrate.phases import NoPhases, PhaseClock
 from systems.substrate.planner import Parts
 from systems.substrate.runtime import Runtime
 from systems.substrate.stepping import SteppingEngine
@@ -54,7 +56,7 @@ class ManagedReports(SteppingEngine):
     def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
         self._check_open()
         self.drain()
-        with phased(self.parts.device) as seconds:
+        with _phased(self.parts.device) as seconds:
             step()
         return {**seconds, "step": sum(seconds.values())}
 
@@ -63,3 +65,14 @@ class ManagedReports(SteppingEngine):
 
     def startup_s(self) -> dict[str, float]:
         return dict(self._startup)
+
+
+@contextmanager
+def _phased(device: Device) -> Iterator[dict[str, float]]:
+    """Steps inside are phased (Note [Phased steps]); gives the seconds of each phase."""
+    device.phases = device.transfers.clock = clock = PhaseClock(device.drain)
+    try:
+        with clock.of("other"):
+            yield clock.seconds
+    finally:
+        device.phases, device.transfers.clock = NoPhases(), None

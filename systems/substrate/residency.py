@@ -15,10 +15,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.planning.layout import Bundle, Layout
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind
 from systems.substrate.device import Device
 from systems.substrate.labels import labelled
-from systems.substrate.runs import Run
+from systems.substrate.segments import Run
 from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 from systems.substrate.transfers import Memory
@@ -62,7 +63,7 @@ class Residency:
 
     def __init__(self, layout: Layout, store: Store, device: Device, poison: Poison, *, write_back: bool) -> None:
         self.layout, self.store, self.device = layout, store, device
-        self._write_back = write_back
+        self.writes_back = write_back
         self.choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
         self.demote: Callable[[], bool] = lambda: False
         self.bundles = [
@@ -118,7 +119,7 @@ class Residency:
             return
         nbytes = self.layout.bundle_bytes(index)
         block = self.allocate(nbytes, f"bundle {index}")
-        label = f"fetch bundle {index}"
+        fetch = of_bundle(self.layout, Work.FETCH, LaneKind.H2D, index)
         try:
             sources, memories = self._sources(index)
 
@@ -128,9 +129,9 @@ class Residency:
 
             self.device.log.count("h2d_bytes", nbytes)
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
-                self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[block.memory], label=label)
+                self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
         except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the block goes once all is at rest
-            self.device.pool.free(block, label)
+            self.device.pool.free(block, f"bundle {index}")
             raise
         managed.block, managed.updated = block, False
 
@@ -185,7 +186,7 @@ class Residency:
             del managed.holds[key]
 
     def evict(self, index: int) -> None:
-        if self._write_back:
+        if self.writes_back:
             self.write_back(index)
         else:
             self.drop(index)
@@ -217,11 +218,10 @@ class Residency:
 
             self.device.log.count("d2h_bytes", self.layout.bundle_bytes(index))
             self.device.transfers.issue(
-                LaneKind.D2H,
+                of_bundle(self.layout, Work.WRITE_BACK, LaneKind.D2H, index),
                 copy,
                 reads=[block.memory],
                 writes=[t.slot_memory for t in targets],
-                label=f"write back bundle {index}",
             )
         self.drop(index)
 
@@ -243,11 +243,10 @@ class Residency:
 
         self.device.log.count("h2d_bytes", sum(target.nbytes for target, _ in pairs))
         self.device.transfers.issue(
-            LaneKind.H2D,
+            of_bundle(self.layout, Work.REFILL, LaneKind.H2D, index),
             copy,
             reads=sources,
             writes=[block.memory],
-            label=f"refill bundle {index}",
         )
 
     def overwrite(self, parameter: int, value: torch.Tensor) -> None:

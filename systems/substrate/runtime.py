@@ -37,7 +37,7 @@ class Runtime:
         self.parts, self.strategy, self.accumulate = parts, strategy, accumulate
         self.cursor = Cursor()
         self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
-        self._spans = UnitSpans()
+        self._spans = UnitSpans(parts.layout.unit_name)
         self.in_step = self.in_backward = False
         self.is_aside = False
         self.doubtful = False  # a gradient came that nobody was seen to have read the parameter for
@@ -50,7 +50,7 @@ class Runtime:
         self.planner = Planner(parts, strategy, self.cursor)
         self.recovery = Recovery(self)
         parts.residency.demote = lambda: self.planner.moving(self._relieve)
-        parts.inputs.active = lambda: self._observing
+        parts.inputs.active, parts.inputs.left = lambda: self._observing, self.recorder.input_left
 
     # ---- unit events, from the hooks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -165,7 +166,7 @@ class SteppingEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        lost, told = self._watch.lost(), frozenset(self._control.told)
+        lost, told, amid = self._watch.lost(), frozenset(self._control.told), sys.exception() is not None
         if self._states is not None:
             self._states.end(used=any(self._control.updates))
         if self._failed:
@@ -177,12 +178,15 @@ class SteppingEngine(Engine):
         except BaseException as error:
             if not self._given:
                 self._leave_without(f"its engine could not give them back ({in_words(error)})")
-            if not isinstance(error, BudgetError) and in_words(error) not in told:
+            first = amid and isinstance(error, Exception)  # which stands
+            if not first and not isinstance(error, BudgetError) and in_words(error) not in told:
                 raise
         else:
-            if not keep:
+            if keep:
+                lost = self._watch.given_back(lost)
+            else:
                 self._leave_without("its engine was closed with keep=False")
-        if lost is not None:
+        if lost is not None and not amid:
             raise lost
 
     def _leave_without(self, why: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate as running_sums
 from typing import Literal
 
@@ -18,68 +17,17 @@ import torch
 
 from systems.errors import BudgetError
 from systems.planning.layout import Bundle, Layout, Placement, Segment
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.device import Device
-from systems.substrate.disk import Disk, DiskPlace
+from systems.substrate.disk import Disk
 from systems.substrate.host import HostMapping, release_freed
-from systems.substrate.runs import Run, runs_of
+from systems.substrate.segments import STATE_PARTS, DiskState, OptimizerState, Run, StoredSegment, runs_of
 from systems.substrate.tiers import Account, Allocation
-from systems.substrate.transfers import Memory
 
 FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device while they are made
 TAKEN_FIRST = ("slots", "master")
-STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
-
-
-@dataclass
-class OptimizerState:
-    """Flat fp32 tensors of the segment's shard on one tier. accumulator: only with several micro-batches."""
-
-    tier: Tier
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    accumulator: torch.Tensor | None
-    memory: Memory
-    allocation: Allocation | None = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        parts = [self.master, self.exp_avg, self.exp_avg_sq]
-        return parts if self.accumulator is None else [*parts, self.accumulator]
-
-
-@dataclass
-class DiskState:
-    """Of a segment whose master and moments are on the disk; its accumulator is on the host. memory: tickets of both."""
-
-    place: DiskPlace
-    accumulator: torch.Tensor | None
-    tier: Tier = Tier.DISK
-
-    @property
-    def memory(self) -> Memory:
-        return self.place.memory
-
-    def tensors(self) -> list[torch.Tensor]:
-        """On the host."""
-        return [] if self.accumulator is None else [self.accumulator]
-
-
-@dataclass
-class StoredSegment:
-    """slot: see Note [The slot]. at_home: the state's place on the host or the disk, kept while the state is on the device."""
-
-    segment: Segment
-    slot: torch.Tensor
-    slot_memory: Memory
-    state: OptimizerState | DiskState | None
-    at_home: OptimizerState | DiskState | None
-    slot_holds_gradient: bool = False
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.HOST if self.state is None else self.state.tier
 
 
 class Store:
@@ -265,11 +213,10 @@ class Store:
                 kernel.cast(disk.load(place, "master", settled=True), slot)
 
         self.device.transfers.issue(
-            LaneKind.CPU,
+            of_bundle(self.layout, Work.RESTORE, LaneKind.CPU, bundle),
             work,
             reads=[each.at_home.memory for each in restored if each.at_home is not None],
             writes=[each.slot_memory for each in restored],
-            label=f"restore bundle {bundle}",
             priority=bundle,
         )
         for each in restored:
@@ -284,7 +231,7 @@ class Store:
         if new is None:
             return False
         sources, memories = old.tensors(), [old.memory]
-        label = f"state of segment {index}"
+        move = of_bundle(self.layout, Work.STATE_TO_DEVICE, LaneKind.H2D, self.layout.bundle_of_segment[index], index)
 
         def copy(targets: Sequence[torch.Tensor] = new.tensors()) -> None:
             for target, source in zip(targets, sources, strict=True):
@@ -294,12 +241,12 @@ class Store:
         try:
             if isinstance(old, DiskState):
                 assert self.disk is not None
-                buffer = self.disk.read(old.place, self.device.transfers, label)
+                buffer = self.disk.read(old.place, self.device.transfers)
                 sources, memories = [*buffer.views(old.place), *sources], [old.memory, buffer.memory]
-            self.device.transfers.issue(LaneKind.H2D, copy, reads=memories, writes=[new.memory], label=label).wait()
+            self.device.transfers.issue(move, copy, reads=memories, writes=[new.memory]).wait()
         except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the room goes once all is at rest
             assert new.allocation is not None
-            self.device.pool.free(new.allocation, label)
+            self.device.pool.free(new.allocation, f"optimizer state of segment {index}")
             raise
         stored.state = new
         self.count_on_device(self.layout.bundle_of_segment[index])
@@ -330,7 +277,8 @@ class Store:
         assert isinstance(old, OptimizerState) and new is not None and old.allocation is not None
         for name, tensor in _on_host(new):
             self._mappings[name].reclaim(tensor)
-        targets, memories, label = new.tensors(), [new.memory], f"state of segment {index}"
+        targets, memories = new.tensors(), [new.memory]
+        move = of_bundle(self.layout, Work.STATE_TO_HOST, LaneKind.D2H, self.layout.bundle_of_segment[index], index)
         if isinstance(new, DiskState):
             assert self.disk is not None
             buffer = self.disk.buffers[new.place.buffer]
@@ -342,18 +290,17 @@ class Store:
 
         self.device.log.count("d2h_bytes", old.allocation.nbytes)
         try:
-            issue, reads = self.device.transfers.issue, [old.memory]
-            issue(LaneKind.D2H, copy, reads=reads, writes=memories, label=f"{label} to host").wait()
+            self.device.transfers.issue(move, copy, reads=[old.memory], writes=memories).wait()
             if isinstance(new, DiskState):
                 assert self.disk is not None
-                self.disk.write(new.place, self.device.transfers, label).wait()
+                self.disk.write(new.place, self.device.transfers).wait()
         except BaseException:  # it is on the device still
             for name, tensor in _on_host(new):
                 self._mappings[name].discard(tensor)
             raise
         stored.slot_holds_gradient = True  # or what it had before the state left: restored now, or by who gives up the step
         stored.state = new
-        self.device.pool.free(old.allocation, f"optimizer {label}")
+        self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
         self.count_on_device(self.layout.bundle_of_segment[index])
         self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)
 

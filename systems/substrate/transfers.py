@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from systems.planning.operations import LaneOperation
 from systems.planning.plan import DEVICE_LANES, LaneKind
 from systems.substrate.events import EventLog, Extent
 from systems.substrate.labels import issuing
 from systems.substrate.lanes import Lane, Ticket
+from systems.substrate.phases import PhaseClock
 
 MAX_READERS = 32  # finished readers are forgotten beyond this many
 
@@ -44,32 +46,48 @@ class ComputeLane:
 
 
 class Transfers:
-    """Issues operations on lanes. All calls come from the thread that runs the step, one at a time."""
+    """Issues operations on lanes. All calls come from the thread that runs the step, one at a time.
+
+    clock: of phased steps, in which each operation is waited for; None in all others.
+    """
 
     def __init__(self, lanes: Mapping[LaneKind, Lane], compute: ComputeLane, log: EventLog) -> None:
         self._lanes, self._compute, self._log = lanes, compute, log
+        self.clock: PhaseClock | None = None
         self._last: dict[LaneKind, Ticket] = {}  # of the device's lanes
         self._owed: dict[LaneKind, Ticket] = {}  # what a lane's next operation waits for since the last barrier
 
     def issue(
         self,
-        lane: LaneKind,
+        operation: LaneOperation,
         work: Callable[[], None],
         *,
         reads: Sequence[Memory] = (),
         writes: Sequence[Memory] = (),
-        label: str,
         priority: int = 0,
     ) -> Ticket:
-        """Queue `work` on `lane` after everything it depends on. See Note [Derived waits]."""
-        waits = _waits(reads, writes)
+        """Queue `work` on the operation's lane after everything it depends on. See Note [Derived waits]."""
+        if self.clock is None:
+            return self._issue(operation, work, reads, writes, priority)
+        with self.clock.around(operation):
+            return self._issue(operation, work, reads, writes, priority)
+
+    def _issue(
+        self,
+        operation: LaneOperation,
+        work: Callable[[], None],
+        reads: Sequence[Memory],
+        writes: Sequence[Memory],
+        priority: int,
+    ) -> Ticket:
+        lane, waits = operation.lane, _waits(reads, writes)
         if lane in self._owed:
             waits.append(self._owed.pop(lane))
-        with issuing(label):
-            ticket = self._lanes[lane].submit(work, waits, id=self._log.next_ticket(), priority=priority, label=label)
+        with issuing(operation):
+            ticket = self._lanes[lane].submit(work, waits, id=self._log.next_ticket(), priority=priority, operation=operation)
         if lane in DEVICE_LANES:
             self._last[lane] = ticket
-        self._leave(ticket, lane, label, reads, writes, waits)
+        self._leave(ticket, operation, reads, writes, waits)
         return ticket
 
     def order_compute(self, *, reads: Sequence[Memory], label: str) -> None:
@@ -79,7 +97,7 @@ class Transfers:
             self._compute.order(ticket)
         if self._log.keep:
             extents = [m.extent for m in reads]
-            self._log.operation(self._log.next_ticket(), "compute", label, extents, [], [t.id for t in waits])
+            self._log.operation(self._log.next_ticket(), label, extents, [], [t.id for t in waits])
 
     def compute(self, *, reads: Sequence[Memory] = (), writes: Sequence[Memory] = (), label: str) -> None:
         """Compute is about to use, or has just used, this memory: orders it and leaves its ticket."""
@@ -89,7 +107,7 @@ class Transfers:
         if not reads and not writes:
             return
         mark = self._compute.mark(self._log.next_ticket())
-        self._leave(mark, LaneKind.COMPUTE, label, reads, writes, waits)
+        self._leave(mark, label, reads, writes, waits)
 
     def barrier(self, *, label: str) -> Ticket:
         """The device's lanes wait for each other: what any of them is given from now on comes after all given before."""
@@ -98,14 +116,13 @@ class Transfers:
             self._compute.order(ticket)
         mark = self._compute.mark(self._log.next_ticket())
         self._owed = {lane: mark for lane in self._lanes if lane in DEVICE_LANES}
-        self._log.operation(mark.id, LaneKind.COMPUTE.value, label, [], [], [t.id for t in last])
+        self._log.operation(mark.id, label, [], [], [t.id for t in last])
         return mark
 
     def _leave(
         self,
         ticket: Ticket,
-        lane: LaneKind,
-        label: str,
+        what: LaneOperation | str,
         reads: Sequence[Memory],
         writes: Sequence[Memory],
         waits: Sequence[Ticket],
@@ -118,7 +135,7 @@ class Transfers:
             memory.writer, memory.readers = ticket, []
         if self._log.keep:
             read, written = [m.extent for m in reads], [m.extent for m in writes]
-            self._log.operation(ticket.id, lane.value, label, read, written, [t.id for t in waits])
+            self._log.operation(ticket.id, what, read, written, [t.id for t in waits])
 
 
 def _waits(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Ticket]:

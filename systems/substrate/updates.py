@@ -6,21 +6,24 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from systems.planning.demand import first_uses
 from systems.planning.layout import Bundle, Layout, Placement
+from systems.planning.operations import Work, of_bundle
 from systems.planning.plan import LaneKind, Tier
-from systems.substrate.adam import AdamRange, AdamTask
+from systems.planning.trace import Moment
+from systems.substrate.adam.kernel import AdamRange, AdamTask
 from systems.substrate.device import Device
 from systems.substrate.gradients import Gradients
-from systems.substrate.labels import labelled
+from systems.substrate.labels import labelled, working
 from systems.substrate.recipe import StepControl
 from systems.substrate.residency import Residency
-from systems.substrate.runs import joined
-from systems.substrate.store import DiskState, OptimizerState, Store, StoredSegment
+from systems.substrate.segments import DiskState, OptimizerState, StoredSegment, joined
+from systems.substrate.store import Store
 from systems.substrate.tiers import Allocation
 
 
 class Updates:
-    """Issues the updates of a step. Bundles are taken lowest unit first: the next forward needs those first."""
+    """Issues the updates of a step, in the order in which the next one needs the bundles: see `follow`."""
 
     def __init__(
         self,
@@ -33,9 +36,19 @@ class Updates:
     ) -> None:
         self.layout, self.store, self.residency = layout, store, residency
         self.gradients, self.device, self.control = gradients, device, control
-        trainable = sorted((b for b in layout.bundles if b.trainable), key=lambda b: (min(b.units), b.segments))
-        self._order = [b.index for b in trainable]
-        self._priority = {bundle: i for i, bundle in enumerate(self._order)}
+        self._order: list[int] = []
+        self._priority: dict[int, int] = {}
+        self.follow(None)
+
+    def follow(self, moments: Sequence[Moment] | None) -> None:
+        """Bundles used first in a step of these moments are updated first. None: no step is known; those of the model's first
+        units then.
+        """
+        uses = {b.index: min(b.units) for b in self.layout.bundles} if moments is None else first_uses(self.layout, moments)
+        never = 0 if moments is None else len(moments)
+        trainable = (b.index for b in self.layout.bundles if b.trainable)
+        self._order = sorted(trainable, key=lambda bundle: (uses.get(bundle, never), bundle))
+        self._priority = {bundle: place for place, bundle in enumerate(self._order)}
 
     def norm_of_accumulated(self, fired: Sequence[int]) -> None:
         """With several micro-batches: the partial sums of squares, out of the fp32 accumulators where they live."""
@@ -66,12 +79,12 @@ class Updates:
             sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
             self.gradients.partials[bundle.index] = tuple(parameters), sums
 
-        label = f"norm of bundle {bundle.index}"
+        squares = of_bundle(self.layout, Work.SQUARES, LaneKind.CPU if on_host else LaneKind.COMPUTE, bundle.index)
         if on_host:
-            self.device.transfers.issue(LaneKind.CPU, work, reads=memories, label=label, priority=-1)
+            self.device.transfers.issue(squares, work, reads=memories, priority=-1)
             return
-        self.device.transfers.compute(reads=memories, label=label)
-        with labelled(label):
+        self.device.transfers.compute(reads=memories, label=squares.label)
+        with working(squares):
             work()
 
     def prepare(self, fired: Sequence[int]) -> Callable[[float], None]:
@@ -106,17 +119,17 @@ class Updates:
         assert state is not None
         if state.accumulator is None:
             return
-        accumulator, label = state.accumulator, f"clear accumulator of segment {stored.segment.index}"
+        accumulator = state.accumulator
         if state.tier is Tier.DEVICE:
+            label = f"clear accumulator of segment {stored.segment.index}"
             self.device.transfers.compute(writes=[state.memory], label=label)
             accumulator.zero_()
             self.device.transfers.compute(writes=[state.memory], label=label)
         else:
             self.device.transfers.issue(
-                LaneKind.CPU,
+                of_bundle(self.layout, Work.CLEAR, LaneKind.CPU, bundle, stored.segment.index),
                 lambda: _zero(accumulator),
                 writes=[state.memory],
-                label=label,
                 priority=self._priority[bundle],
             )
 
@@ -133,10 +146,9 @@ class Updates:
 
         updated = [each for run in runs for each in run.stored]
         self.device.transfers.issue(
-            LaneKind.CPU,
+            of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle),
             work,
             writes=[memory for each in updated if each.state is not None for memory in (each.state.memory, each.slot_memory)],
-            label=f"update bundle {bundle}",
             priority=self._priority[bundle],
         )
         for each in updated:
@@ -160,21 +172,20 @@ class Updates:
         disk, place, segment, transfers = self.store.disk, state.place, stored.segment, self.device.transfers
         assert disk is not None
         ranges = [self._range(p) for p in segment.placements if p.parameter in wanted]
-        label = f"state of segment {segment.index}"
-        buffer = disk.read(place, transfers, label)
+        buffer = disk.read(place, transfers)
 
         def work() -> None:
             self._adam(buffer.views(place), state.accumulator, stored.slot, ranges, segment.placements, wanted, factor)
 
         changed = [buffer.memory, stored.slot_memory, *([state.memory] if state.accumulator is not None else [])]
-        update, priority = f"update bundle {bundle}, segment {segment.index}", self._priority[bundle]
+        update = of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle, segment.index)
         try:
-            transfers.issue(LaneKind.CPU, work, writes=changed, label=update, priority=priority)
+            transfers.issue(update, work, writes=changed, priority=self._priority[bundle])
         except BaseException:  # Ctrl-C, which may have come before the update left its ticket: the write must not overtake it
             self.device.lanes[LaneKind.CPU].rest()
             raise
         finally:  # what was updated is written in any case, or what was read
-            disk.write(place, transfers, label)
+            disk.write(place, transfers)
         stored.slot_holds_gradient = False
 
     def _adam(

@@ -20,6 +20,7 @@ from harness.spec import RunSpec, flag
 from models import registry as models_registry
 from systems.baselines.resident import SYSTEM as RESIDENT
 from systems.registry import Entry
+from systems.system import Abilities
 from tests.harness.conftest import make_record
 
 # A flag costs every user a line of help: adding one means deciding so here.
@@ -213,8 +214,8 @@ def test_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     broken = Entry(name="broken", module="systems.baselines.broken", exposes="SYSTEM", broken="SyntaxError: oh")
     found = listing.registry.find()
     monkeypatch.setattr(listing.registry, "find", lambda: found | {"broken": broken})
-    monkeypatch.setattr(RESIDENT, "package", "no_such_package", raising=False)
-    monkeypatch.setattr(RESIDENT, "install", "pip install 'offload-bench[parts]'", raising=False)
+    needs = Abilities(package="no_such_package", install="pip install 'offload-bench[parts]'")
+    monkeypatch.setattr(RESIDENT, "abilities", needs)
     assert cli.main(["ls", "systems"]) == 0
     shown = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()}
     assert shown["broken"] == "unavailable: SyntaxError: oh"

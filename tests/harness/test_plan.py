@@ -157,7 +157,6 @@ def broken(tmp_path: Path) -> str:
         ),
         ((*TINY, "--system", "elixir", "--lr=1e-4"), "--lr is of a run and changes nothing here"),
         ((*TINY, "--system", "elixir", "--batch-size", "99999999"), "tokens at once on a device"),
-        ((*TINY, "--system", "elixir", "--option", "activations=host", "--recompute", "full"), "is not part of forecasts"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

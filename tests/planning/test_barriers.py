@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from systems.planning.operations import Work
 from systems.planning.plan import DEVICE_LANES, LaneKind, Plan, UpdateRule
 from systems.planning.races import find_races
 from systems.planning.rates import Costs, Rates, default_queues
-from systems.planning.schedule import Schedule, Work, expand
+from systems.planning.schedule import Schedule, expand
 from systems.planning.simulator import clocked, simulate
 from systems.planning.validator import PlanError, circular_wait, validate
 from systems.planning.waits import Barriers

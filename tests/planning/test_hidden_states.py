@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from systems.planning.activations import under
+from systems.planning.operations import Work
 from systems.planning.plan import Plan, Tier
-from systems.planning.schedule import Work, expand
+from systems.planning.schedule import expand
 from systems.planning.trace import Moment, Phase, Trace
 from tests.planning.synthetic import context, layout_of, trace_of
 

@@ -8,9 +8,9 @@ import pytest
 
 from systems.planning import hardware
 from systems.planning.clocks import Job, run
+from systems.planning.operations import ScheduledOperation, Work
 from systems.planning.plan import LaneKind
 from systems.planning.rates import Costs, Rates, default_queues
-from systems.planning.schedule import ScheduledOperation, Work
 from tests.planning.machines import machine
 from tests.planning.synthetic import context, layout_of
 
@@ -34,7 +34,10 @@ def test_bytes_of_adam_by_hand() -> None:
     assert costs().host_bytes(update) == 28 * NUMEL
     assert costs(accumulate=2).host_bytes(update) == (24 + 8 + 2) * NUMEL  # the accumulator is read and cleared
     accumulation = operation(Work.ACCUMULATE, LaneKind.CPU)
-    assert costs(accumulate=2).host_bytes(accumulation) == (2 + 8 + 4 + 2) * NUMEL  # and the slot is restored
+    assert costs(accumulate=2).host_bytes(accumulation) == (2 + 8) * NUMEL
+    assert costs(accumulate=2).host_bytes(operation(Work.RESTORE, LaneKind.CPU)) == (4 + 2) * NUMEL
+    squares = costs(accumulate=2), operation(Work.SQUARES, LaneKind.CPU), operation(Work.SQUARES, LaneKind.COMPUTE)
+    assert squares[0].host_bytes(squares[1]) == squares[0].device_bytes(squares[2]) == 4 * NUMEL
     on_device = operation(Work.UPDATE, LaneKind.COMPUTE)
     assert (costs().device_bytes(on_device), costs().host_bytes(on_device)) == (28 * NUMEL, 0)
     assert costs().device_bytes(operation(Work.SQUARES, LaneKind.COMPUTE)) == 2 * NUMEL
@@ -47,7 +50,7 @@ def contended(name: str) -> tuple[float, float]:
     rates, size = Rates(profile, profile.devices), 100 * GB
     layout = layout_of([(1000, [0])])
     made = Costs(layout, context(ranks=profile.devices), rates, default_queues(profile))
-    adam = Job("cpu", flow_bytes=size, rate=rates.cpu_adam, claims=made._adam("cpu", (), size).claims)
+    adam = made.job(operation(Work.UPDATE, LaneKind.CPU), ())._replace(flow_bytes=size)
     copies = [made.job(operation(Work.FETCH, LaneKind.H2D, bytes=size), ())]
     copies += [made.job(operation(Work.OFFLOAD, LaneKind.D2H, bytes=size), ())]
     long = 100 * size  # each copy outlasts Adam, and then both run without it

@@ -67,9 +67,9 @@ def test_a_step_by_hand() -> None:
     assert found.bytes == {"h2d": BYTES, "d2h": BYTES}
     assert found.bound == "compute" and found.bounds_s["norm"] == pytest.approx(3 + 1 + 1 + 0.25 + 1)
     at = {event.label: (event.start_s, event.start_s + event.duration_s) for event in found.events}
-    fetched, offloaded, updated = at["fetch bundle 0"], at["offload bundle 0"], at["update bundle 0"]
-    assert updated[0] == pytest.approx(offloaded[1]) and at[f"compute {FORWARD_ENTER}"][0] == pytest.approx(fetched[1])
-    assert offloaded[0] == pytest.approx(at[f"compute {BACKWARD_ENTER}"][1])
+    fetched, offloaded, updated = at["fetch bundle 0 (unit 0)"], at["offload bundle 0 (unit 0)"], at["update bundle 0 (unit 0)"]
+    assert updated[0] == pytest.approx(offloaded[1]) and at["forward of unit 0"][0] == pytest.approx(fetched[1])
+    assert offloaded[0] == pytest.approx(at["backward of unit 0"][1])
 
 
 def test_without_the_norm_nothing_changes_where_the_offload_is_later() -> None:
@@ -104,16 +104,17 @@ def test_copies_and_adam_share_the_hosts_dram() -> None:
         return {e.label: (e.start_s, e.duration_s) for e in found.events}
 
     apart = spans(1e18)
-    assert apart["offload bundle 0"][1] == pytest.approx(3.0) and apart["update bundle 1"][1] == pytest.approx(4.0)
+    assert apart["offload bundle 0 (unit 0)"][1] == pytest.approx(3.0)
+    assert apart["update bundle 1 (unit 1)"][1] == pytest.approx(4.0)
     capacity = shared["cpu_adam_bytes_per_s"]  # one alone has what it wants, both together do not
     factor = capacity / (capacity + shared["d2h_bytes_per_s"])
     together = spans(capacity)
     # The gradient of unit 1 leaves first, in 3 s; then Adam on it begins together with the offload of unit 0.
-    assert together["offload bundle 1"][1] == pytest.approx(3.0)
-    assert together["update bundle 1"][0] == pytest.approx(together["offload bundle 0"][0])
-    assert together["offload bundle 0"][1] == pytest.approx(3.0 / factor)
+    assert together["offload bundle 1 (unit 1)"][1] == pytest.approx(3.0)
+    assert together["update bundle 1 (unit 1)"][0] == pytest.approx(together["offload bundle 0 (unit 0)"][0])
+    assert together["offload bundle 0 (unit 0)"][1] == pytest.approx(3.0 / factor)
     # Until then Adam has done 3 s of its 4; the last one is its own again.
-    assert together["update bundle 1"][1] == pytest.approx(3.0 / factor + 1.0)
+    assert together["update bundle 1 (unit 1)"][1] == pytest.approx(3.0 / factor + 1.0)
 
 
 def test_updates_on_the_device_take_its_dram_and_move_nothing() -> None:
@@ -139,7 +140,7 @@ def test_without_a_link_collectives_queue_with_copies_and_pass_the_host_twice() 
     found = simulated(by_hand(ranks=4), ranks=4, devices=4, device_link_bytes_per_s=None, **given)
     assert found.busy_s["gather"] == pytest.approx(2.0, rel=1e-6)
     at = {e.label: (e.start_s, e.start_s + e.duration_s) for e in found.events}
-    assert at["gather bundle 0"][0] >= at["fetch bundle 0"][1] - 1e-9
+    assert at["gather bundle 0 (unit 0)"][0] >= at["fetch bundle 0 (unit 0)"][1] - 1e-9
 
 
 def test_what_the_node_shares_is_divided_by_its_ranks() -> None:

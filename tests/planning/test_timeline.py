@@ -12,9 +12,10 @@ from systems.planning.caching import CacheRequest, plan_cache
 from systems.planning.demand import Residence, demand_of, minimum_need, reusable
 from systems.planning.layout import Layout
 from systems.planning.nominal import nominal_trace
+from systems.planning.operations import Work
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.races import find_races
-from systems.planning.schedule import Work, expand
+from systems.planning.schedule import expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import MemTimeline, fitted, timeline, timeline_of
 from systems.planning.trace import Moment, Phase, Trace

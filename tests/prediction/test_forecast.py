@@ -99,6 +99,38 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
     assert before_any_ran.simulation.device_peak_bytes <= budget
 
 
+OFFLOADING = [name for name in STRATEGIES if "activations" in registry.get(name).Options.model_fields]
+
+
+@pytest.mark.parametrize("system", OFFLOADING)
+def test_inputs_that_wait_on_the_host_are_in_the_forecast(system: str) -> None:
+    """Their traffic to the byte, their pages on the host, and less on the device than without."""
+    shape, accumulate, budget = models_registry.resolve("opt-tiny"), 2, 24 * MIB
+    chosen = registry.get(system)
+    options = chosen.Options(activations="host")
+    given: dict[str, Any] = {"dtype": "bf16", "accumulate": accumulate, "recompute": "full", "device_memory": budget}
+    weights = models_registry.initial_weights(shape, 0)
+    settings = Settings(device="cpu", host_memory=8 * GIB, initial_weights=weights, **given)
+    ids = torch.randint(0, shape.vocab_size, (4, 128))
+    with chosen.initialize(models_registry.build(shape), settings, options) as engine:
+        for _ in range(3):
+            before = engine.counters()
+            for _ in range(accumulate):
+                engine.backward(token_loss(engine, {"input_ids": ids, "labels": ids.clone()}, accumulate * ids.numel()))
+            engine.step()
+        engine.drain()
+        moved = {lane: engine.counters()[f"{lane}_bytes"] - before[f"{lane}_bytes"] for lane in ("h2d", "d2h")}
+        memory = engine.memory()
+    about = question(host_memory=8 * GIB, seq_len=128, **given)
+    found, without = asked(system, "opt-tiny", about, activations="host"), asked(system, "opt-tiny", about)
+    assert found.fits and found.simulation.bytes["d2h"] > without.simulation.bytes.get("d2h", 0)
+    assert {lane: found.simulation.bytes[lane] for lane in moved} == moved
+    assert (memory.device_peak_bytes or 0) <= found.device_peak_bytes <= budget
+    assert found.least_device_bytes < without.least_device_bytes
+    each = 4 * 128 * shape.hidden_size * 2
+    assert each % 4096 == 0 and found.tiers["host"].parts["activations"] == shape.num_layers * each
+
+
 def test_what_resident_needs_by_hand() -> None:
     """16 bytes a parameter with the gradient, all on the device, nothing on the host and nothing moved."""
     found = asked("resident", "opt-1.3b", question(batch_size=1, seq_len=128, recompute="full"), layers=2)

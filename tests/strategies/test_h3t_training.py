@@ -181,6 +181,7 @@ def profile_of_one_layer() -> dict[str, Any]:
         "recomputed": [5],
         "offloaded": [5],
         "input_bytes": [[5, 8]],
+        "inputs_left": [[5], []],
     }
     return {"format": 1, "steps": [{"base": base, "layers": [5], "kept": [[5, 9]], "times": [[0.5], []], "steps": 2}]}
 
@@ -198,7 +199,7 @@ def fields_of(content: Any, *before: str | int) -> Iterator[tuple[str | int, ...
 LEFT_OUT = object()
 WRONG: tuple[Any, ...] = ("x", {}, -1, None, [None], [[]], ["x"], [-1], [float("nan")], [[-1]], [], LEFT_OUT)
 MAY_BE_EMPTY = {("steps",), *(("steps", 0, "base", name) for name in ("offloaded", "input_bytes"))}
-MAY_BE_LEFT_OUT = {("steps", 0, "base", name) for name in ("adopted_peak_bytes", "gradient_bytes")}
+MAY_BE_LEFT_OUT = {("steps", 0, "base", name) for name in ("adopted_peak_bytes", "gradient_bytes", "inputs_left")}
 
 
 def broken(way: tuple[Any, ...], wrong: object) -> str:

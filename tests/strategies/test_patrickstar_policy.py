@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from systems.errors import BudgetError
 from systems.planning.demand import demand_of, reusable
 from systems.planning.layout import Layout, ModelIndex, round_up
+from systems.planning.operations import Work
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.races import find_races
-from systems.planning.schedule import Work, expand
+from systems.planning.schedule import expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.timeline import timeline
 from systems.planning.trace import ENTER, Moment, Phase, Trace

@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 
 from systems.errors import UnsupportedError
 from systems.substrate import build
-from systems.substrate.adam import (
-    ISAS,
-    AdamKernel,
-    AdamRange,
-    AdamTask,
-    Isa,
-    TorchKernel,
-    coefficients,
-    cpu_kernel,
-    cuda_kernel,
-)
+from systems.substrate.adam.cpu import ISAS, Isa, cpu_kernel
+from systems.substrate.adam.cuda import cuda_kernel
+from systems.substrate.adam.kernel import AdamKernel, AdamRange, AdamTask, TorchKernel, coefficients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

@@ -11,30 +11,39 @@ from hypothesis import strategies as st
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from systems.planning.operations import LaneOperation, Work
+from systems.planning.plan import LaneKind
 from systems.substrate import labels
-from systems.substrate.labels import UnitSpans, issuing, labelled, profiling
+from systems.substrate.labels import UnitSpans, issuing, labelled, profiling, working
+
+FETCH = LaneOperation(Work.FETCH, LaneKind.H2D, "model.layers.5", 3)
+
+
+def unit_name(unit: int) -> str:
+    return f"unit {unit}"
 
 
 def test_without_a_profile_no_label_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labels, "record_function", lambda name: pytest.fail("a label was made"))
-    spans = UnitSpans()
+    spans = UnitSpans(unit_name)
     assert not profiling()
-    with labelled("a"), issuing("b"):
+    with labelled("a"), issuing(FETCH), working(FETCH):
         spans.begin("forward", 1)
         spans.end("forward", 1)
         spans.end_all()
 
 
 def test_with_one_it_is_in_the_profile() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, labelled("a"), issuing("b"):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, labelled("a"), issuing(FETCH), working(FETCH):
         assert profiling()
         torch.ones(1)
-    assert {"a", "issue b"} <= {event.name for event in profiler.events()}
+    label = "fetch bundle 3 (model.layers.5)"
+    assert {"a", label, f"issue {label}"} <= {event.name for event in profiler.events()}
 
 
 def test_a_span_may_end_on_another_thread_than_it_began() -> None:
     """On CUDA backward runs on autograd's thread, and what is still open at its end is ended by the caller's."""
-    spans = UnitSpans()
+    spans = UnitSpans(unit_name)
     every_thread = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
         thread = threading.Thread(target=lambda: spans.begin("backward", 3))
@@ -67,7 +76,7 @@ def test_spans_are_nested_in_whatever_order_hooks_fire(events: list[tuple[bool, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(labels, "record_function", lambda name: Recorded(log, name))
         patch.setattr(labels, "profiling", lambda: True)
-        spans = UnitSpans()
+        spans = UnitSpans(unit_name)
         for begins, unit in events:
             if begins and unit not in open_units:
                 spans.begin("backward", unit)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from systems.planning.operations import LaneOperation, Work
 from systems.planning.plan import LaneKind
 from systems.substrate.events import EventLog, Extent
 from systems.substrate.lanes import CudaTicket, DoneTicket, HostTicket, Lane, UpdateLane
@@ -422,11 +423,10 @@ def test_operations_leave_what_they_leave_one_after_another(issued: list[Any], t
     for id, (kind, reads, writes, priority) in enumerate(issued):
         operation(right, [], id, reads, writes)()
         transfers.issue(
-            kind,
+            LaneOperation(Work.UPDATE, kind),
             operation(found, runs, id, reads, writes),
             reads=[memories[place] for place in reads],
             writes=[memories[place] for place in writes],
-            label="work",
             priority=priority,
         )
     for lane in lanes.values():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from systems import substrate
+from systems.planning.operations import Work
 from systems.planning.plan import LaneKind
 from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
-from systems.substrate.phases import OPERATIONS, PHASES, Phase, PhaseClock, phase_of
+from systems.substrate.phases import OPERATIONS, PHASES, Phase, PhaseClock
 from tests.random_eviction import RandomOptions
+from tests.systems.every import STRATEGIES
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     RANDOM,
@@ -85,18 +90,21 @@ def test_an_exception_closes_its_phase() -> None:
     assert (phases.seconds["backward"], phases.seconds["other"]) == (2, 1)
 
 
-def test_an_operation_without_a_phase_is_a_bug() -> None:
-    assert phase_of(LaneKind.D2H, "state of segment 3 to host") == "d2h_optimizer"
-    assert {phase for _, _, phase in OPERATIONS} <= set(PHASES)
-    with pytest.raises(AssertionError, match="no phase is known"):
-        phase_of(LaneKind.H2D, "something new")
+def test_every_kind_of_operation_that_a_lane_is_given_has_a_phase() -> None:
+    assert set(OPERATIONS.values()) <= set(PHASES)
+    issued = re.compile(r"of_bundle\(\s*[\w.]+, Work\.(\w+), LaneKind\.(?!COMPUTE)|LaneOperation\(Work\.(\w+)")
+    sources = (path.read_text() for path in Path(substrate.__file__).parent.glob("*.py"))
+    kinds = {Work[one or other] for source in sources for one, other in issued.findall(source)}
+    assert len(kinds) > 10 and kinds == set(OPERATIONS)
 
 
+OTHERS = [system for name, system in STRATEGIES.items() if name not in ("elixir", "patrickstar")]
 HARD: tuple[tuple[Any, BaseModel, Setup, Callable[[Any], None]], ...] = (
     (RANDOM, RandomOptions(write_back=True, in_place=True), Setup("opt"), evict_at_once),
     (RANDOM, RandomOptions(activations="host"), Setup("gpt2", "full", 2, clip=0.5), evict_at_once),
     (elixir(), ElixirOptions(activations="host"), Setup("opt", "full", 2, "untied", clip=0.5), lambda engine: None),
     (patrickstar(), PatrickStarOptions(activations="host"), Setup("opt", "full"), lambda engine: None),
+    *((system, system.Options(), Setup("opt", accumulate=2, clip=0.5), lambda engine: None) for system in OTHERS),
 )
 
 
@@ -123,7 +131,7 @@ def test_a_phased_step_is_a_step_like_any_other(case: tuple[Any, BaseModel, Setu
         else:
             losses.append(one_step(engine, batch))
     operations = [op for op in engine.log.operations[begin:] if op.lane != LaneKind.COMPUTE.value]
-    happened = {phase_of(LaneKind(op.lane), op.label) for op in operations}
+    happened = {OPERATIONS[op.what.kind] for op in operations}
     assert {"h2d_parameters", "d2h_gradients", "adam_host"} <= happened
     happened.discard("h2d_parameters")
     assert found["h2d_updated"] > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from systems.substrate import device
-from systems.substrate.adam import cpu_kernel
+from systems.substrate.adam.cpu import cpu_kernel
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -14,9 +14,17 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
     return set(combinations(sorted(row.items()), 2))
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Greedy: each row is the one of the whole product that covers most pairs not covered yet, the first of equals."""
-    rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+def rows_of(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """The whole product."""
+    return [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Greedy: each row is the one of the whole product that covers most pairs not covered yet, the first of equals.
+
+    possible: of rows; what cannot be meets nobody.
+    """
+    rows = list(filter(possible, rows_of(factors)))
     left = set().union(*(pairs_of(row) for row in rows))
     chosen = []
     while left:

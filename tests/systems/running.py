@@ -12,17 +12,16 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from systems.baselines.resident import SYSTEM as RESIDENT
 from systems.baselines.resident import ResidentEngine
 from systems.managed import ManagedSystem
 from systems.reports import MemoryReport
 from systems.substrate.device import EmulatedDevice
 from systems.substrate.engine import ManagedEngine
 from systems.system import Engine, Settings
-from tests.random_eviction import RandomEviction, RandomOptions
+from tests.random_eviction import RandomOptions
+from tests.systems.every import RANDOM, RESIDENT, STRATEGIES
 from tests.systems.models_small import next_token_loss
 
-RANDOM = ManagedSystem(RandomEviction)
 HOST = 8 << 30
 AMPLE = 1 << 30
 
@@ -52,37 +51,20 @@ def settings(**given: Any) -> Settings:
 
 
 def elixir() -> ManagedSystem:
-    from systems.strategies.elixir import STRATEGY
-
-    return ManagedSystem(STRATEGY)
-
-
-def patrickstar() -> ManagedSystem:
-    from systems.strategies.patrickstar import STRATEGY
-
-    return ManagedSystem(STRATEGY)
+    """For tests of what only Elixir has; others run over tests.systems.every."""
+    return STRATEGIES["elixir"]
 
 
 def angel_ptm() -> ManagedSystem:
-    """Pages so small that the tests' tensors take several, and share some."""
-    from systems.strategies.angel_ptm import STRATEGY
-    from systems.strategies.angel_ptm.options import AngelPTMOptions
+    return STRATEGIES["angel-ptm"]
 
-    class Small(AngelPTMOptions):
-        page: int = 1280
 
-    return ManagedSystem(type("AngelPTMSmall", (STRATEGY,), {"Options": Small}))
+def patrickstar() -> ManagedSystem:
+    return STRATEGIES["patrickstar"]
 
 
 def h3t() -> ManagedSystem:
-    """Profiles one step, not ten, so that the second one has a plan."""
-    from systems.strategies.h3t import STRATEGY
-    from systems.strategies.h3t.options import H3TOptions
-
-    class Soon(H3TOptions):
-        profile_steps: int = 1
-
-    return ManagedSystem(type("H3TSoon", (STRATEGY,), {"Options": Soon}))
+    return STRATEGIES["h3t"]
 
 
 def start(

@@ -16,11 +16,9 @@ import pytest
 from pydantic import BaseModel
 from torch import nn
 
-from systems.strategies.elixir.options import ElixirOptions
-from systems.strategies.patrickstar.options import PatrickStarOptions
-from tests.random_eviction import RandomOptions
+from tests.systems.every import WAYS
 from tests.systems.models_small import build, tokens
-from tests.systems.running import RANDOM, RESIDENT, Run, angel_ptm, elixir, h3t, patrickstar, train_as
+from tests.systems.running import RESIDENT, Run, train_as
 
 Recompute = Literal["none", "full", "reentrant", "non-reentrant"]  # full: the engine's own; the last two: transformers'
 Sharing = Literal["tied", "untied", "half-frozen"]
@@ -77,17 +75,7 @@ def budget_of(setup: Setup, level: str) -> int:
     return int(peak * SHARE[level]) + 1
 
 
-SYSTEMS: Mapping[str, tuple[Any, BaseModel]] = MappingProxyType(
-    {
-        "angel-ptm": (angel_ptm(), angel_ptm().Options()),
-        "elixir": (elixir(), ElixirOptions()),
-        "elixir write-back": (elixir(), ElixirOptions(variant="write-back")),
-        "patrickstar": (patrickstar(), PatrickStarOptions()),
-        "h3t": (h3t(), h3t().Options()),
-        "random": (RANDOM, RandomOptions()),
-        "random write-back": (RANDOM, RandomOptions(write_back=True, chunk_parameters=5)),
-    }
-)
+SYSTEMS = WAYS
 
 
 def in_turn(names: Iterable[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:

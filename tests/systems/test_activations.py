@@ -30,6 +30,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
 from systems.substrate.events import LoggedOperation, issued_operations
 from tests.random_eviction import RandomOptions
+from tests.systems.every import with_option
 from tests.systems.models_plain import DIM, Block, Stack, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import (
@@ -43,18 +44,14 @@ from tests.systems.running import (
     finished,
     one_step,
     parts_of,
-    patrickstar,
     settings,
     start,
     train,
 )
 from tests.systems.setups import Setup, budget_of, reference
 
-ON_HOST: dict[str, tuple[Any, BaseModel]] = {
-    "patrickstar": (patrickstar(), PatrickStarOptions(activations="host")),
-    "elixir": (elixir(), ElixirOptions(activations="host")),
-    "random": (RANDOM, RandomOptions(activations="host")),
-}
+ON_HOST: dict[str, tuple[Any, BaseModel]] = with_option("activations", "host")
+OTHERS = [name for name in ON_HOST if name not in ("patrickstar", "elixir", "random")]
 INPUTS = 4 * 2 * 16 * 64  # elements of one micro-batch's block inputs in a Setup: blocks x batch x length x width
 
 
@@ -77,6 +74,7 @@ def check_log(engine: Any) -> None:
         ("elixir", Setup("opt", "reentrant", 1, "untied"), "half"),
         ("elixir", Setup("gpt2", "non-reentrant", 2, "tied", "bf16"), "tight"),
         ("random", Setup("opt", "non-reentrant", 1, "half-frozen"), "tight"),
+        *((name, Setup("gpt2", "full", 2, "tied", "bf16", clip=0.5), "half") for name in OTHERS),
     ],
     ids=str,
 )
@@ -156,33 +154,35 @@ def test_late_copies_change_no_bit(seed: int) -> None:
 
 
 @cache
-def logged() -> tuple[LoggedOperation, ...]:
+def logged() -> tuple[tuple[LoggedOperation, ...], tuple[str, ...]]:
+    """What was issued, and the names of the model's units."""
     setup = Setup("opt", "full")
-    run = setup.run(ON_HOST["random"][0], budget_of(setup, "tight"), ON_HOST["random"][1], log_events=True)
-    return tuple(run.engine.log.operations)  # type: ignore[attr-defined]
+    engine: Any = setup.run(ON_HOST["random"][0], budget_of(setup, "tight"), ON_HOST["random"][1], log_events=True).engine
+    return tuple(engine.log.operations), engine.parts.layout.unit_names
 
 
 def test_each_input_comes_while_the_block_after_it_goes_backward() -> None:
-    labels = [operation.label for operation in logged()]
-    blocks = [unit for unit in range(20) if f"fetch input of unit {unit}" in labels]
+    operations, names = logged()
+    labels = [operation.label for operation in operations]
+    blocks = [unit for unit, name in enumerate(names) if f"fetch-input ({name})" in labels]
     assert len(blocks) == 4
     last = len(labels) - 1 - labels[::-1].index(f"hold for ('forward', {blocks[0]})")  # the last step
     for unit, after in pairwise(blocks):
-        assert labels.index(f"fetch input of unit {unit}", last) < labels.index(f"hold for ('backward', {after})", last)
+        assert labels.index(f"fetch-input ({names[unit]})", last) < labels.index(f"hold for ('backward', {after})", last)
 
 
 @pytest.mark.parametrize(
     ("lane", "begins", "ends"),
     [
-        ("d2h", "offload input", ""),
+        ("d2h", "offload-input", ""),
         ("compute", "input of unit", "leaves"),
-        ("h2d", "fetch input", ""),
+        ("h2d", "fetch-input", ""),
         ("compute", "input of", ""),
     ],
 )
 def test_a_forgotten_wait_is_found(lane: str, begins: str, ends: str) -> None:
     """Take the waits from one operation of each kind: a race is named."""
-    operations = logged()
+    operations, _ = logged()
     issued = issued_operations(operations)
     issued = [replace(o, lane=f"cpu {o.ticket}") if o.lane == "cpu" else o for o in issued]
     assert find_races(issued) == []
@@ -339,7 +339,7 @@ class OnPurposeError(Exception):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("system", ["patrickstar", "random"])
+@pytest.mark.parametrize("system", ON_HOST)
 def test_an_exception_leaves_no_slot_in_use(system: str, where: str) -> None:
     def fail(*_: Any) -> None:
         raise OnPurposeError

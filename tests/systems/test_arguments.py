@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import re
+from pathlib import Path
+from types import NoneType, SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import systems
-from systems.arguments import device_of, dtype_of
-from systems.registry import find
+from systems.arguments import device_of, dtype_of, options_of
+from systems.registry import check_options, find, get
+from tests.systems.every import STRATEGIES
 from tests.systems.test_foreign_calls import Stack
 
-OURS = sorted([name for name, entry in find().items() if entry.exposes == "STRATEGY"] + ["resident"])
+OURS = sorted(["resident", *STRATEGIES])
 
 
 def test_dtypes_are_torch_s_and_their_names() -> None:
@@ -52,3 +55,43 @@ def test_memory_is_looked_at_before_anything_is_built(system: str, monkeypatch: 
         with pytest.raises(systems.errors.BudgetError) as refused:
             systems.initialize(Stack(0), system=system, device="cpu", device_memory="1MiB", host_memory="300")
         assert "raise `host_memory`" in str(refused.value) and refused.value.tier == "host"
+
+
+@pytest.mark.parametrize("system", find())
+def test_cuda_that_is_not_there_is_told_in_words(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch built without it raises AssertionError at the first question about a device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("current_device", "get_device_name", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("a device was asked for"))
+    for budget in (None, "4MiB"):
+        with pytest.raises(systems.errors.UnsupportedError, match="no CUDA device is visible: use `device='cpu'`"):
+            systems.initialize(Stack(0), system=system, device="cuda", device_memory=budget)
+
+
+@pytest.mark.parametrize("system", OURS)
+def test_options_are_values_of_python(system: str) -> None:
+    """None is none of them unless the system says so, and True is no number; texts are read as on a command line."""
+    chosen = get(system)
+    given: dict[str, Any] = {"device": "cpu", "device_memory": "1MiB", "system": system}
+    defaults = chosen.Options()
+    assert check_options(chosen, options_of(defaults.model_dump())) == defaults
+    for name, field in chosen.Options.model_fields.items():
+        value = getattr(defaults, name)
+        if NoneType not in get_args(field.annotation):
+            with pytest.raises(ValueError, match=re.escape(f"`options=dict({name}=None)`")) as refused:
+                systems.initialize(Stack(0), options={name: None}, **given)
+            assert "\n" not in str(refused.value) and "did you mean" not in str(refused.value)
+        if type(value) is int:
+            assert getattr(check_options(chosen, options_of({name: str(value)})), name) == value
+            assert getattr(check_options(chosen, options_of({name: torch.tensor(value)})), name) == value
+            for wrong in (True, False):
+                with pytest.raises(ValueError, match=re.escape(f"`options=dict({name}={wrong})`")):
+                    systems.initialize(Stack(0), options={name: wrong}, **given)
+
+
+def test_options_may_be_paths_and_have_names() -> None:
+    assert options_of({"chunk-min": Path("there"), "cache": None}) == {"chunk_min": "there", "cache": None}
+    with pytest.raises(ValueError, match="options has the name 4: give names as strings"):
+        options_of({4: 3})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="options is list: give a dict"):
+        options_of([1])  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -10,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from systems.planning.operations import LaneOperation, Work
 from systems.planning.plan import DEVICE_LANES, LaneKind, Plan
 from systems.planning.races import find_races
-from systems.planning.schedule import Schedule, Work, expand
+from systems.planning.schedule import Schedule, expand
 from systems.planning.trace import Phase
 from systems.planning.validator import circular_wait, validate
 from systems.strategies.h3t.options import H3TOptions
@@ -27,12 +27,7 @@ from tests.systems.setups import Setup, budget_of, reference
 from tests.systems.test_ordering import as_issued, sleeps
 
 SETUPS = [Setup("opt", clip=0.5), Setup("gpt2", "full", 2, "untied", "bf16")]
-MOVES = {  # labels of the event log to kinds of the schedule
-    r"fetch bundle (\d+)": Work.FETCH,
-    r"offload gradient of bundle (\d+)": Work.OFFLOAD,
-    r"fetch input of unit (\d+)": Work.FETCH_INPUT,
-    r"offload input of unit (\d+)": Work.OFFLOAD_INPUT,
-}
+MOVES = (Work.FETCH, Work.OFFLOAD, Work.FETCH_INPUT, Work.OFFLOAD_INPUT)
 
 
 class Logged:
@@ -117,34 +112,31 @@ def test_what_a_lane_is_given_after_a_barrier_waits_for_all_that_came_before(set
     assert find_races(as_issued(operations)) == []
 
 
-def between_barriers(kinds: Iterator[tuple[Work, int] | None]) -> list[Counter[tuple[Work, int]]]:
+def between_barriers(moves: Iterator[LaneOperation | None]) -> list[Counter[LaneOperation]]:
     """What moves before, between and after the barriers (None)."""
-    found: list[Counter[tuple[Work, int]]] = [Counter()]
-    for kind in kinds:
-        if kind is None:
+    found: list[Counter[LaneOperation]] = [Counter()]
+    for move in moves:
+        if move is None:
             found.append(Counter())
-        else:
-            found[-1][kind] += 1
+        elif move.kind in MOVES:
+            found[-1][move] += 1
     return found
 
 
-def logged_moves(operations: Sequence[LoggedOperation]) -> Iterator[tuple[Work, int] | None]:
+def logged_moves(operations: Sequence[LoggedOperation]) -> Iterator[LaneOperation | None]:
     for o in operations:
-        if o.label.startswith("barrier"):
+        if isinstance(o.what, LaneOperation):
+            yield o.what
+        elif o.what.startswith("barrier"):
             yield None
-        for pattern, kind in MOVES.items():
-            if match := re.fullmatch(pattern, o.label):
-                yield kind, int(match[1])
 
 
-def scheduled_moves(schedule: Schedule) -> Iterator[tuple[Work, int] | None]:
+def scheduled_moves(schedule: Schedule) -> Iterator[LaneOperation | None]:
     for o in schedule.operations:
         if o.kind is Work.BARRIER:
             yield None
-        elif o.kind in (Work.FETCH_INPUT, Work.OFFLOAD_INPUT):
-            yield o.kind, int(o.reads[0].split(":")[-1])
-        elif o.kind in MOVES.values():
-            yield o.kind, o.bundle
+        elif o.lane is not None:
+            yield o.operation
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
@@ -191,7 +183,7 @@ class StubLane:
     def __init__(self) -> None:
         self.jobs: list[tuple[int, list[int]]] = []
 
-    def submit(self, work: Any, after: Sequence[Ticket], *, id: int, priority: int = 0, label: str = "") -> Ticket:
+    def submit(self, work: Any, after: Sequence[Ticket], *, id: int, priority: int = 0, operation: Any) -> Ticket:
         self.jobs.append((id, [t.id for t in after]))
         return StubTicket(id)
 
@@ -206,7 +198,8 @@ def test_streams_wait_for_each_other_and_the_host_for_none() -> None:
 
     def issue(kind: LaneKind) -> int:
         place = next(places)
-        return transfers.issue(kind, lambda: None, writes=[Memory(Extent("x", place, place + 1))], label="work").id
+        operation = LaneOperation(Work.FETCH, kind)
+        return transfers.issue(operation, lambda: None, writes=[Memory(Extent("x", place, place + 1))]).id
 
     issue(LaneKind.H2D)
     up, down, update = issue(LaneKind.H2D), issue(LaneKind.D2H), issue(LaneKind.CPU)

@@ -171,7 +171,7 @@ def test_a_loss_of_the_model_itself_is_refused_in_words(system: str) -> None:
         assert_equal(reference(), finished(engine, losses))
 
 
-@pytest.mark.parametrize("system", ["resident", "elixir", "patrickstar", "random"])
+@pytest.mark.parametrize("system", ALL)
 def test_a_module_called_within_a_step_is_part_of_it(system: str) -> None:
     """A loss may be made of what the engine returned and of a module's own output."""
 

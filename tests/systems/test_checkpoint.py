@@ -22,31 +22,22 @@ from systems.checkpoint import CheckpointError, SaveError
 from systems.errors import BudgetError, UnsupportedError
 from systems.system import Engine
 from tests.paged import paged
-from tests.systems import models_small
+from tests.systems import every, models_small
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     AMPLE,
-    RESIDENT,
     Run,
     adam_states,
     assert_equal,
     elixir,
     finished,
-    h3t,
     one_step,
     parameters_of,
-    patrickstar,
     settings,
     start,
 )
 
-SYSTEMS: dict[str, Any] = {
-    "resident": RESIDENT,
-    "elixir": elixir(),
-    "patrickstar": patrickstar(),
-    "h3t": h3t(),
-    "pages": paged(elixir(), 5),
-}
+SYSTEMS: dict[str, Any] = {**every.STRATEGIES, "pages": paged(elixir(), 5), "resident": every.RESIDENT}
 LITTLE = 1_300_000
 TOGETHER = 6  # steps, half of them before
 
@@ -88,6 +79,9 @@ PAIRS = [
     ("pages", "resident", {"clip": 0.5}),
     ("elixir", "elixir", {"dtype": "fp16", "accumulate": 2}),
 ]
+OTHERS = [name for name in SYSTEMS if name not in {row[0] for row in PAIRS}]
+PAIRS += [(name, "resident", {"dtype": "bf16", "clip": 0.5}) for name in OTHERS]
+PAIRS += [("resident", name, {"accumulate": 2}) for name in OTHERS]
 
 
 @pytest.mark.parametrize(("before", "after", "given"), PAIRS, ids=str)

@@ -13,6 +13,7 @@ from torch import nn
 from systems.planning.plan import Tier
 from systems.system import Engine
 from tests.systems import models_small
+from tests.systems.every import MANAGED
 from tests.systems.models_plain import DIM, Block, Stack, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import (
@@ -20,20 +21,16 @@ from tests.systems.running import (
     RANDOM,
     RESIDENT,
     Run,
-    angel_ptm,
     assert_equal,
     elixir,
     finished,
-    h3t,
     one_step,
     parts_of,
-    patrickstar,
     settings,
     start,
     train,
 )
 
-MANAGED = {"angel-ptm": angel_ptm(), "elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t(), "random": RANDOM}
 TIGHT = 130_000  # bytes: about a third of what resident needs for a Stack in fp32
 
 
@@ -329,15 +326,11 @@ def length_loop(system: Any, lengths: Sequence[int], budget: int, evict_all: boo
 @pytest.mark.parametrize(
     ("system", "lengths"),
     [
-        ("elixir", LENGTHS),
-        ("patrickstar", LENGTHS),
-        ("h3t", LENGTHS),
-        ("random", LENGTHS),
-        ("elixir", (8, 96, 96)),
-        ("patrickstar", (8, 96, 96)),
-        ("elixir", (64, 8, 8, 120)),
+        *(pytest.param(system, LENGTHS, id=f"C04-{system}") for system in MANAGED),
+        pytest.param("elixir", (8, 96, 96), id="first smaller"),
+        pytest.param("patrickstar", (8, 96, 96), id="first smaller, by chunks"),
+        pytest.param("elixir", (64, 8, 8, 120), id="first larger"),
     ],
-    ids=["C04", "C04 by chunks", "C04 by layers", "C04 at random", "first smaller", "first smaller, by chunks", "first larger"],
 )
 def test_longer_sequences_than_the_first_evict_instead_of_failing(system: str, lengths: Sequence[int]) -> None:
     """C04: the budget just holds the longest if nothing but what is in use stays, which is how it is found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 from systems.errors import UnsupportedError
 from systems.system import Engine
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, assert_equal, finished, one_step, parameters_of, settings, start
-from tests.systems.setups import SYSTEMS
+from tests.systems.running import RESIDENT, assert_equal, finished, one_step, parameters_of, parts_of, settings, start
+from tests.systems.setups import SYSTEMS, in_turn
 
 DIM = 16
 ALL = {"resident": (RESIDENT, RESIDENT.Options()), **SYSTEMS}
@@ -35,7 +36,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = ids.float()[:, :DIM] / 256 * self.scale["in"]
+        x = ids.to(self.scale["in"].dtype)[:, :DIM] / 256 * self.scale["in"]
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return x.pow(2).mean()
@@ -178,7 +179,6 @@ def nothing(model: Any) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data
         parameter.set_(parameter)
-    model.load_state_dict({}, strict=False)
 
 
 @pytest.mark.parametrize("system", ALL)
@@ -191,12 +191,117 @@ def test_what_changes_nothing_is_let_through(system: str) -> None:
 
 @pytest.mark.parametrize("system", ALL)
 def test_a_parameter_replaced_by_another_is_refused(system: str) -> None:
-    """load_state_dict(assign=True), and layers that a library makes anew: the engine would train what nobody reads."""
+    """Layers that a library makes anew: the engine would train what nobody reads."""
     engine = started(system)
-    module_of(engine).blocks[1].load_state_dict(nn.Linear(DIM, DIM).state_dict(), assign=True)
+    module_of(engine).blocks[1].weight = nn.Parameter(torch.zeros(DIM, DIM))
     with pytest.raises(UnsupportedError, match=r"parameter blocks\.1\.weight was replaced by another"):
         train_on(engine)
     engine.close()
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_a_state_dict_is_refused_before_any_of_it_is_loaded(system: str) -> None:
+    """By every module that has parameters below; one of buffers alone is the model's own. A copy is free."""
+    engine = started(system)
+    steps(engine)
+    model, saved = module_of(engine), Net().state_dict()
+    saved["rates.table"] = torch.zeros(3)
+    others: dict[str, Any] = {"blocks.1": nn.Linear(DIM, DIM), "scale": Net().scale, "blocks": Net().blocks}
+    loads = [(model, saved), *((model.get_submodule(name), other.state_dict()) for name, other in others.items())]
+    loads += [
+        (model, {"rates.table": torch.zeros(3)}),
+        (nn.ModuleDict({"model": model}), {"model." + n: v for n, v in saved.items()}),
+    ]
+    for module, values in loads:
+        for how in ({}, {"strict": False}, {"assign": True}):
+            with pytest.raises(UnsupportedError, match=r"load_state_dict\(\): .* before initialize, .*summon\(write=True\)"):
+                module.load_state_dict(values, **how)
+    assert model.rates.table.eq(1).all()
+    model.rates.load_state_dict({"table": torch.ones(3)})
+    if system == "resident":
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            copied.load_state_dict(saved)
+    assert_goes_on(engine, 2)
+    model.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_the_names_of_summon_are_those_of_a_state_dict(system: str) -> None:
+    engine, other = started(system), Net()
+    assert isinstance(other.scale["in"], nn.Parameter)
+    nn.init.normal_(other.scale["in"])
+    with engine.summon(write=True) as values:
+        for name, value in other.state_dict().items():
+            values[name].copy_(value)
+    engine.close()
+    assert_equal_values(engine, other.state_dict())
+
+
+def assert_equal_values(engine: Engine, expected: dict[str, torch.Tensor]) -> None:
+    found = engine.module.state_dict()
+    assert found.keys() == expected.keys()
+    assert not [name for name, value in found.items() if not torch.equal(value, expected[name])]
+
+
+def replace(model: Any) -> None:
+    model.blocks[1].weight = nn.Parameter(torch.zeros(DIM, DIM))
+
+
+def turn(model: Any) -> None:
+    with torch.no_grad():
+        model.blocks[2].weight.t_()
+
+
+@pytest.mark.parametrize(("system", "told"), in_turn(ALL, [(False,), (True,)]))
+def test_closing_gives_the_trained_values_whatever_was_edited(system: str, told: bool) -> None:
+    """In the middle of a step, too. It is said, once; what was said by a failure before stands."""
+    expected = started("resident", dtype="bf16")
+    steps(expected)
+    expected.close()
+    for edit in (IN_PLACE["clamp"], turn, replace):
+        engine = started(system, dtype="bf16")
+        steps(engine)
+        engine.backward(engine(tokens(1, 1)[0, 0]))
+        edit(engine.module)
+        if told:
+            with pytest.raises(UnsupportedError, match="was edited in place|was replaced"):
+                engine.step()
+            engine.close()
+        else:
+            with pytest.raises(UnsupportedError, match="(was edited in place|was replaced).*has given the model its trained"):
+                engine.close()
+        assert_equal_values(engine, expected.module.state_dict())
+        told = not told
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_a_frozen_parameter_of_which_there_are_no_other_values(system: str) -> None:
+    """All else is as it was trained, and it is said, even where the edit was refused before."""
+    model: Any = Net()
+    model.blocks[0].requires_grad_(False)
+    before = model.blocks[0].weight.detach().clone()
+    engine = started(system, model)
+    steps(engine)
+    trained = {name: value.clone() for name, value in engine.state_dict().items()}
+    model.blocks[0].weight.data.add_(1)
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.weight was edited in place"):
+        train_on(engine)
+    if system == "resident" or parts_of(engine).residency.writes_back:
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.weight was edited.*no values but these.*all else as it was"):
+            engine.close()
+        trained["blocks.0.weight"] = model.state_dict()["blocks.0.weight"]
+    else:
+        engine.close()
+        assert torch.equal(model.blocks[0].weight, before)
+    assert_equal_values(engine, trained)
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_a_model_without_weights_takes_none(system: str) -> None:
+    engine = started(system)
+    engine.close(keep=False)
+    with pytest.raises(UnsupportedError, match="weights are gone: .*build the model anew"):
+        engine.module.load_state_dict(Net().state_dict(), assign=True)
 
 
 @pytest.mark.parametrize("flag", ["swap_module_params", "overwrite_module_params"])

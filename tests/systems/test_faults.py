@@ -19,19 +19,18 @@ import torch
 from torch import nn
 
 from systems.errors import OutOfMemoryError
+from systems.planning.operations import LaneOperation
 from systems.planning.plan import LaneKind
 from systems.planning.races import find_races
 from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate.events import issued_operations
 from systems.substrate.tiers import Allocation
 from systems.system import Engine
+from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (
-    RANDOM,
-    RESIDENT,
     Run,
-    angel_ptm,
     assert_equal,
     elixir,
     finished,
@@ -45,8 +44,6 @@ from tests.systems.running import (
 )
 
 LOSS = CASES["stack"].loss
-MANAGED = {"angel-ptm": angel_ptm(), "elixir": elixir(), "h3t": h3t(), "random": RANDOM}
-SYSTEMS = {"resident": RESIDENT, **MANAGED}
 TIGHT = 150_000  # bytes: about 40 % of what resident needs
 STEPS = 3
 
@@ -333,7 +330,7 @@ def steps_and_drain(engine: Engine, batch: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("issued", [False, True], ids=["before it is issued", "before it left its ticket"])
-@pytest.mark.parametrize("label", ["fetch bundle", "offload gradient", "update bundle"])
+@pytest.mark.parametrize("label", ["fetch bundle", "offload bundle", "update bundle"])
 @pytest.mark.parametrize("system", MANAGED)
 def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> None:
     """Parameters are as before the step, or, once one was updated, the engine says that they are not."""
@@ -343,14 +340,14 @@ def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> 
     losses = [one_step(engine, plain[0], LOSS)]
     seen: list[str] = []
 
-    def interrupted(lane: LaneKind, work: Callable[[], None], **more: Any) -> Any:
-        if more["label"].startswith(label):
-            seen.append(more["label"])
+    def interrupted(operation: LaneOperation, work: Callable[[], None], **more: Any) -> Any:
+        if operation.label.startswith(label):
+            seen.append(operation.label)
             if len(seen) == 2:
                 if issued:
-                    transfers._lanes[lane].submit(work, [], id=0)
+                    transfers._lanes[operation.lane].submit(work, [], id=0)
                 raise KeyboardInterrupt
-        return issue(lane, work, **more)
+        return issue(operation, work, **more)
 
     transfers.issue = interrupted
     with pytest.raises(KeyboardInterrupt):

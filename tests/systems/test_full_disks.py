@@ -19,7 +19,7 @@ from tests.systems.setups import budget_of
 from tests.systems.test_disk import SETUPS, with_disk
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names() if getattr(registry.get(name), "uses_disk", False)])
+@pytest.mark.parametrize("name", [name for name in registry.names() if registry.get(name).abilities.disk])
 def test_a_folder_in_memory_and_a_full_one_are_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

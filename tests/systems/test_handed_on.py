@@ -10,9 +10,9 @@ from torch import nn
 
 import systems
 from systems.errors import DivergedError
-from systems.registry import find
+from tests.systems.every import STRATEGIES, with_option
 
-OURS = ["resident", *(name for name, entry in find().items() if entry.exposes == "STRATEGY")]
+OURS = ["resident", *STRATEGIES]
 
 
 class Told(nn.Module):
@@ -44,7 +44,7 @@ def test_a_container_is_the_caller_s_own(system: str) -> None:
     assert cast["scale"].dtype is torch.float32
 
 
-@pytest.mark.parametrize("system", [name for name in OURS if name not in ("resident", "h3t")])
+@pytest.mark.parametrize("system", [name for name in with_option("nonfinite", "stop", STRATEGIES) if name != "h3t"])
 def test_a_last_step_that_is_not_finite_is_told_by_close(system: str) -> None:
     asked: dict[str, Any] = {"device": "cpu", "device_memory": "4MiB", "dtype": "fp32", "options": {"nonfinite": "stop"}}
     engine = systems.initialize(nn.Sequential(nn.Linear(8, 8)), system=system, **asked)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from systems.errors import HiddenUseError
+from tests.systems.every import MANAGED
 from tests.systems.models_plain import DIM, Block, Stack, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import (
@@ -258,7 +259,7 @@ class UnseenStack(Stack):
 
 
 @pytest.mark.parametrize("how", TAKES)
-@pytest.mark.parametrize("system", ["elixir", "patrickstar", "angel-ptm", "h3t", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 def test_what_cannot_be_seen_is_refused_with_the_reason(system: str, how: str) -> None:
     """In little room and in ample: in the forward where that shows it, else in the backward; and the next step is right."""
     chosen, options = SYSTEMS[system]
@@ -272,7 +273,7 @@ def test_what_cannot_be_seen_is_refused_with_the_reason(system: str, how: str) -
 
 
 @pytest.mark.parametrize("how", ["generator", "function", "list"])
-@pytest.mark.parametrize("system", ["elixir", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 def test_a_gradient_that_nobody_began_says_so_where_no_operation_is_seen(system: str, how: str) -> None:
     """As in a planned step on CUDA: what was read too late is NaN, and never reaches a parameter."""
     chosen, options = SYSTEMS[system]

@@ -17,22 +17,18 @@ from systems.substrate.device import EmulatedDevice
 from systems.substrate.events import EventLog
 from systems.system import Engine
 from tests.systems import models_small
+from tests.systems.every import STRATEGIES
 from tests.systems.models_small import next_token_loss, tokens
 from tests.systems.running import (
     AMPLE,
     RESIDENT,
     Run,
-    angel_ptm,
     assert_equal,
-    elixir,
     finished,
-    h3t,
     one_step,
-    patrickstar,
     settings,
 )
 
-SYSTEMS = {"angel-ptm": angel_ptm(), "elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t()}
 FILL = ("angel-ptm", "elixir")  # the device, with states that stay there
 BUDGET = 6_000_000  # bytes: what a plan for short steps takes leaves too little of it for the longest
 
@@ -98,8 +94,8 @@ def run(system: str, steps: Sequence[Step]) -> tuple[Run, list[int]]:
         return devices[0]
 
     asked = settings(clip=0.5, device_memory=BUDGET, accumulate=len(steps[0]))
-    engine = SYSTEMS[system].initialize(
-        models_small.build("opt", positions=158), asked, SYSTEMS[system].Options(), device=device
+    engine = STRATEGIES[system].initialize(
+        models_small.build("opt", positions=158), asked, STRATEGIES[system].Options(), device=device
     )
     losses, highest = [], []
     for step in steps:
@@ -115,7 +111,7 @@ def expected(steps: Sequence[Step]) -> Run:
     return finished(engine, [train(engine, step) for step in steps])
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", STRATEGIES)
 def test_there_is_room_for_a_batch_larger_than_any_before(system: str) -> None:
     """Without what is tested, the two that fill the device pass the budget by more than a quarter at the longest."""
     steps = [(length,) for length in (8, 8, 64, 16, 128, 128, 8)]
@@ -125,7 +121,7 @@ def test_there_is_room_for_a_batch_larger_than_any_before(system: str) -> None:
     assert ours.counters["fallbacks"] == ours.counters["retraces"] == 2, "a step with 64 and one with 128, and no other"
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", STRATEGIES)
 def test_a_later_micro_batch_may_be_the_large_one(system: str) -> None:
     """What was large in one pass of a step leaves no room in another."""
     steps = [(8, 8), (8, 8), (8, 128), (8, 128), (128, 8), (128, 128), (8, 8)]
@@ -146,10 +142,10 @@ def test_the_shape_of_a_batch() -> None:
 @pytest.mark.parametrize(
     ("system", "in_step"),
     [
-        *(pytest.param(system, True, id=f"{system}-between micro-batches") for system in SYSTEMS),
+        *(pytest.param(system, True, id=f"{system}-between micro-batches") for system in STRATEGIES),
         *(
             pytest.param(system, False, id=f"{system}-between steps", marks=() if system in FILL else pytest.mark.slow)
-            for system in SYSTEMS
+            for system in STRATEGIES
         ),
     ],
 )
@@ -162,8 +158,8 @@ def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_st
         return devices[0]
 
     asked = settings(clip=0.5, device_memory=BUDGET, accumulate=2)
-    engine: Any = SYSTEMS[system].initialize(
-        models_small.build("opt", positions=158), asked, SYSTEMS[system].Options(), device=device
+    engine: Any = STRATEGIES[system].initialize(
+        models_small.build("opt", positions=158), asked, STRATEGIES[system].Options(), device=device
     )
     plain = RESIDENT.initialize(models_small.build("opt", positions=158), settings(clip=0.5, accumulate=2), RESIDENT.Options())
     large, fallbacks, following = tokens(1, 1, 4, 128)[0, 0], [], []

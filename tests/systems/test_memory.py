@@ -23,9 +23,10 @@ from systems.planning.trace import Phase
 from systems.substrate.device import EmulatedDevice
 from systems.substrate.events import LoggedBytes
 from systems.substrate.planner import Parts
-from systems.substrate.store import OptimizerState
+from systems.substrate.segments import OptimizerState
 from systems.system import Engine
 from tests.systems import models_plain
+from tests.systems.every import MANAGED, STRATEGIES
 from tests.systems.models_plain import CASES
 from tests.systems.models_small import tokens
 from tests.systems.running import HOST, RANDOM, elixir, one_step, parts_of, settings, start
@@ -53,7 +54,7 @@ def engine_of(setup: Setup, system: str, budget: int, **more: Any) -> Engine:
     return start(chosen, setup.build(), settings(device_memory=budget, **given, **more), options)
 
 
-@pytest.mark.parametrize("system", ["angel-ptm", "elixir", "patrickstar", "h3t"])
+@pytest.mark.parametrize("system", STRATEGIES)
 def test_a_refusal_names_no_option_that_the_system_has_not(system: str) -> None:
     with pytest.raises(BudgetError) as refused:
         engine_of(Setup("opt"), system, 10_000)
@@ -70,8 +71,8 @@ def run_steps(engine: Engine, setup: Setup, after: Callable[[int], None], steps:
 @pytest.mark.parametrize(
     ("setup", "system", "level"),
     [
-        *product(SETUPS, ["elixir"], ["above", "tight"]),
-        *product(SETUPS, ["h3t", "angel-ptm"], ["tight"]),
+        *product(SETUPS, ["elixir"], ["above"]),
+        *product(SETUPS, STRATEGIES, ["tight"]),
         *product(SETUPS[1:3], ["random"], ["tight"]),
     ],
     ids=str,
@@ -196,6 +197,10 @@ def test_every_segment_has_one_authoritative_copy_after_every_step(setup: Setup,
     assert (tiers == {Tier.HOST}) == (system in OFFLOADS_ALL)
 
 
+STOPS = ["before", "forward", "backward"]
+STOPPED = [*product(["elixir", "random"], STOPS), *((s, STOPS[n % 3]) for n, s in enumerate(STRATEGIES) if s != "elixir")]
+
+
 class TracedMap(mmap.mmap):
     made: list[weakref.ref[mmap.mmap]]
 
@@ -212,8 +217,7 @@ def traced_maps(monkeypatch: pytest.MonkeyPatch) -> Sequence[weakref.ref[mmap.mm
     return TracedMap.made
 
 
-@pytest.mark.parametrize("stop", ["before", "forward", "backward"])
-@pytest.mark.parametrize("system", ["elixir", "random"])
+@pytest.mark.parametrize(("system", "stop"), STOPPED)
 def test_close_leaves_nothing(system: str, stop: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]) -> None:
     """Whatever the engine was doing. The closed engine itself is kept: it must not keep the memory."""
     threads = set(threading.enumerate())
@@ -252,7 +256,7 @@ def refusal(system: str, model: nn.Module) -> tuple[str, int, int]:
     raise AssertionError("not refused")
 
 
-@pytest.mark.parametrize("system", ["elixir", "h3t", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 def test_a_refusal_leaves_nothing_and_the_model_as_it_was(system: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]) -> None:
     threads = set(threading.enumerate())
     model = Setup("opt").build()
@@ -279,7 +283,7 @@ def test_what_was_asked_for_and_does_not_fit_ends_the_run(options: dict[str, Any
     engine.close()
 
 
-@pytest.mark.parametrize("system", ["elixir", "h3t", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 @pytest.mark.parametrize("setup", SETUPS[:3], ids=name_of)
 def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small granules and a slab a plan: what the pool takes of the device, holes included, not only what lives in it."""

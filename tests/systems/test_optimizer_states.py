@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import systems
 from systems.errors import BudgetError, UnsupportedError
 from systems.strategies.elixir.options import ElixirOptions
 from systems.system import Engine
@@ -114,6 +116,37 @@ def test_through_torch_and_into_another_engine_no_bit_changes(system: str) -> No
         for name, (first, second, steps) in runs[0][2].items():
             theirs = states[name]
             assert torch.equal(first, theirs.exp_avg) and torch.equal(second, theirs.exp_avg_sq) and steps == theirs.steps
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_schedule_goes_on_from_a_checkpoint_as_the_readme_says(system: str, tmp_path: Path) -> None:
+    """Rates that the schedule makes of the last ones, and betas that the loop has changed: no bit differs."""
+    runs: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for parts in ((4,), (2, 4)):
+        losses, begun, saved = list[float](), 0, None
+        for until in parts:
+            model = build("stack")
+            optimizer = adam(model)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+            with begin(system, model, optimizer) as engine:
+                if saved is not None:
+                    systems.load_checkpoint(engine, tmp_path / "kept")
+                    for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
+                        group.update(theirs, params=group["params"])
+                    schedule.load_state_dict(saved["schedule"])
+                for number in range(begun, until):
+                    if number == 1:
+                        optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+                    losses.append(one_step(engine, tokens(4, 1)[number], LOSS))
+                    schedule.step()
+                systems.save_checkpoint(engine, tmp_path / "kept")
+                groups = [{**group, "params": None} for group in optimizer.param_groups]
+                torch.save({"groups": groups, "schedule": schedule.state_dict()}, tmp_path / "loop")
+                begun, saved = until, torch.load(tmp_path / "loop")
+                values = parameters_of(engine)
+        runs.append((losses, values))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
 
 
 def test_states_on_a_disk(tmp_path: Any) -> None:

@@ -89,7 +89,7 @@ def test_no_race_in_what_was_issued(setup: Setup, system: str, level: str, jitte
     ("system", "lane", "label"),
     [
         *product(["elixir", "random"], ["h2d"], ["fetch"]),
-        *product(["elixir", "random"], ["d2h"], ["offload gradient"]),
+        *product(["elixir", "random"], ["d2h"], ["offload bundle"]),
         *product(["elixir", "random"], ["cpu"], ["update bundle"]),
         *product(["elixir", "random"], ["compute"], ["hold for"]),
         ("random", "compute", "gradient of"),

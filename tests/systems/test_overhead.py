@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from systems.managed import ManagedSystem
+from tests.systems.every import MANAGED
 from tests.systems.models_small import tokens
-from tests.systems.running import RANDOM, RESIDENT, elixir, h3t, one_step, settings, start
+from tests.systems.running import RESIDENT, one_step, settings, start
 from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of
 
 MOST_S = 500e-6  # the aim is 50 microseconds; this machine may be busy with other things
@@ -36,14 +36,17 @@ class Chain(nn.Module):
 
 @pytest.mark.parametrize(
     ("system", "budget"),
-    [*product([elixir(), RANDOM], [1 << 30, 200_000]), (h3t(), 200_000), pytest.param(h3t(), 1 << 30, marks=pytest.mark.slow)],
-    ids=lambda value: value.name if isinstance(value, ManagedSystem) else "moving" if value == 200_000 else "all fits",
+    [
+        pytest.param(system, budget, marks=pytest.mark.slow if (system, budget) == ("h3t", 1 << 30) else ())
+        for system, budget in product(MANAGED, [1 << 30, 200_000])
+    ],
+    ids=lambda value: value if isinstance(value, str) else "moving" if value == 200_000 else "all fits",
 )
-def test_a_unit_event_is_short(system: Any, budget: int, record_property: Any) -> None:
+def test_a_unit_event_is_short(system: str, budget: int, record_property: Any) -> None:
     """The middle event's time on the caller's thread, in planned steps; waits for copies and evictions are in it."""
     torch.manual_seed(0)
-    options = system.Options(solver="manual") if system.name == "h3t" else None
-    engine = start(system, Chain(), settings(device_memory=budget), options)
+    options = MANAGED[system].Options(solver="manual") if system == "h3t" else None
+    engine = start(MANAGED[system], Chain(), settings(device_memory=budget), options)
     runtime, times = engine.runtime, []  # type: ignore[attr-defined]
 
     def timed(name: str) -> Any:
@@ -77,7 +80,7 @@ def test_a_unit_event_is_short(system: Any, budget: int, record_property: Any) -
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("system", "level"),
-    [("elixir", "above"), ("elixir", "tight"), ("patrickstar", "tight"), ("h3t", "tight"), ("random", "tight")],
+    [("elixir", "above"), *product(MANAGED, ["tight"])],
 )
 def test_the_host_reads_the_device_once_a_step(system: str, level: str, accumulate: int) -> None:
     setup = Setup("opt", accumulate=accumulate, clip=0.5)

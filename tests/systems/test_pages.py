@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from systems.planning.layout import Bundle, FlatSpace, Layout, Placement, Segmen
 from systems.planning.plan import Tier
 from systems.planning.races import find_races
 from systems.substrate.events import issued_operations
-from systems.substrate.runs import joined
+from systems.substrate.segments import joined
 from tests.paged import paged
 from tests.systems import models_small
+from tests.systems.every import MANAGED, STRATEGIES
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (
@@ -25,9 +27,7 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     evict_at_once,
-    h3t,
     one_step,
-    patrickstar,
     settings,
     start,
     train,
@@ -35,7 +35,6 @@ from tests.systems.running import (
 from tests.systems.setups import Setup, budget_of, reference
 from tests.systems.test_memory import check_segments
 
-SYSTEMS = {"elixir": elixir(), "patrickstar": patrickstar(), "h3t": h3t(), "random": RANDOM}
 LITTLE = 1_300_000  # bytes: about half of what resident takes
 ROWS: list[tuple[str, int, dict[str, Any]]] = [
     ("elixir", AMPLE, {"accumulate": 2, "clip": 0.5}),
@@ -45,6 +44,8 @@ ROWS: list[tuple[str, int, dict[str, Any]]] = [
     ("h3t", LITTLE, {"accumulate": 2, "clip": 0.5}),
     ("random", LITTLE, {}),
 ]
+GIVEN: list[dict[str, Any]] = [{"accumulate": 2}, {"dtype": "bf16", "clip": 0.5}]
+ROWS += [(s, LITTLE, GIVEN[n % 2]) for n, s in enumerate(MANAGED) if s not in {row[0] for row in ROWS}]
 
 
 @pytest.mark.parametrize(("system", "budget", "given"), ROWS, ids=str)
@@ -53,7 +54,7 @@ def test_pages_equal_resident(system: str, budget: int, given: dict[str, Any]) -
     ids = tokens(4, given.get("accumulate", 1))
     expected = train(start(RESIDENT, models_small.build("opt"), settings(**given)), ids)
     asked = settings(**given, device_memory=budget, log_events=True)
-    engine: Any = start(paged(SYSTEMS[system], 7), models_small.build("opt"), asked)
+    engine: Any = start(paged(MANAGED[system], 7), models_small.build("opt"), asked)
     segments = engine.parts.layout.segments
     assert any(p.start for s in segments for p in s.placements) and any(len(s.placements) > 1 for s in segments)
     if system == "random":
@@ -71,7 +72,7 @@ def test_pages_equal_resident(system: str, budget: int, given: dict[str, Any]) -
 def test_any_size_of_page(page: int) -> None:
     """Half of the blocks are frozen."""
     setup = Setup("gpt2", "full", accumulate=2, sharing="half-frozen", clip=0.5)
-    assert_equal(reference(setup), setup.run(paged(SYSTEMS["elixir"], page), budget_of(setup, "half")))
+    assert_equal(reference(setup), setup.run(paged(elixir(), page), budget_of(setup, "half")))
 
 
 @pytest.mark.parametrize("model", ["called-twice", "late-leaf", "rounds", "silent", "unused-output"])
@@ -88,10 +89,13 @@ def test_parameters_whose_gradients_are_late_or_missing(model: str) -> None:
     assert_equal(expected, train(engine, ids, CASES[model].loss, check))
 
 
+TWICE = ("elixir", "patrickstar")  # in pages of their own and in gradients' place: also with accumulators
+
+
 def work_of_a_step(page: int, accumulate: int, system: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Counter[str]]:
     """Segments, and what the lanes do in a step: jobs, copies and calls of the host's kernel."""
     engine: Any = start(
-        paged(SYSTEMS[system], page), models_small.build("opt"), settings(device_memory=LITTLE, accumulate=accumulate)
+        paged(STRATEGIES[system], page), models_small.build("opt"), settings(device_memory=LITTLE, accumulate=accumulate)
     )
     ids, found = tokens(4, accumulate), Counter[str]()
     with engine:
@@ -121,8 +125,9 @@ def work_of_a_step(page: int, accumulate: int, system: str, monkeypatch: pytest.
     return len(engine.parts.layout.segments), found
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("system", ["elixir", "patrickstar"])
+@pytest.mark.parametrize(
+    ("system", "accumulate"), [row for row in product(STRATEGIES, [1, 2]) if row[0] in TWICE or row[1] == 1]
+)
 def test_pages_cost_no_more_than_chunks(system: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (few, chunks), (many, pages) = (work_of_a_step(page, accumulate, system, monkeypatch) for page in (100_000, 3))
     assert few < 20 and many > 1000

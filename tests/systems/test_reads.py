@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from systems.errors import HiddenUseError
 from systems.system import Engine
+from tests.systems.every import MANAGED
 from tests.systems.models_plain import DIM, Block, Stack, features, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, evict_at_once, finished, one_step, settings, start, train
@@ -200,7 +201,7 @@ def test_it_is_planned_from_then_on() -> None:
     assert run.per_step[-1]["on_demand_fetches"] == 0 < run.per_step[-1]["h2d_bytes"]
 
 
-@pytest.mark.parametrize("system", ["elixir", "h3t", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 def test_an_evaluation_may_be_the_first_to_read(system: str) -> None:
     chosen, options = SYSTEMS[system]
     expected, micro = reference("tied-by-hand", steps=4), tokens(1, 1)[0, 0]
@@ -224,7 +225,7 @@ class Around(nn.Module):
         return self.tail(self.within(x))
 
 
-@pytest.mark.parametrize("system", ["elixir", "h3t", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 def test_a_module_around_units_reads_for_the_model(system: str) -> None:
     def run(chosen: Any, options: Any, budget: int) -> tuple[Run, list[torch.Tensor]]:
         torch.manual_seed(0)

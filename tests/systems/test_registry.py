@@ -9,7 +9,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from systems import registry
+from systems.messages import one_line
 from systems.sizes import Size, SizeOrUnlimited, format_need, format_size, parse_size
+from systems.system import Abilities
 
 
 class Options(BaseModel):
@@ -20,7 +22,7 @@ class Options(BaseModel):
 
 
 class System:
-    name, summary, Options = "toy", "", Options
+    name, summary, Options, abilities = "toy", "", Options, Abilities()
 
 
 def test_every_listed_system_loads_under_its_own_name() -> None:
@@ -48,8 +50,9 @@ def test_what_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         tmp_path,
         {
             "__init__.py": "",
-            "good_one.py": "class Toy:\n    name = 'good-one'\nSYSTEM = Toy()\n",
-            "package/__init__.py": "from toys.good_one import SYSTEM as SYSTEM\n",
+            "good_one.py": TOY.format("good-one"),
+            "package/__init__.py": "from toys.package.toy import SYSTEM as SYSTEM\n",
+            "package/toy.py": TOY.format("package"),
             "shared.py": "X = 1\n",
             "_private.py": "SYSTEM = 1\n",
             "typo.py": "SYSTEM = (\n",
@@ -58,11 +61,40 @@ def test_what_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert list(entries) == ["good-one", "lacking", "package", "typo"]
     monkeypatch.syspath_prepend(tmp_path)
-    assert registry.get("good-one", entries) is registry.get("package", entries)
+    assert [registry.get(name, entries).summary for name in ("good-one", "package")] == ["a toy"] * 2
     with pytest.raises(registry.UnavailableError, match="lacking is unavailable: .*no_such_package"):
         registry.get("lacking", entries)
-    with pytest.raises(registry.UnavailableError, match="typo is unavailable: SyntaxError"):
+    with pytest.raises(registry.UnavailableError, match=r"typo is unavailable: SyntaxError.*\(typo\.py, line 1\)"):
         registry.get("typo", entries)
+
+
+TOY = "from pydantic import BaseModel\nclass Toy:\n    name, summary, Options = '{}', 'a toy', BaseModel\nSYSTEM = Toy()\n"
+BROKEN = {
+    "SYSTEM = (\n": "SyntaxError",
+    "SYSTEM = '\0'\n": "null bytes",
+    "SYSTEM = " + "-" * 20_000 + "1\n": "Error",
+    "import sys\nSYSTEM = 1\nsys.exit(3)\n": "SystemExit: 3",
+    "import no_such_package\nSYSTEM = 1\n": "no_such_package",
+    "SYSTEM = 1\n": "SYSTEM.name is None: the file's name makes it 'odd'",
+    TOY.format("od"): "SYSTEM.name is 'od': the file's name makes it 'odd'",
+    TOY.format("odd").replace("'a toy'", "None"): "SYSTEM.summary is missing",
+    TOY.format("odd").replace("BaseModel\nSYSTEM", "dict\nSYSTEM"): "SYSTEM.Options is <class 'dict'>",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=BROKEN.values())
+def test_a_broken_file_is_unavailable_and_nothing_else_is(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = f"broken_{list(BROKEN).index(text)}"
+    (tmp_path / package).mkdir()
+    for name, source in (("odd", text), ("whole", TOY.format("whole"))):
+        (tmp_path / package / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = registry.find(tmp_path, {package: "SYSTEM"})
+    assert list(entries) == ["odd", "whole"] and registry.get("whole", entries).summary == "a toy"
+    with pytest.raises(registry.UnavailableError) as caught:
+        registry.get("odd", entries)
+    said = str(caught.value)
+    assert said.startswith("odd is unavailable: ") and BROKEN[text] in said and said == one_line(said)
 
 
 def test_options_are_read_by_the_systems_own_types() -> None:

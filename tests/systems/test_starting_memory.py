@@ -15,14 +15,14 @@ import torch
 from systems import registry
 from systems.baselines import resident
 from systems.errors import BudgetError
-from systems.managed import ManagedSystem
 from systems.substrate import engine as engine_module
 from systems.substrate import store as store_module
 from systems.substrate.host import HostMapping
+from tests.systems.every import STRATEGIES, SYSTEMS
 from tests.systems.models_small import build, tokens
-from tests.systems.running import RESIDENT, elixir, one_step, settings, start
+from tests.systems.running import elixir, one_step, settings, start
 
-MANAGED = [name for name in registry.names() if isinstance(registry.get(name), ManagedSystem)]
+MANAGED = list(STRATEGIES)
 
 # A process for each system, so that the peak of one is not that of another; it begins with what it has.
 MEASURES = """
@@ -113,7 +113,7 @@ def test_an_initialize_that_fails_leaves_the_model_as_it_was(name: str, failure:
         one_step(engine, tokens(1, 1)[0])
 
 
-@pytest.mark.parametrize("system", [RESIDENT, elixir()], ids=["resident", "elixir"])
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_a_model_without_values_is_without_them_again(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

@@ -12,6 +12,7 @@ from models import registry as models_registry
 from models.loss import token_loss
 from systems.planning.demand import Residence, demand_of, gradient_profile
 from systems.planning.layout import Layout
+from systems.planning.operations import LaneOperation, Work
 from systems.planning.plan import OpKind, Plan, Tier
 from systems.substrate.engine import ManagedEngine
 from tests.systems.running import Run, elixir, settings
@@ -172,13 +173,11 @@ def test_compute_does_not_wait_for_the_gradient_that_has_just_left() -> None:
     engine.drain()
     engine.close()
     operations = engine.log.operations
-    sent = {o.ticket: o.label for o in operations if o.label.startswith("offload gradient of bundle")}
+    named = {o.ticket: o.what for o in operations if isinstance(o.what, LaneOperation)}
+    sent = {ticket: what.bundle for ticket, what in named.items() if what.kind is Work.OFFLOAD}
     begun = [o for o in operations[already:] if o.label.startswith("gradient of bundle") and o.label.endswith("begins")]
     bundles = len(engine.parts.layout.bundles)
     assert len(begun) == bundles, "void: gradients stay on the device"
 
-    def bundle(label: str) -> int:
-        return int(label.removeprefix("offload ").split()[3])
-
-    apart = [bundle(sent[ticket]) - bundle(o.label) for o in begun for ticket in o.waits if ticket in sent]
+    apart = [sent[ticket] - int(o.label.split()[3]) for o in begun for ticket in o.waits if ticket in sent]
     assert min(apart, default=bundles) >= 2 * bundles // layers

@@ -8,21 +8,14 @@ from typing import Any
 import pytest
 
 from systems.errors import BudgetError
-from systems.managed import ManagedSystem
 from systems.planning.plan import Tier
-from systems.strategies.patrickstar import STRATEGY as PATRICKSTAR
 from systems.substrate.tiers import Pool
+from tests.systems.every import MANAGED
 from tests.systems.models_small import tokens
 from tests.systems.running import AMPLE, assert_equal, one_step, parts_of, replace, settings, start
-from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
+from tests.systems.setups import Setup, budget_of, reference
 
-ALL = {
-    "angel-ptm": SYSTEMS["angel-ptm"],
-    "elixir": SYSTEMS["elixir"],
-    "random": SYSTEMS["random"],
-    "h3t": SYSTEMS["h3t"],
-    "patrickstar": (ManagedSystem(PATRICKSTAR), PATRICKSTAR.Options()),
-}
+ALL = {name: (system, system.Options()) for name, system in MANAGED.items()}
 SETUPS = [
     Setup("opt", "full"),
     Setup("gpt2", "none", accumulate=2, clip=0.5),

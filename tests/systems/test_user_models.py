@@ -14,6 +14,7 @@ import systems
 from systems.errors import UnsupportedError
 from systems.strategies.elixir.options import ElixirOptions
 from systems.system import AdamSettings
+from tests.systems.every import MANAGED, STRATEGIES, SYSTEMS
 from tests.systems.models_plain import CASES, DIM, build, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import (
@@ -73,6 +74,22 @@ def test_h3t_equals_resident(case: str, share: float) -> None:
     check(h3t(), case, share)
 
 
+OTHERS = [name for name in STRATEGIES if name not in ("elixir", "h3t")]
+
+
+@pytest.mark.parametrize("share", [0.45, pytest.param(1.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("system", "case"),
+    [
+        pytest.param(system, case, marks=() if (place + number) % 3 == 0 else pytest.mark.slow)
+        for place, system in enumerate(OTHERS)
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_every_other_strategy_equals_resident(system: str, case: str, share: float) -> None:
+    check(STRATEGIES[system], case, share)
+
+
 def check(system: Any, case: str, share: float) -> None:
     expected = reference(case, 1, "bf16")
     budget = int(share * (expected.memory.device_peak_bytes or 0))
@@ -92,7 +109,7 @@ def test_h3t_refuses_a_block_that_edits_its_input() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("system", ["elixir", "random"])
+@pytest.mark.parametrize("system", MANAGED)
 def test_autocast_keeps_no_copy_of_a_weight(system: str) -> None:
     """Around each step or around all of them: torch would otherwise compute with weights of an earlier step."""
 
@@ -108,7 +125,7 @@ def test_autocast_keeps_no_copy_of_a_weight(system: str) -> None:
     expected = run(RESIDENT, "each", 1 << 30)
     assert_equal(expected, run(RESIDENT, "all", 1 << 30))
     for around in ("each", "all"):
-        assert_equal(expected, run(elixir() if system == "elixir" else RANDOM, around, 230_000))
+        assert_equal(expected, run(MANAGED[system], around, 230_000))
 
 
 @pytest.mark.parametrize("chunk", ["smallest", "whole model"])
@@ -145,7 +162,7 @@ def assert_kept_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("system", [RESIDENT, elixir(), h3t()], ids=lambda s: s.name)
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_recomputation_leaves_no_trace(system: Any, recompute: Any) -> None:
     """What a block counts, averages and draws is what it does without, however often it is run again."""
     model = build("stateful")

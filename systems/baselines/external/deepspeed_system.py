@@ -30,7 +30,7 @@ from systems.machine import device_budget
 from systems.messages import one_line
 from systems.sizes import Size
 from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Engine, Settings
+from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
 
 INSTALL = "pip install 'offload-bench[baselines]'"
 RESERVED_SHARE = 0.5  # of the device, for activations and DeepSpeed's buckets: with 0.35 ps-4b did not fit 20 GiB
@@ -56,11 +56,10 @@ class InfinityOptions(ConfigOptions):
     )
 
 
-class DeepSpeedSystem:
+class DeepSpeedSystem(System):
     """A named configuration of DeepSpeed."""
 
-    package = "deepspeed"
-    install = INSTALL
+    abilities = Abilities(package="deepspeed", install=INSTALL)
 
     def __init__(self, name: str, summary: str, variant: Variant, options: type[ConfigOptions] = DeepSpeedOptions) -> None:
         self.name, self.summary, self.variant = name, summary, variant

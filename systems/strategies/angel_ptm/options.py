@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -32,6 +34,8 @@ class AngelPTMOptions(InputsOptions):
 
     page: Annotated[Size, Field(ge=256)] = 4 * MIB
     cache: Annotated[int | Literal["auto"], BeforeValidator(_cache)] = "auto"
+
+    for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"page": 1280})  # a tensor takes several
 
 
 class AngelPTMStatistics(StrategyStatistics):

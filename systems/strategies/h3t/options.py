@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -36,6 +38,8 @@ class H3TOptions(StrategyOptions):
     samples: int = Field(default=10_000, ge=1)
     bins: int = Field(default=128, ge=1)
     variant: Variant = "global-offload"
+
+    for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"profile_steps": 1})  # the second step has a plan
 
     @field_validator("hardware")
     @classmethod

@@ -165,12 +165,13 @@ class _Base(_Read):
     recomputed: frozenset[NonNegativeInt]
     offloaded: frozenset[NonNegativeInt]
     input_bytes: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+    inputs_left: tuple[tuple[NonNegativeInt, ...], ...] = ()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         for name in ("non_model_bytes", "compute_time_s", "flushes"):
             _one_a_moment(name, getattr(self, name), self)
-        for name in ("adopted_peak_bytes", "gradient_bytes"):
+        for name in ("adopted_peak_bytes", "gradient_bytes", "inputs_left"):
             _one_a_moment(name, getattr(self, name) or self.moments, self)  # empty: not measured
         return self
 

@@ -11,12 +11,14 @@ range up. Imports without Triton; `HAS_TRITON` says. Work is queued on the curre
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 
-from systems.substrate.adam import AdamTask, TorchKernel, check_squares, coefficients
+from systems.errors import UnsupportedError
+from systems.substrate.adam.kernel import AdamKernel, AdamTask, TorchKernel, check_squares, coefficients
 
 try:
     import triton
@@ -277,3 +279,13 @@ def _table(device: torch.device, rows: list[bytes]) -> torch.Tensor:
     """Through pinned memory: only from there is the copy sure not to wait for the stream."""
     packed = torch.frombuffer(bytearray().join(rows), dtype=torch.int64)
     return packed.pin_memory().to(device, non_blocking=True)
+
+
+def cuda_kernel() -> AdamKernel:
+    """The kernel for CUDA tensors: Triton's, or with a warning torch's where Triton is not installed."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no CUDA device: use cpu_kernel()")
+    if not HAS_TRITON:
+        warnings.warn("Adam on CUDA runs in plain torch operations: Triton is not installed", RuntimeWarning, stacklevel=2)
+        return TorchKernel()
+    return TritonKernel()

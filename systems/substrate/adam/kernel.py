@@ -1,32 +1,20 @@
-"""Adam in the project's own arithmetic: the interface, the CPU kernels of csrc/adam.cpp, and plain torch as a fallback.
+"""Adam in the project's own arithmetic: the interface that all kernels have, and plain torch as a fallback.
 
-The CUDA kernel is in adam_cuda.py. The one idea: a table of ranges, each with its own hyperparameters, over five flat
-tensors that share offsets (master, both moments, gradient, 16-bit output), updated in one pass over memory. Scalars are
-derived in double precision in one place (`coefficients`), and every kernel but the fallback applies the same explicitly
-fused operations to each element, so `avx512`, `avx2`, `plain` and `triton` give the same bits, NaNs included. `torch`
-agrees to 1e-6.
+The one idea: a table of ranges, each with its own hyperparameters, over five flat tensors that share offsets (master, both
+moments, gradient, 16-bit output), updated in one pass over memory. Scalars are derived in double precision in one place
+(`coefficients`), and every kernel but the fallback applies the same explicitly fused operations to each element, so `avx512`,
+`avx2`, `plain` and `triton` give the same bits, NaNs included. `torch` agrees to 1e-6.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import struct
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from systems.errors import UnsupportedError
-from systems.substrate import build
-
-Isa = Literal["auto", "avx512", "avx2", "plain"]
-ISAS: tuple[Isa, ...] = ("plain", "avx2", "avx512")  # by their number in csrc/adam.cpp
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NO_OUTPUT = 3
-ROW = struct.Struct("=qq8f")  # AdamRow in csrc/adam.cpp
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +159,7 @@ def _clash(gradient: torch.Tensor, out: torch.Tensor) -> bool:
     return at < to + out.nbytes and to < at + gradient.nbytes
 
 
-def _check_pair(fp32: torch.Tensor, other: torch.Tensor) -> None:
+def check_pair(fp32: torch.Tensor, other: torch.Tensor) -> None:
     if fp32.dtype is not torch.float32 or other.dtype not in FORMATS or fp32.numel() != other.numel():
         raise ValueError(
             "need fp32 and one of fp32, bf16, fp16 of equal length, "
@@ -181,87 +169,9 @@ def _check_pair(fp32: torch.Tensor, other: torch.Tensor) -> None:
         raise ValueError(f"tensors must be contiguous and on one device, got {fp32.device} and {other.device}")
 
 
-C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p, "c": ctypes.c_char_p}
-
-
-def _function(library: ctypes.CDLL, name: str, arguments: str, result: type | None = None) -> Callable[..., Any]:
-    """arguments: one letter of C_TYPES each."""
-    function = getattr(library, name)
-    function.argtypes, function.restype = [C_TYPES[letter] for letter in arguments], result
-    return function
-
-
-class CpuKernel(AdamKernel):
-    """csrc/adam.cpp through ctypes, which holds no GIL. Bit-equal for every instruction set and number of threads."""
-
-    def __init__(self, library: ctypes.CDLL, isa: int, threads: int) -> None:
-        self.name = ISAS[isa]
-        self.threads = threads
-        self._mode = (isa, threads)
-        self._update = _function(library, "adam_update", "iippppipiclf")
-        self._sum_squares = _function(library, "sum_squares", "iipil", ctypes.c_double)
-        self._accumulate = _function(library, "accumulate", "iippil")
-        self._cast = _function(library, "cast", "iippil")
-        self._copy = _function(library, "copy", "ippl")
-
-    def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
-        for task in tasks:
-            task.check()
-            _check_cpu(task.master)
-            rows = [ROW.pack(each.offset, each.numel, *coefficients(each)) for each in task.ranges]
-            self._update(
-                *self._mode,
-                task.master.data_ptr(),
-                task.exp_avg.data_ptr(),
-                task.exp_avg_sq.data_ptr(),
-                task.gradient.data_ptr(),
-                FORMATS[task.gradient.dtype],
-                None if task.out is None else task.out.data_ptr(),
-                NO_OUTPUT if task.out is None else FORMATS[task.out.dtype],
-                b"".join(rows),
-                len(rows),
-                factor,
-            )
-
-    def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        sums = []
-        for tensor in tensors:
-            _check_cpu(tensor)
-            check_squares(tensor)
-            sums.append(self._sum_squares(*self._mode, tensor.data_ptr(), FORMATS[tensor.dtype], tensor.numel()))
-        return sums
-
-    def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
-        _check_pair(accumulator, gradient)
-        _check_cpu(accumulator)
-        self._accumulate(*self._mode, accumulator.data_ptr(), gradient.data_ptr(), FORMATS[gradient.dtype], gradient.numel())
-
-    def cast(self, master: torch.Tensor, out: torch.Tensor) -> None:
-        _check_pair(master, out)
-        _check_cpu(master)
-        self._cast(*self._mode, master.data_ptr(), out.data_ptr(), FORMATS[out.dtype], out.numel())
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        _check_cpu(destination)
-        _check_cpu(source)
-        if destination.dtype is not source.dtype or destination.numel() != source.numel():
-            raise ValueError(
-                "copy needs equal types and lengths, "
-                f"got {destination.dtype} x {destination.numel()} and {source.dtype} x {source.numel()}"
-            )
-        if not (destination.is_contiguous() and source.is_contiguous()):
-            raise ValueError("copy needs contiguous tensors")
-        self._copy(self.threads, destination.data_ptr(), source.data_ptr(), source.nbytes)
-
-
 def check_squares(tensor: torch.Tensor) -> None:
     if tensor.dtype not in FORMATS or not tensor.is_contiguous():
         raise ValueError(f"sum_squares takes contiguous fp32, bf16 or fp16, got {tensor.dtype}")
-
-
-def _check_cpu(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"a CPU kernel was given a tensor on {tensor.device}: use cuda_kernel()")
 
 
 class TorchKernel(AdamKernel):
@@ -299,50 +209,12 @@ class TorchKernel(AdamKernel):
         return norms.square() if norms.is_cuda else norms.square().tolist()
 
     def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
-        _check_pair(accumulator, gradient)
+        check_pair(accumulator, gradient)
         accumulator.add_(gradient)
 
     def cast(self, master: torch.Tensor, out: torch.Tensor) -> None:
-        _check_pair(master, out)
+        check_pair(master, out)
         out.copy_(master)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
-
-
-def cpu_kernel(isa: Isa = "auto", threads: int | None = None) -> AdamKernel:
-    """The kernel for host tensors.
-
-    isa: "auto" takes the best this processor has; where nothing can be compiled it warns and gives the torch kernel.
-    threads: OpenMP threads per call; None means every core this process may use.
-    Raises UnsupportedError if an instruction set is named that this machine cannot run or build.
-    """
-    if isa != "auto" and isa not in ISAS:
-        raise ValueError(f"unknown instruction set {isa!r}: use auto, {', '.join(ISAS)}")
-    threads = len(os.sched_getaffinity(0)) if threads is None else threads
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
-    try:
-        library = build.adam_library()
-    except build.BuildError as error:
-        if isa != "auto":
-            raise UnsupportedError(f"the {isa} Adam kernel cannot be built: {error}") from error
-        warnings.warn(f"Adam runs in plain torch operations, several times slower: {error}", RuntimeWarning, stacklevel=2)
-        return TorchKernel()
-    best: int = library.best_isa()
-    chosen = best if isa == "auto" else ISAS.index(isa)
-    if chosen > best:
-        raise UnsupportedError(f"this processor has no {isa}: the best it has is {ISAS[best]}")
-    return CpuKernel(library, chosen, threads)
-
-
-def cuda_kernel() -> AdamKernel:
-    """The kernel for CUDA tensors: Triton's, or with a warning torch's where Triton is not installed."""
-    from systems.substrate import adam_cuda  # imports this module
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError("there is no CUDA device: use cpu_kernel()")
-    if not adam_cuda.HAS_TRITON:
-        warnings.warn("Adam on CUDA runs in plain torch operations: Triton is not installed", RuntimeWarning, stacklevel=2)
-        return TorchKernel()
-    return adam_cuda.TritonKernel()

@@ -1,4 +1,4 @@
-"""Neighbouring segments taken together, so that many small ones cost no more than a large one.
+"""A segment with its memory on every tier, and neighbours taken together: many small ones cost no more than a large one.
 
 Note [Runs]
     A bundle may be cut into many segments, each with a state and tickets of its own. The host hands their places out front
@@ -12,15 +12,66 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-from systems.planning.layout import Placement
+from systems.planning.layout import Placement, Segment
+from systems.planning.plan import Tier
+from systems.substrate.disk import DiskPlace
 from systems.substrate.tiers import Allocation
+from systems.substrate.transfers import Memory
 
-if TYPE_CHECKING:
-    from systems.substrate.store import StoredSegment
+STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
+
+
+@dataclass
+class OptimizerState:
+    """Flat fp32 tensors of the segment's shard on one tier. accumulator: only with several micro-batches."""
+
+    tier: Tier
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    accumulator: torch.Tensor | None
+    memory: Memory
+    allocation: Allocation | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        parts = [self.master, self.exp_avg, self.exp_avg_sq]
+        return parts if self.accumulator is None else [*parts, self.accumulator]
+
+
+@dataclass
+class DiskState:
+    """Of a segment whose master and moments are on the disk; its accumulator is on the host. memory: tickets of both."""
+
+    place: DiskPlace
+    accumulator: torch.Tensor | None
+    tier: Tier = Tier.DISK
+
+    @property
+    def memory(self) -> Memory:
+        return self.place.memory
+
+    def tensors(self) -> list[torch.Tensor]:
+        """On the host."""
+        return [] if self.accumulator is None else [self.accumulator]
+
+
+@dataclass
+class StoredSegment:
+    """slot: see Note [The slot] in store.py. at_home: the state's place on host or disk, kept while it is on the device."""
+
+    segment: Segment
+    slot: torch.Tensor
+    slot_memory: Memory
+    state: OptimizerState | DiskState | None
+    at_home: OptimizerState | DiskState | None
+    slot_holds_gradient: bool = False
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.HOST if self.state is None else self.state.tier
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""Operations as values: what a schedule is made of, what the runtime issues, and what profile, event log and traces call it.
+
+One name for one thing: a schedule can be laid beside a run, because both say `fetch bundle 3 (model.layers.5)`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from systems.planning.layout import Layout
+from systems.planning.plan import LaneKind
+
+
+class Work(Enum):
+    """Kinds of operations. The last group is bookkeeping: on no lane, taking no time."""
+
+    COMPUTE = "compute"  # the model, from one moment to the next
+    FETCH = "fetch"  # host slots to the device
+    GATHER = "gather"  # a bundle's shards to all ranks of its group
+    WRITE_BACK = "write-back"  # device copy to the host slots
+    REDUCE = "reduce"  # a bundle's gradient over its group
+    SQUARES = "squares"  # sums of squares: of a gradient, or, on the host's lane, out of a bundle's accumulators
+    OFFLOAD = "offload"  # gradient to the host slots of its own parameters
+    ACCUMULATE = "accumulate"  # gradient into the fp32 accumulator
+    RESTORE = "restore"  # host slots from the masters, where they held a gradient
+    NORM = "norm"  # the one host wait of a step
+    UPDATE = "update"  # Adam on a bundle, or on one segment of it whose state is on the disk
+    READ_STATE, WRITE_STATE = "read-state", "write-state"  # a segment's master and moments between the disk and its buffer
+    OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it
+    FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins
+
+    # of steps that leave their plan, and of what lies between steps: in no schedule
+    REFILL = "refill"  # parameters over which gradients were written, from the host
+    REOPEN = "reopen"  # a gradient that was sent off too early, back to the device
+    OFFLOAD_ADOPTED = "offload-adopted"  # gradients in autograd's buffers, to the slots
+    CLEAR = "clear"  # an accumulator, where the step is skipped
+    STATE_TO_DEVICE, STATE_TO_HOST = "state-to-device", "state-to-host"  # a segment's master and moments, for good
+
+    HOLD = "hold"
+    RELEASE = "release"
+    DROP = "drop"
+    ALLOCATE = "allocate"  # a gradient range
+    FREE = "free"
+    BARRIER = "barrier"  # the device's lanes wait for each other
+
+
+class LaneOperation(NamedTuple):
+    """A piece of work of a lane. name: of the units concerned, as the model calls them; "" where none is. Of compute what it
+    does: `forward of model.layers.5`.
+
+    bundle, segment: -1 where it is not one's; an operation of a whole bundle names no segment.
+    """
+
+    kind: Work
+    lane: LaneKind
+    name: str = ""
+    bundle: int = -1
+    segment: int = -1
+
+    @property
+    def label(self) -> str:
+        """What a reader is shown, everywhere: `update bundle 3, segment 7 (model.layers.5)`."""
+        return label_of(self.kind, self.name, self.bundle, self.segment)
+
+
+def label_of(kind: Work, name: str, bundle: int, segment: int) -> str:
+    if kind is Work.COMPUTE:
+        return name
+    words = [kind.value]
+    if bundle >= 0:
+        words.append(f"bundle {bundle}" + (f", segment {segment}" if segment >= 0 else ""))
+    if name:
+        words.append(f"({name})")
+    return " ".join(words)
+
+
+def of_bundle(layout: Layout, kind: Work, lane: LaneKind, bundle: int, segment: int = -1) -> LaneOperation:
+    return LaneOperation(kind, lane, layout.bundle_names[bundle], bundle, segment)
+
+
+def of_unit(layout: Layout, kind: Work, lane: LaneKind, unit: int) -> LaneOperation:
+    return LaneOperation(kind, lane, layout.unit_name(unit))
+
+
+class ScheduledOperation(NamedTuple):
+    """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none; segment: -1 for all of the bundle's.
+
+    bytes: payload moved by this rank. device_delta: bytes the device pool grows by. seconds: known compute time.
+    waits, room_waits: tickets of this step, for data and for memory; previous_waits: the same of the step before.
+    planned: False for what the plan should have asked for and did not (an on-demand fetch).
+    """
+
+    ticket: int
+    moment: int
+    kind: Work
+    lane: LaneKind | None
+    bundle: int = -1
+    segment: int = -1
+    bytes: int = 0
+    device_delta: int = 0
+    seconds: float = 0.0
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    waits: tuple[int, ...] = ()
+    room_waits: tuple[int, ...] = ()
+    previous_waits: tuple[int, ...] = ()
+    planned: bool = True
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return label_of(self.kind, self.name, self.bundle, self.segment)
+
+    @property
+    def operation(self) -> LaneOperation:
+        """What the runtime issues. Only of operations that are on a lane."""
+        assert self.lane is not None
+        return LaneOperation(self.kind, self.lane, self.name, self.bundle, self.segment)
+
+
+def param(bundle: int) -> str:
+    return f"device:param:{bundle}"
+
+
+def grad(bundle: int) -> str:
+    return f"device:grad:{bundle}"
+
+
+def slot(segment: int) -> str:
+    return f"host:slot:{segment}"
+
+
+def state(segment: int) -> str:
+    return f"state:{segment}"
