@@ -31,7 +31,7 @@ from systems.substrate.adoption import initial_values, keeping_values, place_bes
 from systems.substrate.calls import Calls, Hook, outer_modules
 from systems.substrate.device import ambient
 from systems.substrate.events import EventLog
-from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled
+from systems.substrate.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled
 from systems.substrate.giving_back import on_the_host, remember_buffers
 from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
 from systems.substrate.labels import labelled
@@ -40,7 +40,7 @@ from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
 from systems.substrate.recipe import HALF_UPDATED, StepControl
 from systems.substrate.repeats import Repeats
-from systems.substrate.stepping import SteppingEngine, starting
+from systems.substrate.stepping import NO_LOSS, SteppingEngine, starting
 from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
 from systems.substrate.units import ROOT, FoundModel, find_units, take
 from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
@@ -65,6 +65,7 @@ class ResidentEngine(SteppingEngine):
         self._in_step = self._in_backward = False
         self._cleanup = contextlib.ExitStack()
         self._micro_step = self._steps = 0
+        self._steps_begun = 0
         self._updating = False
         self._fired: set[int] = set()
         with keeping_values(model):
@@ -146,7 +147,7 @@ class ResidentEngine(SteppingEngine):
             refuse_wanted_gradients((args, kwargs))
         trains = self._trains and torch.is_grad_enabled()
         with (
-            self._recovering(),
+            self._recovering(None if trains else _nothing),
             self._watch.call(),
             self._calls.of_engine(),
             ambient(),
@@ -156,7 +157,8 @@ class ResidentEngine(SteppingEngine):
         ):
             if self._micro_step == 0 or not trains:
                 self._watch.check()
-            self._in_step |= trains
+            if trains and not self._in_step:
+                self._in_step, self._steps_begun = True, self._steps_begun + 1
             args, kwargs = cast_inputs(args, kwargs, TORCH_DTYPE[self.settings.dtype])
             given = _seen((args, kwargs)) if trains else {}
             made = self.module(*args, **kwargs)
@@ -172,12 +174,14 @@ class ResidentEngine(SteppingEngine):
             raise too_many(f"module {ROOT}", "returns") from None
         for tensor in found:
             if not tensor.is_leaf and not (id(tensor) in given and given[id(tensor)].still(tensor)):
-                tensor.register_hook(self._arrived)
+                tensor.register_hook(partial(self._arrived, self._steps_begun))
 
-    def _arrived(self, gradient: torch.Tensor) -> None:
-        """At what a forward pass made: the backward pass has come to this engine's model."""
+    def _arrived(self, step: int, gradient: torch.Tensor) -> None:
+        """At what a forward pass of that step made: the backward pass has come to this engine's model."""
         if not self._in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
+        if step != self._steps_begun:
+            raise RuntimeError(STALE_LOSS)
 
     @property
     def _passes(self) -> int:
@@ -187,6 +191,8 @@ class ResidentEngine(SteppingEngine):
         self._check_open()
         if any(has_gradient(p) for p in self.parameters) and self._micro_step == 0:
             raise ValueError("there are gradients already: call engine.backward(loss) instead of loss.backward()")
+        if not self._in_step and self._trains:
+            raise ValueError(NO_LOSS)
         super().backward(loss)
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -316,15 +322,22 @@ class ResidentEngine(SteppingEngine):
         if not keep:
             self._let_go()
             return
-        self._cleanup.close()
-        for parameter, value in zip(self.parameters, values, strict=True):
-            set_data(parameter, value)
-        self._release()
+        try:
+            self._cleanup.close()
+        finally:
+            for parameter, value in zip(self.parameters, values, strict=True):
+                set_data(parameter, value)
+            self._release()
+            self._given = True
 
     def _let_go(self) -> None:
         self._cleanup.close()
         for parameter in self.parameters:
             set_data(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+def _nothing() -> None:
+    """A pass without gradients changes nothing of a step."""
 
 
 def _restore(engine: ResidentEngine, parameter: int) -> bool:

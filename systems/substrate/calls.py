@@ -86,11 +86,12 @@ class Calls:
         """The engine's own way into the model, or through its backward."""
         while self.open:  # Ctrl-C came between a call's hooks and its forward
             self.end(self.open[-1].module)
-        self._of_engine += 1
+        before = self._of_engine
         try:
+            self._of_engine = before + 1
             yield
         finally:
-            self._of_engine -= 1
+            self._of_engine = before
 
     def attach_all(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:

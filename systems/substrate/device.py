@@ -54,6 +54,7 @@ class Device(ABC):
     stopwatch: Stopwatch
     allowance = EXACT
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
+    activations: Callable[[], int] | None = None  # reckons their bytes anew, where the device itself does not count them
     evicts_for_activations = False  # while they are made: else there has to be room for them before
     cpu_lane_threads = 1
 
@@ -165,6 +166,7 @@ class EmulatedDevice(Device):
         self.stopwatch = HostStopwatch()
         super().__init__(budget, log)
         self.meter = ActivationMeter(self.account, self._no_room)
+        self.activations = self.meter.live_bytes
         self.start_lanes(jitter)
 
     def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:

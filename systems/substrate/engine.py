@@ -45,7 +45,7 @@ from systems.substrate.recipe import StepControl
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
-from systems.substrate.stepping import starting
+from systems.substrate.stepping import NO_LOSS, starting
 from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
 from systems.substrate.units import FoundModel, find_units, take
@@ -169,6 +169,7 @@ class ManagedEngine(ManagedReports):
         hooks = follow_uses(found, self.runtime, self._cleanup)
         self._calls = hooks.calls
         hooks.watch(self.parameters)
+        self.runtime.recovery.parameters = self.parameters
         self._watch = self._watching(found)
         self.runtime.casting = self._watch.call
         self._cleanup.callback(self._watch.end)
@@ -196,8 +197,10 @@ class ManagedEngine(ManagedReports):
         self._control.check_whole()
         if not self._trains:
             refuse_wanted_gradients((args, kwargs))
-        with self._recovering(), self._watch.call(), self._calls.of_engine():
-            if torch.is_grad_enabled() and self._trains:
+        trains = torch.is_grad_enabled() and self._trains
+        recover = None if trains else runtime.recovery.leave_aside
+        with self._recovering(recover), self._watch.call(), self._calls.of_engine():
+            if trains:
                 first = not runtime.in_step
                 if first:
                     self._watch.check()
@@ -221,7 +224,7 @@ class ManagedEngine(ManagedReports):
         self._check_open()
         refuse_training_nothing(self._trains, "backward")
         if not self.runtime.in_step:
-            raise ValueError("backward: call the engine first, with gradients enabled, to get a loss")
+            raise ValueError(NO_LOSS)
         super().backward(loss)
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -243,9 +246,10 @@ class ManagedEngine(ManagedReports):
             self.runtime.finish_step()
 
     def _abort(self) -> None:
-        self.runtime.abort()
+        self.runtime.recovery.abort()
 
     def _discard(self) -> None:
+        self.runtime.recovery.dropped = None
         if not self.runtime.in_step:
             return
         if self.runtime.ending.updated:
@@ -253,7 +257,7 @@ class ManagedEngine(ManagedReports):
                 "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
                 "`options=dict(nonfinite='skip')`"
             )
-        self.runtime.abort()
+        self.runtime.recovery.abort()
         self.runtime.planner.resume()
 
     def drain(self) -> None:
@@ -289,20 +293,24 @@ class ManagedEngine(ManagedReports):
         """Values stay where they are, in the slots, which are the parameters' own from now on."""
         store = self.parts.store
         try:
-            if self.runtime.in_step:
-                self.runtime.abort()
+            if self.runtime.in_step or self._broken_off:
+                self.runtime.recovery.abort()
             self.drain()
             self._control.check_whole()
             if keep:
                 self._watch.undo(partial(_restore, self))
             pieces = values_in_slots(store, self.parts.residency) if keep else []
-        finally:
+        except BaseException:
             self._let_go()
-        if not keep:
-            return
-        check_room(pieces, store.host.budget - store.slots.nbytes)
-        give(self.parameters, pieces, [p.shape for p in self.index.parameters])
-        self._release()
+            raise
+        try:
+            self._let_go()
+        finally:
+            if keep:
+                check_room(pieces, store.host.budget - store.slots.nbytes)
+                give(self.parameters, pieces, [p.shape for p in self.index.parameters])
+                self._release()
+                self._given = True
 
     def _let_go(self) -> None:
         with contextlib.suppress(Exception):

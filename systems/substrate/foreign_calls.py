@@ -26,6 +26,11 @@ COMPILED = (
     "not of the model"
 )
 
+STALE_LOSS = (
+    "this loss was made in a step that is over, of weights that have changed since: go backward before step() or discard(), or "
+    "run the forward pass anew; what the model made in one step is detached before it is used in another"
+)
+
 
 @torch._disable_dynamo
 def _refuse() -> None:

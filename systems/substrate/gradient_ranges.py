@@ -113,6 +113,6 @@ class Ranges:
         self.free(bundle, gradient)
 
     def free(self, bundle: int, gradient: BundleGradient) -> None:
-        if gradient.range is not None:
-            self.device.pool.free(gradient.range, f"gradient of bundle {bundle}")
-            gradient.range = None
+        block, gradient.range = gradient.range, None
+        if block is not None:
+            self.device.pool.free(block, f"gradient of bundle {bundle}")

@@ -220,6 +220,8 @@ class Gradients:
                 run.slot[p.here].copy_(adopted[p.parameter].reshape(-1)[p.piece])
 
         segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
+        for stored in segments:
+            stored.slot_holds_gradient = True  # even if Ctrl-C breaks off what follows: then they are restored
         self.device.log.count("d2h_bytes", sum(p.numel for _, p in places) * self.store.dtype.itemsize)
         self.device.transfers.issue(
             of_bundle(self.layout, Work.OFFLOAD_ADOPTED, LaneKind.D2H, bundle),
@@ -227,8 +229,6 @@ class Gradients:
             reads=[made],
             writes=[stored.slot_memory for stored in segments],
         ).wait()
-        for stored in segments:
-            stored.slot_holds_gradient = True
         self.sum_adopted([bundle])
         gradient.adopted.clear()
         gradient.flushed = True

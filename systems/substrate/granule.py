@@ -94,6 +94,17 @@ class Granule:
         if len(self._pieces) > MANY:
             self._join()
 
+    def keep(self, taken: Sequence[tuple[int, int]], last: Ticket) -> None:
+        """Only these ranges are taken: what else is not free was lost, and has had its last use with this ticket."""
+        free: list[tuple[int, int]] = []
+        start = 0
+        for begin, end in [*sorted(taken), (self.memory.numel(),) * 2]:
+            if start < begin:
+                free.append((start, begin))
+            start = end
+        if free != [(self._pieces[first].start, self._pieces[stop].stop) for first, stop, _ in self._runs()]:
+            self._pieces = [_Piece(begin, end, [last], self._frees) for begin, end in free]
+
     @property
     def empty(self) -> bool:
         return sum(piece.stop - piece.start for piece in self._pieces) == self.memory.numel()

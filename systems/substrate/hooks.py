@@ -36,7 +36,7 @@ from torch.autograd import Variable
 from systems.errors import HiddenUseError
 from systems.planning.layout import Layout
 from systems.substrate.calls import Calls, outer_modules
-from systems.substrate.foreign_calls import FOREIGN_BACKWARD, refuse_compiled, refuse_transformed
+from systems.substrate.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled, refuse_transformed
 from systems.substrate.parameters import refuse_sparse, take_gradient
 from systems.substrate.runtime import Runtime
 from systems.substrate.unit_tensors import SEEN, Kept, Seen, TooManyValuesError, base_of, first_of, too_many, wanted
@@ -196,7 +196,7 @@ class UnitHooks:
         return [t for t in {id(t): t for t in found}.values() if not given.passed_through(t)]
 
     def _begin_backward_with(self, unit: int, made: Sequence[torch.Tensor], given: _Given) -> None:
-        outside = self._runtime.is_aside
+        outside, step = self._runtime.is_aside, self._runtime.steps_begun
 
         def begin(gradient: Any) -> None:
             if outside:
@@ -204,6 +204,8 @@ class UnitHooks:
                     "this loss was made by calling the model itself: call the engine instead, loss = engine(...), and then "
                     "engine.backward(loss)"
                 )
+            if step != self._runtime.steps_begun:
+                raise RuntimeError(STALE_LOSS)
             self._enter_backward(unit)
 
         nodes: list[Any] = []

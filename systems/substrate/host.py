@@ -48,6 +48,7 @@ class HostMapping:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
+        self._given_back: set[int] = set()  # where pages begin that the machine has again
         self.pinned = pinned and torch.cuda.is_available()
         if self.pinned:
             self.touch()
@@ -90,15 +91,16 @@ class HostMapping:
     def discard(self, tensor: torch.Tensor) -> None:
         """Give the whole pages inside `tensor` back to the machine; their content is gone. Pinned pages stay."""
         first, last = self._pages(tensor)
-        if last > first and not self.pinned:
+        if last > first and not self.pinned and first not in self._given_back:
             assert self._map is not None
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+            self._given_back.add(first)
             self._change(first - last)
 
     def reclaim(self, tensor: torch.Tensor) -> None:
         """Take discarded pages into use again, zeroed. Raises OutOfMemoryError when the host tier has no room for them."""
         first, last = self._pages(tensor)
-        if last <= first or self.pinned:
+        if last <= first or self.pinned or first not in self._given_back:
             return
         if last - first > self._account.room:
             raise OutOfMemoryError(
@@ -108,6 +110,7 @@ class HostMapping:
                 need=last - first,
                 have=self._account.room,
             )
+        self._given_back.remove(first)
         self._change(last - first)
 
     def _pages(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -201,6 +204,10 @@ class HostSlots:
     @property
     def pinned_bytes(self) -> int:
         return sum(slot.mapping.nbytes for slot in self._all if slot.mapping.pinned)
+
+    def give_all(self) -> None:
+        """Nobody has a slot any more, not even who broke off while it took or gave one. Call only when drained."""
+        self._free = list(self._all)
 
     def close(self) -> None:
         """Call only when drained."""

@@ -103,8 +103,7 @@ class InPlace:
         block = self._block(bundle)
         self.device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle} ends")
         self.ranges.offload(bundle, block)
-        self._forget(bundle)
-        self.residency.drop(bundle)
+        self._drop(bundle)
 
     def in_use(self, bundle: int) -> bool:
         """True while anything but its own gradients holds the bundle."""
@@ -117,8 +116,7 @@ class InPlace:
     def start(self) -> None:
         """A micro-step begins, or a step was given up: blocks that still have gradients in them go."""
         for bundle in [b for b in self._bundles if self.written(b)]:
-            self._forget(bundle)
-            self.residency.drop(bundle)
+            self._drop(bundle)
         self._bundles.clear()
 
     def _write(self, bundle: int, gradient: BundleGradient, parameters: Sequence[int]) -> None:
@@ -152,10 +150,16 @@ class InPlace:
         self.residency.refill(bundle, frozenset(written))
         self._forget(bundle)
 
-    def _forget(self, bundle: int) -> None:
-        """The block has no gradients in it any more, or none that matter."""
-        self._of(bundle).parameters.clear()
+    def _drop(self, bundle: int) -> None:
+        """The gradients in the block have left it, or do not matter."""
         self.residency.bundles[bundle].holds.pop(HOLD, None)
+        self.residency.drop(bundle)
+        self._forget(bundle)  # last: as long as it is there it is not taken for parameters
+
+    def _forget(self, bundle: int) -> None:
+        """The block has no gradients in it any more."""
+        self.residency.bundles[bundle].holds.pop(HOLD, None)
+        self._of(bundle).parameters.clear()
 
     def _has_block(self, bundle: int) -> bool:
         return self.residency.bundles[bundle].block is not None

@@ -161,7 +161,8 @@ class Lane:
     ) -> None:
         self.kind, self.stream, self._jitter = kind, stream, jitter
         self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken itself: a Condition's way to it is Python, where Ctrl-C may leave it taken
+        self._changed = threading.Condition(self._lock)
         self._running = True
         self._access = Access()
         self._busy = 0  # threads that have a job in hand
@@ -188,7 +189,7 @@ class Lane:
         self._access.check_process()  # a lock may be held for ever, too
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
         job = _Job(work, after, ticket, priority, operation)
-        with self._changed:
+        with self._lock:
             if not self._running:
                 self._fail(ticket, self.error or self._closed())
                 return ticket
@@ -217,7 +218,7 @@ class Lane:
             raise
 
     def _work_off(self) -> None:
-        with self._changed:
+        with self._lock:
             while self._running or self._waiting:
                 if not self._waiting:
                     self._changed.wait()
@@ -242,7 +243,7 @@ class Lane:
             self._changed.acquire()
 
     def _give_up(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self.error, self._running = self.error or error, False
             for job in self._left():
                 self._fail(job.ticket, error)
@@ -284,15 +285,16 @@ class Lane:
                 event.record(self.stream)
             ticket.queued(event)
         except BaseException as error:  # handed to whoever waits for the ticket, and to drain
-            self.error = self.error or error
-            self._fail(ticket, error)
             if by_caller and not isinstance(error, Exception):
                 raise
+            self.error = self.error or error
+            self._fail(ticket, error)
 
     def rest(self) -> None:
         """Block until every job submitted so far is finished, on the device too."""
         self._access.check_process()
-        with self._changed:
+        with self._lock:
+            self._changed.notify_all()  # Ctrl-C may have come between a job and the word of it
             while self._waiting or self._busy:
                 self._changed.wait()
         if self.stream is not None:
@@ -309,7 +311,7 @@ class Lane:
 
         Errors are forgotten: all frames that one went through hold memory, and may hold a step's graph, which holds the lane.
         """
-        with self._changed:
+        with self._lock:
             self._running = False
             self._changed.notify_all()
         for thread in self._threads:

@@ -73,14 +73,19 @@ class ActivationMeter(TorchDispatchMode):
         nbytes = storage.nbytes()
         if self._account.room < nbytes:
             self._make_room(nbytes)
+        weakref.finalize(storage, self._forget, key)
         self._known[key] = nbytes
-        weakref.finalize(storage, self._forget, key, nbytes)
         self._account.add_other(nbytes, _name(func))
         self.kept_peak = max(self.kept_peak, self._account.other + self._handed_over)
 
-    def _forget(self, key: int, nbytes: int) -> None:
-        self._known.pop(key, None)
-        self._account.return_other(nbytes)
+    def _forget(self, key: int) -> None:
+        nbytes = self._known.pop(key, None)
+        if nbytes is not None:
+            self._account.return_other(nbytes)
+
+    def live_bytes(self) -> int:
+        """Of the storages that are there, reckoned anew."""
+        return sum(list(self._known.values()))
 
     def hand_over(self, nbytes: int) -> None:
         """A gradient of this many bytes has been copied out of autograd's buffer, which is about to be freed."""

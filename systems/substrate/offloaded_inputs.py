@@ -232,9 +232,9 @@ class OffloadedInputs:
 
     def _end(self, kept: _Input) -> None:
         self._stack.remove(kept)
-        if kept.slot is not None:
-            self._slots.give(kept.slot)
-            kept.slot = None
+        slot, kept.slot = kept.slot, None
+        if slot is not None:
+            self._slots.give(slot)
 
     def forget(self) -> None:
         """The step was given up: no handle that is still around gives its input any more."""
@@ -244,6 +244,7 @@ class OffloadedInputs:
                 self._let_go(kept)
             kept.tensor = None
             self._end(kept)
+        self._slots.give_all()
 
     def close(self) -> None:
         self.forget()

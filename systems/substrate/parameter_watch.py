@@ -191,11 +191,12 @@ class ParameterWatch:
     @contextmanager
     def call(self) -> Iterator[None]:
         """The engine runs the model: see Note [A module that casts itself]."""
-        self._calls += 1
+        before = self._calls
         try:
+            self._calls = before + 1
             yield
         finally:
-            self._calls -= 1
+            self._calls = before
             if not self._calls:
                 self._put_back()
 

@@ -14,8 +14,10 @@ Note [Larger steps]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeVar
 
 from systems.errors import BudgetError
 from systems.planning.layout import Layout
@@ -33,6 +35,8 @@ from systems.substrate.residency import Residency
 from systems.substrate.store import Store
 from systems.substrate.updates import Updates
 from systems.substrate.views import Poison
+
+Moved = TypeVar("Moved")
 
 
 @dataclass
@@ -63,7 +67,9 @@ class Planner:
         self.shapes: dict[tuple[Moment, ...], tuple[BatchShape, ...]] = {}
         self._met: tuple[BatchShape, ...] = ()  # in this step
         self._replan = False
+        self.halfway = False  # states or gradients are moving
         self._moments_change = False  # of steps like the one in progress
+        self._applied: Plan | None = None  # whose wishes were all carried out, the last that were
         self._resting: Plan | None = None  # since a pass without gradients
         self._eviction = strategy.eviction(parts.layout, None)
         parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
@@ -98,7 +104,7 @@ class Planner:
         """A pass without gradients begins, within a step or between two. See Note [Larger steps]."""
         if self._is_too_large(shape):
             self._resting = None if in_step else self.cursor.plan
-            self._clear()
+            self.moving(self._clear)
 
     def _is_too_large(self, shape: BatchShape, number: int | None = None) -> bool:
         """number: of the step's pass, for which alone the plan leaves the room that it had; None for a pass of no step."""
@@ -109,6 +115,13 @@ class Planner:
         if number is None:
             return not any(shape.within(each) for each in known)
         return number >= len(known) or not shape.within(known[number])
+
+    def moving(self, move: Callable[[], Moved]) -> Moved:
+        """move: sends states or gradients off. If it breaks off the step cannot go on."""
+        self.halfway = True
+        moved = move()
+        self.halfway = False
+        return moved
 
     def _clear(self) -> None:
         """Leave the device to activations, as far as can be."""
@@ -179,7 +192,8 @@ class Planner:
         not in force as it should be is none: the next step is run on demand, and then has its plan again.
         """
         store, plan = self.parts.store, self.cursor.plan
-        in_force = plan is not None
+        self.halfway = False
+        in_force = plan is not None and self._applied is plan
         for bundle in self.parts.layout.bundles:
             if not bundle.trainable or not bundle.movable:
                 continue
@@ -196,7 +210,7 @@ class Planner:
 
     def _apply(self, plan: Plan | None) -> None:
         residency, device = self.parts.residency, self.parts.device
-        self._resting = None
+        self._resting = self._applied = None
         for index in residency.evictable():
             residency.drop(index)
         self._use(plan)
@@ -218,6 +232,7 @@ class Planner:
                 return
         for index in sorted(plan.resident_at_start):
             residency.fetch(index)
+        self._applied = plan
 
     def uses_changed(self, *, moments: bool) -> None:
         """Units read more than the plans know. moments: a step like this one will have others the next time."""

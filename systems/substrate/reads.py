@@ -37,7 +37,7 @@ def follow_uses(found: FoundModel, runtime: Runtime, cleanup: ExitStack) -> Unit
     cleanup: takes it off the model, however far it came.
     """
     parts = runtime.parts
-    calls = Calls(partial(past_the_engine, runtime), runtime.abort)
+    calls = Calls(partial(past_the_engine, runtime), runtime.recovery.interrupted)
     cleanup.callback(calls.detach)
     hooks = UnitHooks(found, runtime, parts.layout, calls)
     cleanup.callback(hooks.remove)

@@ -1,7 +1,8 @@
 """Which bundles are on the device: fetch, hold, release, drop, and making room.
 
-States of a bundle: ABSENT (storage points at poison), FETCHING (a copy is on its way), RESIDENT (compute may read it). GRAD
-and REDUCING are states of its gradient, see gradients.py.
+States of a bundle: ABSENT (storage points at poison), FETCHING (a copy is on its way), RESIDENT (compute may read it). They
+follow from what is there, a block and where the storage points, so that nothing that breaks off leaves another. GRAD and
+REDUCING are states of its gradient, see gradients.py. Who owns a block: see Note [What breaks off] in recovery.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class ManagedBundle:
 
     def __init__(self, bundle: Bundle, storage: RebindableStorage) -> None:
         self.bundle, self.storage = bundle, storage
-        self.state = BundleState.ABSENT
         self.block: Allocation | None = None
         self.holds: dict[object, int] = {}
         self.updated = False
@@ -47,6 +47,12 @@ class ManagedBundle:
     @property
     def index(self) -> int:
         return self.bundle.index
+
+    @property
+    def state(self) -> BundleState:
+        if self.block is None:
+            return BundleState.ABSENT
+        return BundleState.RESIDENT if self.storage.resident else BundleState.FETCHING
 
 
 class Residency:
@@ -124,10 +130,10 @@ class Residency:
             self.device.log.count("h2d_bytes", nbytes)
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
                 self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
-        except BaseException:  # Ctrl-C: nobody may take what it broke off for a copy on its way
+        except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the block goes once all is at rest
             self.device.pool.free(block, f"bundle {index}")
             raise
-        managed.block, managed.state, managed.updated = block, BundleState.FETCHING, False
+        managed.block, managed.updated = block, False
 
     def _sources(self, bundle: int) -> tuple[list[tuple[Run, torch.Tensor]], list[Memory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
@@ -162,9 +168,8 @@ class Residency:
         with labelled("wait for bundles"):
             self.device.transfers.order_compute(reads=[b.memory for b in blocks], label=f"hold for {key}")
         for managed in held:
-            if managed.state is BundleState.FETCHING and managed.block is not None:
+            if managed.block is not None and not managed.storage.resident:
                 managed.storage.point_at(managed.block.data.data_ptr())
-                managed.state = BundleState.RESIDENT
 
     def release(self, indices: Sequence[int], key: object) -> None:
         """Compute has read the bundles."""
@@ -189,13 +194,14 @@ class Residency:
     def drop(self, index: int) -> None:
         """Free the device copy; the host's is authoritative."""
         managed = self.bundles[index]
-        if managed.block is None:
+        block = managed.block
+        if block is None:
             return
         assert not managed.holds, f"bundle {index} dropped while held"
         with labelled(f"drop bundle {index}"):
             managed.storage.release()
-            self.device.pool.free(managed.block, f"bundle {index}")
-            managed.block, managed.state = None, BundleState.ABSENT
+            managed.block = None
+            self.device.pool.free(block, f"bundle {index}")
 
     def write_back(self, index: int) -> None:
         """Copy the device's parameters to the host slots, then drop them."""
@@ -264,13 +270,18 @@ class Residency:
     def resident(self) -> frozenset[int]:
         return frozenset(m.index for m in self.bundles if m.block is not None)
 
-    def release_all(self) -> None:
-        """A step was given up: nobody will say any more that compute has read what is held, so it is said here."""
+    def release_all(self, *, but: object = None) -> None:
+        """A step or a pass was given up: nobody will say any more that compute has read what is held, so it is said here.
+
+        but: a key that goes on holding.
+        """
         for managed in self.bundles:
-            if managed.holds and managed.block is not None:
+            over = [key for key in managed.holds if key != but]
+            if over and managed.block is not None:
                 with contextlib.suppress(Exception):  # of a copy to the device that failed: then nothing read it either
                     self.device.transfers.compute(reads=[managed.block.memory], label=f"bundle {managed.index} is let go")
-            managed.holds.clear()
+            for key in over:
+                del managed.holds[key]
 
     def close(self) -> None:
         self.release_all()

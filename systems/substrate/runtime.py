@@ -26,9 +26,8 @@ from systems.planning.trace import NO_UNIT, Moment, Phase
 from systems.substrate.labels import UnitSpans
 from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Cursor, Recorder
+from systems.substrate.recovery import Recovery
 from systems.substrate.step_ending import StepEnding
-
-STATES_APART = "optimizer states could not be brought home after a step that broke off: initialize anew from a checkpoint"
 
 
 class Runtime:
@@ -44,11 +43,13 @@ class Runtime:
         self.doubtful = False  # a gradient came that nobody was seen to have read the parameter for
         self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # ParameterWatch.call
         self.micro_step = 0
+        self.steps_begun = 0  # a loss is of the step in which its forward ran
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
-        parts.residency.demote = self._relieve
+        self.recovery = Recovery(self)
+        parts.residency.demote = lambda: self.planner.moving(self._relieve)
         parts.inputs.active, parts.inputs.left = lambda: self._observing, self.recorder.input_left
 
     # ---- unit events, from the hooks
@@ -76,8 +77,9 @@ class Runtime:
                     residency.fetch(index)
 
     def begin_step(self) -> None:
+        self.recovery.check()
         self.ending.begin()
-        self.in_step, self.micro_step = True, 0
+        self.in_step, self.micro_step, self.steps_begun = True, 0, self.steps_begun + 1
         self._pending.clear()
         self.parts.gradients.start_micro_step(last=self.accumulate == 1)
         self._set_switches()
@@ -214,29 +216,12 @@ class Runtime:
         trace = self.recorder.finish(expected, self.parts.recomputation, self.parts.inputs.units)
         self.planner.learn(moments, trace)
 
-    def abort(self) -> None:
-        """An exception broke off a step, or something between two. A step that is not done is forgotten: parameters are as
-        before it, and the engine can run the next.
-
-        Unless some of its updates had begun: those cannot be taken back, and no further step may be run.
-        """
-        self.ending.give_up()
+    def forget(self) -> None:
+        """The step was given up: nothing of what was under way in it will end."""
         self._spans.end_all()
-        self.in_step = self.in_backward = False
-        with contextlib.suppress(Exception):  # a lane's, which is told again
-            self.parts.device.drain()  # Ctrl-C may have come before an operation that was issued left its ticket
-        self.parts.residency.release_all()
-        self.parts.inputs.forget()
-        self.parts.updates.discard()
-        self.parts.gradients.finish_step()
         self._pending.clear()
         self._sent_early.clear()
         self.cursor.following = False
-        control = self.parts.control
-        before, control.ruined = control.ruined, control.ruined or STATES_APART
-        with contextlib.suppress(Exception):  # then that is what the next step says
-            self.planner.recover()
-            control.ruined = before
 
     # ---- mechanism
 

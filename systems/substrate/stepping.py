@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,11 +23,14 @@ from systems.substrate.parameter_watch import ParameterWatch
 from systems.substrate.recipe import StepControl
 from systems.system import Engine, Settings
 
+NO_LOSS = "backward: call the engine first, with gradients enabled, to get a loss of the step that it begins"
+
 
 class SteppingEngine(Engine):
     """_trains: something of the model requires a gradient. _failed: an exception ended the `with` block.
 
-    _states: of the user's torch optimizer, None without one.
+    _states: of the user's torch optimizer, None without one. _broken_off: what an exception left is not tidied up yet.
+    _given: the model has its values again.
     """
 
     settings: Settings
@@ -36,7 +39,7 @@ class SteppingEngine(Engine):
     _trains: bool
     _access: Access
     _states: OptimizerStates | None = None
-    _closed = _failed = False
+    _closed = _failed = _broken_off = _given = False
 
     # ---- what the engines do differently
 
@@ -71,7 +74,8 @@ class SteppingEngine(Engine):
     def _give_back(self, *, keep: bool) -> None:
         """Free everything; if nothing is in the way, the model has its values again. Else it raises, all being freed.
 
-        keep: False for a model that shall have none; what is in the way is told all the same.
+        keep: False for a model that shall have none; what is in the way is told all the same. What goes wrong while memory is
+        freed is raised as well, and costs no values.
         """
 
     @abstractmethod
@@ -116,19 +120,28 @@ class SteppingEngine(Engine):
         self._discard()
 
     @contextmanager
-    def _recovering(self) -> Iterator[None]:
-        """An exception leaves an engine that can run the next step, or says why it cannot, or close."""
+    def _recovering(self, recover: Callable[[], None] | None = None) -> Iterator[None]:
+        """An exception leaves an engine that can run the next step, or says why it cannot, or close.
+
+        recover: instead of forgetting the step in progress.
+        """
+        self._broken_off = True
         try:
             yield
         except BaseException as error:
             self._control.told.add(in_words(error))
-            self._abort()
+            (recover or self._abort)()
+            self._broken_off = False
             raise
+        self._broken_off = False
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the engine is closed")
         self._access.check()
+        if self._broken_off:  # a second Ctrl-C came before all was tidied up
+            self._abort()
+            self._broken_off = False
 
     def set_lr(self, lr: float) -> None:
         self._access.check_process()
@@ -178,7 +191,8 @@ class SteppingEngine(Engine):
         try:
             self._give_back(keep=keep)
         except BaseException as error:
-            self._leave_without(f"its engine could not give them back ({in_words(error)})")
+            if not self._given:
+                self._leave_without(f"its engine could not give them back ({in_words(error)})")
             first = amid and isinstance(error, Exception)  # which stands
             if not first and not isinstance(error, BudgetError) and in_words(error) not in told:
                 raise

@@ -244,7 +244,7 @@ class Store:
                 buffer = self.disk.read(old.place, self.device.transfers)
                 sources, memories = [*buffer.views(old.place), *sources], [old.memory, buffer.memory]
             self.device.transfers.issue(move, copy, reads=memories, writes=[new.memory]).wait()
-        except BaseException:
+        except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the room goes once all is at rest
             assert new.allocation is not None
             self.device.pool.free(new.allocation, f"optimizer state of segment {index}")
             raise
@@ -298,8 +298,9 @@ class Store:
             for name, tensor in _on_host(new):
                 self._mappings[name].discard(tensor)
             raise
-        self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
+        stored.slot_holds_gradient = True  # or what it had before the state left: restored now, or by who gives up the step
         stored.state = new
+        self.device.pool.free(old.allocation, f"optimizer state of segment {index}")
         self.count_on_device(self.layout.bundle_of_segment[index])
         self.restore_slots(self.layout.bundle_of_segment[index], lambda each: each is stored)
 

@@ -9,7 +9,7 @@ Note [Accounting in program order]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -67,6 +67,12 @@ class Account:
     def return_other(self, nbytes: int) -> None:
         self._returned.append(nbytes)
 
+    def settle(self, *, pool: int, other: int | None = None) -> None:
+        """What is in use, reckoned anew, after something broke off while it was counted. other: None, as counted."""
+        self._take_in()
+        self.pool, self.other = pool, self.other if other is None else other
+        self._note("settled")
+
     def start_interval(self) -> int:
         """Peak of the other bytes since the last call; a new interval begins at what is live now."""
         self._take_in()
@@ -104,7 +110,7 @@ class Pool:
     """
 
     def __init__(self, account: Account, new_granule: Callable[[int], torch.Tensor | None], mark: Callable[[], Ticket]) -> None:
-        self.account, self._new_granule, self._mark = account, new_granule, mark
+        self.account, self._new_granule, self.mark = account, new_granule, mark
         self._granules: list[Granule] = []
         self._made = 0
 
@@ -143,6 +149,16 @@ class Pool:
         self.account.add_pool(-allocation.nbytes, label)
         allocation.granule.give(allocation.start, allocation.start + allocation.reserved, allocation.memory.tickets())
 
+    def settle(self, owned: Sequence[Allocation], last: Ticket, *, other: int | None = None) -> None:
+        """Nothing but this is in use: see Note [What breaks off] in recovery.py. last: of all work so far, which is done.
+
+        other: bytes of activations, where they are known.
+        """
+        for granule in self._granules:
+            mine = [block for block in owned if block.granule is granule]
+            granule.keep([(block.start, block.start + block.reserved) for block in mine], last)
+        self.account.settle(pool=sum(block.nbytes for block in owned), other=other)
+
     def trim(self) -> None:
         """Give granules that are empty, and that nobody has work in flight on, back to the device's allocator."""
         self._granules = [g for g in self._granules if not g.idle]
@@ -160,7 +176,7 @@ class Pool:
     def _add(self, memory: torch.Tensor) -> Granule:
         self._made += 1
         name = f"{self.account.tier.value}{self._made}"
-        granule = Granule(name, memory, self._mark(), keeps=self.account.keeps_log)
+        granule = Granule(name, memory, self.mark(), keeps=self.account.keeps_log)
         self._granules.append(granule)
         return granule
 
@@ -173,8 +189,8 @@ class Pool:
         return self.account.pool
 
     def close(self) -> None:
-        assert all(g.empty for g in self._granules), "a device block was not returned to the pool"
-        self._granules.clear()
+        granules, self._granules = self._granules, []
+        assert all(g.empty for g in granules), "a device block was not returned to the pool"
 
     def out_of_memory(self, nbytes: int, what: str) -> OutOfMemoryError:
         have = max(self.account.room, 0)

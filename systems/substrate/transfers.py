@@ -109,7 +109,7 @@ class Transfers:
         mark = self._compute.mark(self._log.next_ticket())
         self._leave(mark, label, reads, writes, waits)
 
-    def barrier(self, *, label: str) -> None:
+    def barrier(self, *, label: str) -> Ticket:
         """The device's lanes wait for each other: what any of them is given from now on comes after all given before."""
         last = list(self._last.values())
         for ticket in last:
@@ -117,6 +117,7 @@ class Transfers:
         mark = self._compute.mark(self._log.next_ticket())
         self._owed = {lane: mark for lane in self._lanes if lane in DEVICE_LANES}
         self._log.operation(mark.id, label, [], [], [t.id for t in last])
+        return mark
 
     def _leave(
         self,

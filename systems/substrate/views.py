@@ -116,8 +116,8 @@ class RebindableStorage:
 
     def release(self) -> None:
         """Every view reads NaN from here on."""
+        self.resident = False  # first: Ctrl-C in between leaves one that is pointed anew before it is read
         self._rebind(self._storage, self.poison.data_ptr)
-        self.resident = False
 
 
 class _Backing(Protocol):

@@ -114,13 +114,35 @@ def test_an_error_in_the_callers_hands_is_the_tickets(lane: Lane) -> None:
 
 
 def test_an_interrupt_in_the_callers_hands_is_his(lane: Lane) -> None:
+    """And no error of the lane's, which does what it is given next."""
+
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         lane.submit(interrupted, [], id=1)
+    done: list[int] = []
+    lane.submit(lambda: done.append(2), [], id=2)
+    lane.drain()
+    assert done == [2]
+
+
+def test_a_job_of_which_ctrl_c_took_the_word_is_done() -> None:
+    """It came between the queue and those who wait for it."""
+    lane = Lane(LaneKind.CPU)
+    done: list[int] = []
+    time.sleep(0.02)  # it sleeps
+
+    def told() -> None:
+        raise KeyboardInterrupt
+
+    notify, lane._changed.notify_all = lane._changed.notify_all, told  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        lane.drain()
+        lane.submit(lambda: done.append(1), [], id=1)
+    lane._changed.notify_all = notify  # type: ignore[method-assign]
+    lane.drain()
+    assert done == [1]
+    lane.close()
 
 
 def test_a_stream_does_not_wait_for_its_own_work() -> None:
