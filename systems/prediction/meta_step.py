@@ -106,6 +106,7 @@ class _Observer:
     def __init__(self, meter: _Meter) -> None:
         self.meter = meter
         self.in_backward = self.is_aside = False
+        self.steps_begun = 1
         self._events: list[tuple[Phase, int]] = []
         self._left: list[int] = []  # pending calls of the event's unit
         self._intervals: list[Interval] = []

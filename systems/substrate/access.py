@@ -34,7 +34,7 @@ class Access:
         self.check_process()
         if self._writes:
             raise UnsupportedError(
-                "summon(write=True) is open, and its end writes all values: leave its `with` block before anything else is "
+                "summon(write=True) is open, and its end writes all values: leave its with block before anything else is "
                 "asked of the engine"
             )
 

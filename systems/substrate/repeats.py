@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from systems.errors import UnsupportedError
+from systems.errors import HiddenUseError, UnsupportedError
+from systems.substrate.unit_tensors import SEEN
 
 AT_ONCE = 2  # calls of a block, the first ones
 EVERY = 256
@@ -125,12 +126,12 @@ class Saves:
                     raise other_values(self._block.name)
                 found.append(self._sum(tensor))
                 if not left:
-                    self._compare([kept for _, kept in self._kept], found)
+                    self._compare([kept for _, kept in self._kept], found, tensor)
 
         with _seeing_saves(see):
             yield
 
-    def _compare(self, sums: list[torch.Tensor], again: list[torch.Tensor]) -> None:
+    def _compare(self, sums: list[torch.Tensor], again: list[torch.Tensor], last: torch.Tensor) -> None:
         block = self._block
         if not self._at_once:
             block.repeats.add(block.name, sums, again)
@@ -138,7 +139,9 @@ class Saves:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             alike = torch.equal(torch.stack(sums), torch.stack(again))
         if not alike:
-            raise other_values(block.name)
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
+                lost = bool(last.detach().isnan().any())
+            raise weights_gone(block.name) if lost else other_values(block.name)
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of its bits as integers: each row's by its place, or of a sample of rows, another one at each call."""
@@ -185,6 +188,13 @@ def _seeing_saves(see: Any) -> Iterator[None]:
 
     with saved_tensors_hooks(pack_seen, unpack):
         yield
+
+
+def weights_gone(name: str) -> HiddenUseError:
+    return HiddenUseError(
+        f"the recomputation of block {name} for a gradient came to NaN, as the forward did not: what module {name} makes "
+        f"hides from the engine, so that its weights were not there: {SEEN}"
+    )
 
 
 def other_values(name: str) -> UnsupportedError:

@@ -39,7 +39,7 @@ class Structure:
         self._remember()
         for name, module in self._guarded:
             if not isinstance(module, torch.jit.ScriptModule):
-                module.__dict__["register_parameter"] = _Registration(module, name)
+                module.__dict__["register_parameter"] = _Registration(module, name, self._names)
 
     def _remember(self) -> None:
         self._held = [
@@ -124,13 +124,13 @@ class _Held:
 class _Registration:
     """Stands before a module's `register_parameter`, by which setattr goes too."""
 
-    def __init__(self, module: nn.Module, path: str) -> None:
-        self._module, self._path = module, path
+    def __init__(self, module: nn.Module, path: str, names: Mapping[str, nn.Parameter]) -> None:
+        self._module, self._path, self._names = module, path, names
 
     def __call__(self, name: str, param: nn.Parameter | None) -> None:
         module = self._module
-        if module._parameters.get(name) is not param:
-            full = f"{self._path}.{name}" if self._path else name
+        full = f"{self._path}.{name}" if self._path else name
+        if module._parameters.get(name) is not param and self._names.get(full) is not param:  # as was, or put back
             raise UnsupportedError(f"parameter {full} is registered while the engine is open: {ADVICE}")
         type(module).register_parameter(module, name, param)
 

@@ -320,8 +320,9 @@ def test_summon_in_the_middle_of_a_step(system: str) -> None:
     engine.discard()
     with torch.no_grad():
         LOSS(engine, BATCH[0], 1)
+    assert engine.training_state()
     with engine.summon(write=True):
-        assert engine.training_state()
+        pass
     assert_still_right(engine)
 
 
