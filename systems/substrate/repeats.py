@@ -12,7 +12,7 @@ Note [What is compared, and when]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,11 +101,10 @@ class Saves:
         own = {p.untyped_storage()._cdata for p in self._block.module.parameters()} if self._whole else set()
 
         def see(number: int, tensor: torch.Tensor) -> None:
-            wanted = (self._whole or number == self._sample) and _can_be_summed(tensor)
-            if wanted and tensor.untyped_storage()._cdata not in own:
+            if _can_be_summed(tensor) and tensor.untyped_storage()._cdata not in own:
                 self._kept.append((number, self._sum(tensor)))
 
-        with _seeing_saves(see):
+        with _seeing_saves(see, self._sample):
             yield
         if self._whole and self._kept:
             self._block.last = self._kept[-1][0]
@@ -128,7 +127,7 @@ class Saves:
                 if not left:
                     self._compare([kept for _, kept in self._kept], found, tensor)
 
-        with _seeing_saves(see):
+        with _seeing_saves(see, self._sample):
             yield
 
     def _compare(self, sums: list[torch.Tensor], again: list[torch.Tensor], last: torch.Tensor) -> None:
@@ -171,19 +170,20 @@ def _can_be_summed(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _seeing_saves(see: Any) -> Iterator[None]:
-    """Tell `see` of each tensor that is saved, and its number, before the checkpoint around has it."""
+def _seeing_saves(see: Callable[[int, torch.Tensor], None], only: int = -1) -> Iterator[None]:
+    """Tell `see` of each tensor that is saved, and its number, before the checkpoint around has it. only: of that one."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if around is None:
         yield
         return
     pack, unpack = around
-    number = 0
+    number = -1
 
     def pack_seen(tensor: torch.Tensor) -> Any:
         nonlocal number
-        mine, number = number, number + 1
-        see(mine, tensor)
+        number += 1
+        if number == only or only < 0:
+            see(number, tensor)
         return pack(tensor)
 
     with saved_tensors_hooks(pack_seen, unpack):

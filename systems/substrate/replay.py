@@ -14,11 +14,12 @@ import contextvars
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 from functools import partial
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import nn
 
 CACHES = "transformers.cache_utils"
 PLAIN = (bool, int, float, str, type(None))
+STANDARD = vars(nn.Module()).keys() - {"training"}
 
 
 class _Place:
@@ -67,9 +69,9 @@ _Changing = _Place | _Draws
 
 @dataclass
 class Began:
-    """What one call began with. held: of each module, plain attributes, parameters, buffers. copies: of what may change."""
+    """What one call began with. set: what a caller may set, see `_Settings`. copies: of what may change."""
 
-    held: list[tuple[dict[str, Any], ...]]
+    set: _Settings
     context: contextvars.Context
     changing: list[_Changing]
     copies: list[Any]
@@ -81,17 +83,17 @@ class Replay:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._modules: list[nn.Module] = []
+        self._places = _Places(())
         self._changing: list[_Changing] = []
         self._learned: set[bool] = set()  # in training, in evaluation
 
     def take(self) -> Began:
         learns = self._module.training not in self._learned
         if learns:
-            self._modules = [m for m in self._module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+            self._places = _Places([m for m in self._module.modules() if not isinstance(m, torch.jit.ScriptModule)])
         changing = _all_of(self._module) if learns else self._changing
         copies = [each.copy() for each in changing]
-        return Began(list(map(_held, self._modules)), contextvars.copy_context(), changing, copies, learns)
+        return Began(self._places.now(), contextvars.copy_context(), changing, copies, learns)
 
     def learn(self, began: Began) -> None:
         """The first time: keep what changed, of the call's copies too. Asks the device whether buffers are what they were."""
@@ -106,10 +108,8 @@ class Replay:
 
     @contextmanager
     def again(self, began: Began) -> Iterator[None]:
-        modules = self._modules[: len(began.held)]
-        held, now = list(map(_held, modules)), [each.get() for each in began.changing]
-        for module, before in zip(modules, began.held, strict=True):
-            _hold(module, before)
+        held, now = began.set.places.now(), [each.get() for each in began.changing]
+        began.set.put(held)
         for each, copy in zip(began.changing, began.copies, strict=True):
             each.put(_copied(copy))
         try:
@@ -117,8 +117,58 @@ class Replay:
         finally:
             for each, value in zip(began.changing, now, strict=True):
                 each.put(value)
-            for module, after in zip(modules, held, strict=True):
-                _hold(module, after)
+            held.put()
+
+
+class _Places:
+    """Where a caller may set something around a block's call: the attributes, parameters and buffers of its modules."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        tables = [(m.__dict__, m._parameters, m._buffers) for m in modules]
+        self.names = [(tuple(own - STANDARD), tuple(p), tuple(b)) for own, p, b in ((t[0].keys(), *t[1:]) for t in tables)]
+        self._tables = [table for three in tables for table in three]
+        self._sizes = list(map(len, self._tables))
+        named = zip((names for three in self.names for names in three), self._tables, strict=True)
+        self._looks = [(itemgetter(*names, names[0]), table) for names, table in named if names]  # so always a tuple
+
+    def now(self) -> _Settings:
+        return _Settings(self, self.values())
+
+    def values(self) -> list[Any] | None:
+        """All that is set, in one order; None where names have come or gone."""
+        if list(map(len, self._tables)) != self._sizes:
+            return None
+        values: list[Any] = []
+        try:
+            for look, table in self._looks:
+                values += look(table)
+        except KeyError:
+            return None
+        return values
+
+
+class _Settings:
+    """What was set at one moment. A block's call is nearly always as the one before, so that is looked at first, quickly."""
+
+    def __init__(self, places: _Places, values: list[Any] | None) -> None:
+        self.places, self._values = places, values
+        self._held = list(map(_held, places.modules)) if values is None else None
+
+    def put(self, now: _Settings | None = None) -> None:
+        """Set it again. now: what is set at the moment."""
+        values = self.places.values() if now is None else now._values
+        if values is not None and self._values is not None and all(map(is_, values, self._values)):
+            return
+        for module, held in zip(self.places.modules, self._held or self._spelt(), strict=True):
+            _hold(module, held)
+
+    def _spelt(self) -> Iterator[tuple[dict[str, Any], ...]]:
+        assert self._values is not None
+        left = iter(self._values)
+        for three in self.places.names:
+            values = [dict(zip((*names, names[0]), left, strict=False)) if names else {} for names in three]
+            yield {name: value for name, value in values[0].items() if type(value) in PLAIN}, values[1], values[2]
 
 
 def _held(module: nn.Module) -> tuple[dict[str, Any], ...]:
