@@ -146,7 +146,9 @@ class Sweep:
         return seen.counts
 
     def interrupt(self, place: Place, time: int) -> None:
-        engine, ids, done = self.engine, self.course.ids, len(self.engine.outcomes)
+        engine, ids = self.engine, self.course.ids
+        engine.drain()  # the last step's outcome may be told a step late
+        done = len(engine.outcomes)
         try:
             with Interrupt(place, time).within():
                 one_step(engine, ids, squared_error)
