@@ -11,18 +11,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from systems.blocks import has_forward
-from systems.substrate.batch_shape import batch_shape_of
-from systems.substrate.device import ambient
 from systems.substrate.units import ROOT, FoundModel
-
-if TYPE_CHECKING:
-    from systems.substrate.runtime import Runtime
 
 NO_UNIT = -1
 Around = Callable[[object], AbstractContextManager[object]]
@@ -38,21 +33,6 @@ def outer_modules(found: FoundModel) -> list[nn.Module]:
     root = next(module for unit, module in units if unit.name == ROOT)
     around = [m for m in root.modules() if id(m) not in inside and id(m) not in mine and has_forward(m)]
     return [m for m in around if any(id(part) in mine for part in m.modules())]
-
-
-@contextmanager
-def past_the_engine(runtime: Runtime, given: object) -> Iterator[None]:
-    """Around a call that is none of the engine's. One with gradients belongs to the step in progress, if that takes any."""
-    device = runtime.parts.device
-    device.access.check_process()
-    with contextlib.ExitStack() as stack:
-        if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
-            runtime.planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
-            stack.enter_context(runtime.aside())
-        stack.enter_context(runtime.casting())
-        stack.enter_context(ambient())
-        stack.enter_context(device.metered())
-        yield
 
 
 class _Call:

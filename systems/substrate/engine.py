@@ -42,6 +42,7 @@ from systems.substrate.parameters import MovingParameter, refuse_state_dict
 from systems.substrate.planner import Parts
 from systems.substrate.reads import follow_uses
 from systems.substrate.recipe import StepControl
+from systems.substrate.recovery import Recovery
 from systems.substrate.reports import ManagedReports
 from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
@@ -162,14 +163,15 @@ class ManagedEngine(ManagedReports):
         self.parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs, recomputation)
         self.index = found.index
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
+        self.recovery = Recovery(self.runtime)
         self._cleanup.callback(inputs.attach(found, offloaded))
         self._watch_model(found)
 
     def _watch_model(self, found: FoundModel) -> None:
-        hooks = follow_uses(found, self.runtime, self._cleanup)
+        hooks = follow_uses(found, self.runtime, self.recovery, self._cleanup)
         self._calls = hooks.calls
         hooks.watch(self.parameters)
-        self.runtime.recovery.parameters = self.parameters
+        self.recovery.parameters = self.parameters
         self._watch = self._watching(found)
         self.runtime.casting = self._watch.call
         self._cleanup.callback(self._watch.end)
@@ -198,7 +200,7 @@ class ManagedEngine(ManagedReports):
         if not self._trains:
             refuse_wanted_gradients((args, kwargs))
         trains = torch.is_grad_enabled() and self._trains
-        recover = None if trains else runtime.recovery.leave_aside
+        recover = None if trains else self.recovery.leave_aside
         with self._recovering(recover), self._watch.call(), self._calls.of_engine():
             if trains:
                 first = not runtime.in_step
@@ -206,6 +208,7 @@ class ManagedEngine(ManagedReports):
                     self._watch.check()
                 runtime.planner.meet(batch_shape_of((args, kwargs)), first=first)
                 if first:
+                    self.recovery.check()
                     runtime.begin_step()
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     args, kwargs = cast_inputs(args, kwargs, dtype)
@@ -246,10 +249,10 @@ class ManagedEngine(ManagedReports):
             self.runtime.finish_step()
 
     def _abort(self) -> None:
-        self.runtime.recovery.abort()
+        self.recovery.abort()
 
     def _discard(self) -> None:
-        self.runtime.recovery.dropped = None
+        self.recovery.dropped = None
         if not self.runtime.in_step:
             return
         if self.runtime.ending.updated:
@@ -257,7 +260,7 @@ class ManagedEngine(ManagedReports):
                 "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
                 "`options=dict(nonfinite='skip')`"
             )
-        self.runtime.recovery.abort()
+        self.recovery.abort()
         self.runtime.planner.resume()
 
     def drain(self) -> None:
@@ -294,7 +297,7 @@ class ManagedEngine(ManagedReports):
         store = self.parts.store
         try:
             if self.runtime.in_step or self._broken_off:
-                self.runtime.recovery.abort()
+                self.recovery.abort()
             self.drain()
             self._control.check_whole()
             if keep:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,21 +23,24 @@ import torch
 from torch import nn
 
 from systems.errors import HiddenUseError, OutOfMemoryError
-from systems.substrate.calls import NO_UNIT, Calls, past_the_engine
+from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.calls import NO_UNIT, Calls
+from systems.substrate.device import ambient
 from systems.substrate.hooks import UnitHooks
+from systems.substrate.recovery import Recovery
 from systems.substrate.residency import BundleState
 from systems.substrate.runtime import Runtime
 from systems.substrate.unit_tensors import SEEN
 from systems.substrate.units import ROOT, FoundModel
 
 
-def follow_uses(found: FoundModel, runtime: Runtime, cleanup: ExitStack) -> UnitHooks:
+def follow_uses(found: FoundModel, runtime: Runtime, recovery: Recovery, cleanup: ExitStack) -> UnitHooks:
     """Everything that tells the runtime what the model does: its calls, its units' events, who reads what.
 
     cleanup: takes it off the model, however far it came.
     """
     parts = runtime.parts
-    calls = Calls(partial(past_the_engine, runtime), runtime.recovery.interrupted)
+    calls = Calls(partial(_past_the_engine, runtime), recovery.interrupted)
     cleanup.callback(calls.detach)
     hooks = UnitHooks(found, runtime, parts.layout, calls)
     cleanup.callback(hooks.remove)
@@ -46,6 +49,21 @@ def follow_uses(found: FoundModel, runtime: Runtime, cleanup: ExitStack) -> Unit
         parts.device.exempt(managed.storage.untyped)
     parts.device.guard(parts.residency.make_room, reads.check, lambda: reads.watches)
     return hooks
+
+
+@contextmanager
+def _past_the_engine(runtime: Runtime, given: object) -> Iterator[None]:
+    """Around a call that is none of the engine's. One with gradients belongs to the step in progress, if that takes any."""
+    device = runtime.parts.device
+    device.access.check_process()
+    with ExitStack() as stack:
+        if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
+            runtime.planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
+            stack.enter_context(runtime.aside())
+        stack.enter_context(runtime.casting())
+        stack.enter_context(ambient())
+        stack.enter_context(device.metered())
+        yield
 
 
 class Reads:

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from systems.substrate.in_place import HOLD
 from systems.substrate.lanes import Ticket
 from systems.substrate.parameters import take_gradient
+from systems.substrate.runtime import Runtime
 from systems.substrate.segments import OptimizerState
 from systems.substrate.tiers import Allocation
-
-if TYPE_CHECKING:
-    from systems.substrate.runtime import Runtime
 
 STATES_APART = "optimizer states could not be brought home after a step that broke off: initialize anew from a checkpoint"
 DROPPED = (

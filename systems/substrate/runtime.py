@@ -26,7 +26,6 @@ from systems.planning.trace import NO_UNIT, Moment, Phase
 from systems.substrate.labels import UnitSpans
 from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Cursor, Recorder
-from systems.substrate.recovery import Recovery
 from systems.substrate.step_ending import StepEnding
 
 
@@ -48,7 +47,6 @@ class Runtime:
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
-        self.recovery = Recovery(self)
         parts.residency.demote = lambda: self.planner.moving(self._relieve)
         parts.inputs.active, parts.inputs.left = lambda: self._observing, self.recorder.input_left
 
@@ -77,7 +75,6 @@ class Runtime:
                     residency.fetch(index)
 
     def begin_step(self) -> None:
-        self.recovery.check()
         self.ending.begin()
         self.in_step, self.micro_step, self.steps_begun = True, 0, self.steps_begun + 1
         self._pending.clear()

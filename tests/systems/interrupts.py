@@ -186,7 +186,7 @@ class Sweep:
         """No byte of the device is lost, nothing is held, and no slot has anything but parameters."""
         if isinstance(self.engine, ManagedEngine):
             parts = self.engine.parts
-            owned = self.engine.runtime.recovery.owned()
+            owned = self.engine.recovery.owned()
             assert parts.device.account.pool == sum(block.nbytes for block in owned)
             assert not any(managed.holds for managed in parts.residency.bundles)
             assert not any(stored.slot_holds_gradient for stored in parts.store.segments)

@@ -139,7 +139,7 @@ def test_what_a_broken_step_has_read_is_not_overwritten_before() -> None:
     engine = started("random", log_events=True)
     residency = parts_of(engine).residency
     residency.hold([2, 3], "a unit")
-    engine.runtime.recovery.abort()  # type: ignore[attr-defined]
+    engine.recovery.abort()  # type: ignore[attr-defined]
     for index in residency.evictable():
         residency.drop(index)
     for index in range(len(residency.bundles)):
