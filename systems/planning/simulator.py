@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import pairwise
 
 from systems.planning.clocks import Job, Span, run
 from systems.planning.demand import in_order_of_use
@@ -115,7 +115,13 @@ def costs_of(schedule: Schedule, profile: HardwareProfile, queues: Mapping[LaneK
     residence = schedule.residence
     rates = Rates(profile, residence.context.ranks)
     updates = in_order_of_use((b.index for b in residence.layout.bundles if b.trainable), schedule.demand)
-    return Costs(residence.layout, residence.context, rates, {**default_queues(profile), **queues}, dict(zip(updates, count())))
+    return Costs(
+        residence.layout,
+        residence.context,
+        rates,
+        {**default_queues(profile), **queues},
+        {bundle: place for place, bundle in enumerate(updates)},
+    )
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ OTHER_PROCESS = (
 
 class Access:
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._writes = False
 
     @property
     def is_foreign(self) -> bool:
         """True in a forked child."""
-        return os.getpid() != self._process
+        return os.getpid() != self.process
 
     def check_process(self) -> None:
         if self.is_foreign:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from systems.errors import BudgetError, UnsupportedError
-from systems.limits import free_host_memory
+from systems.export import check_host
 from systems.planning.plan import Tier
-from systems.sizes import format_need, format_size
+from systems.sizes import format_size
 from systems.substrate.parameters import data_of, refuse_loading, refuse_state_dict, set_data, take_gradient
 from systems.substrate.residency import Residency
 from systems.substrate.segments import follows, joined
@@ -119,14 +119,8 @@ def check_room(pieces: Sequence[Sequence[torch.Tensor]], room: int) -> None:
 def on_the_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of those that are elsewhere. BudgetError, before any is made, where the host has no room for them."""
     need = sum(value.nbytes for value in values if value.device.type != "cpu")
-    have = free_host_memory() if need else None
-    if have is not None and need > have:
-        raise BudgetError(
-            f"{format_need(need, have)} of host memory for weights on the device, {format_size(have)} are free",
-            tier="host",
-            need=need,
-            have=have,
-        )
+    if need:
+        check_host(need, "close", "make room, or save a checkpoint before")
     return [value.to("cpu") for value in values]
 
 

@@ -1,6 +1,6 @@
-"""What has to end before an engine can close: a pass through its model.
+"""Whether a pass of an engine is running, in whose midst it may be asked for something else.
 
-That a pass is running is read off the stacks of all threads: whatever one would count it with, Ctrl-C may leave standing.
+That is read off the stacks of all threads: whatever one would count it with, Ctrl-C may leave standing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from types import FrameType
 
 from systems.system import Engine
 
-OF_ENGINE = frozenset({"__call__", "backward", "step"})
+OF_ENGINE = frozenset({"_backward", "_finish_step"})  # what its public calls are about, once they have begun
 OF_MODULE = frozenset({"_call_impl", "forward"})
 
 
-def refuse_while_running(engine: Engine) -> None:
-    """ValueError where somebody up a stack runs the engine, or its model."""
+def is_running(engine: Engine) -> bool:
+    """Somebody up a stack runs the engine's backward pass or step, or its model."""
     modules = {id(module) for module in engine.module.modules()}
     for top in sys._current_frames().values():
         frame: FrameType | None = top
@@ -24,5 +24,6 @@ def refuse_while_running(engine: Engine) -> None:
             if name in OF_ENGINE or name in OF_MODULE:
                 whose = frame.f_locals.get("self")
                 if (whose is engine and name in OF_ENGINE) or (id(whose) in modules and name in OF_MODULE):
-                    raise ValueError("close: a pass of this engine is running, which needs its weights: close it after that")
+                    return True
             frame = frame.f_back
+    return False

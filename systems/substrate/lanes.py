@@ -8,6 +8,7 @@ moved.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -186,7 +187,8 @@ class Lane:
 
         operation: what a profile shows.
         """
-        self._access.check_process()  # a lock may be held for ever, too
+        if os.getpid() != self._access.process:  # a lock may be held for ever, too
+            self._access.check_process()
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
         job = _Job(work, after, ticket, priority, operation)
         with self._lock:

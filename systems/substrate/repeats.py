@@ -136,11 +136,10 @@ class Saves:
             block.repeats.add(block.name, sums, again)
             return
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            alike = torch.equal(torch.stack(sums), torch.stack(again))
-        if not alike:
-            with torch.no_grad(), torch._C._DisableTorchDispatch():
-                lost = bool(last.detach().isnan().any())
-            raise weights_gone(block.name) if lost else other_values(block.name)
+            if torch.equal(torch.stack(sums), torch.stack(again)):
+                return
+            lost = bool(last.detach().isnan().any())
+        raise weights_gone(block.name) if lost else other_values(block.name)
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of its bits as integers: each row's by its place, or of a sample of rows, another one at each call."""

@@ -16,7 +16,7 @@ from systems.machine import host_budget
 from systems.messages import in_words
 from systems.substrate.access import Access
 from systems.substrate.giving_back import leave_without
-from systems.substrate.in_progress import refuse_while_running
+from systems.substrate.in_progress import is_running
 from systems.substrate.inputs import refuse_training_nothing
 from systems.substrate.optimizer_states import Moments, OptimizerStates
 from systems.substrate.parameter_watch import ParameterWatch
@@ -29,8 +29,8 @@ NO_LOSS = "backward: call the engine first, with gradients enabled, to get a los
 class SteppingEngine(Engine):
     """_trains: something of the model requires a gradient. _failed: an exception ended the `with` block.
 
-    _states: of the user's torch optimizer, None without one. _broken_off: what an exception left is not tidied up yet.
-    _given: the model has its values again.
+    _states: of the user's torch optimizer, None without one. _broken_off: a pass runs, or what an exception left of one is
+    not tidied up yet. _given: the model has its values again.
     """
 
     settings: Settings
@@ -139,7 +139,7 @@ class SteppingEngine(Engine):
         if self._closed:
             raise ValueError("the engine is closed")
         self._access.check()
-        if self._broken_off:  # a second Ctrl-C came before all was tidied up
+        if self._broken_off and not is_running(self):  # a second Ctrl-C came before all was tidied up
             self._abort()
             self._broken_off = False
 
@@ -158,9 +158,7 @@ class SteppingEngine(Engine):
         self._check_open()
         if in_step:
             raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
-        if not overwrites:
-            self._watch.check()
-        self._watch.check_names()
+        (self._watch.check_names if overwrites else self._watch.check)()
         self.drain()
         self._control.check_whole()
 
@@ -179,7 +177,8 @@ class SteppingEngine(Engine):
             return
         if not self._failed:
             self._access.check()
-            refuse_while_running(self)
+            if is_running(self):
+                raise ValueError("close: a pass of this engine is running, which needs its weights: close it after that")
         self._closed = True
         lost, told, amid = self._watch.lost(), frozenset(self._control.told), sys.exception() is not None
         if self._states is not None:

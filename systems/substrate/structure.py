@@ -9,7 +9,7 @@ Modules without parameters may come and go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any
 
@@ -28,14 +28,13 @@ ADVICE = (
 class Structure:
     """From construction, once parameters are the engine's, to `end`. parameters: that the engine has, with their names."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], names: Iterable[str]) -> None:
         self._model = model
         self._names = _named(model)
         self._mine = dict(zip(map(id, parameters), names, strict=True))
         self._guarded = list(model.named_modules())
-        ours = {id(parameter) for parameter in parameters}
         tables = [module._parameters for _, module in self._guarded]
-        self._owners = [(held, name, p) for held in tables for name, p in held.items() if p is not None and id(p) in ours]
+        self._owners = [(held, name, p) for held in tables for name, p in held.items() if id(p) in self._mine]
         self._remember()
         for name, module in self._guarded:
             if not isinstance(module, torch.jit.ScriptModule):
@@ -95,8 +94,7 @@ class Structure:
 
     def put_back(self) -> bool:
         """Parameters of the engine are their modules' again, where one from elsewhere has their name. False if none was."""
-        replaced = [(held, name, p) for held, name, p in self._owners if held.get(name, p) is not p]
-        replaced = [(held, name, p) for held, name, p in replaced if id(held[name]) not in self._mine]
+        replaced = [owner for owner in self._owners if id(owner[0].get(owner[1], owner[2])) not in self._mine]
         for held, name, parameter in replaced:
             held[name] = parameter
         return bool(replaced)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,11 +49,11 @@ def _lines_of_with(path: str) -> frozenset[int]:
     return frozenset(line for node in nodes for line in range(node.lineno, node.body[0].lineno))
 
 
-class _Trace:
+class Trace(ABC):
     """Calls `see` for each event of this project's code that runs within."""
 
-    def see(self, place: Place) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def see(self, place: Place) -> None: ...
 
     def _step(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
@@ -63,7 +64,8 @@ class _Trace:
         return self._step
 
     @contextmanager
-    def within(self) -> Iterator[None]:
+    def within(self, engine: object = None) -> Iterator[None]:
+        """engine: of others that break it off, this looks at all that is run."""
         before = sys.gettrace()
         sys.settrace(self._step)
         try:
@@ -72,7 +74,7 @@ class _Trace:
             sys.settrace(before)
 
 
-class Seen(_Trace):
+class Seen(Trace):
     """How often each place came."""
 
     def __init__(self) -> None:
@@ -82,7 +84,7 @@ class Seen(_Trace):
         self.counts[place] += 1
 
 
-class Interrupt(_Trace):
+class Interrupt(Trace):
     """Ctrl-C when the place comes for the given time."""
 
     def __init__(self, place: Place, time: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import systems
+from systems import export
 from systems.baselines import resident
 from systems.errors import BudgetError, UnsupportedError
 from systems.strategies.elixir.options import ElixirOptions
@@ -222,7 +223,7 @@ def test_nothing_is_gathered_for_a_model_that_shall_keep_nothing(system: str, mo
 def test_values_on_a_device_that_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under resident. Closing is clean, and the forward says why; those that are on the host already need none."""
     here, there = torch.ones(30), torch.ones(30, device="meta")
-    monkeypatch.setattr(giving_back, "free_host_memory", lambda: 100)
+    monkeypatch.setattr(export, "free_host_memory", lambda: 100)
     assert giving_back.on_the_host([here, here])[0] is here
     with pytest.raises(BudgetError) as short:
         giving_back.on_the_host([here, there])
@@ -233,7 +234,7 @@ def test_values_on_a_device_that_the_host_has_no_room_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(resident, "data_of", lambda parameter: torch.empty(parameter.shape, device="meta"))
     engine.close()
     assert sum(parameter.nbytes for parameter in model.parameters()) == 0
-    with pytest.raises(RuntimeError, match=r"of host memory for weights on the device, 100B are free\): build the model anew"):
+    with pytest.raises(RuntimeError, match=r"of host memory, 100B are free: make room, or save a checkpoint before\): build the model anew"):
         evaluated(model)
 
 

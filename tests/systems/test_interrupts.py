@@ -78,4 +78,5 @@ def test_ctrl_c_everywhere_in_a_first_step(system: str, accumulate: int) -> None
     for place, time in chosen(Counter({place: count for place, count in first.items() if place not in usual}), [0.0]):
         sweep = Sweep(lambda: begin(system, accumulate), course(accumulate), 0)
         sweep.interrupt(place, time)
+        assert sweep.happened == 1, f"void: {place} did not come again"
         sweep.end()

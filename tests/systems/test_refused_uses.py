@@ -167,6 +167,29 @@ def test_an_engine_is_not_closed_while_weights_are_lent_or_a_pass_runs(system: s
     assert_equal(finished(expected, theirs + steps(expected)), finished(engine, losses + steps(engine)))
 
 
+@pytest.mark.parametrize("system", ALL)
+def test_a_refusal_in_the_midst_of_a_pass_costs_nothing_of_it(system: str) -> None:
+    """A hook asks for what only lies between steps, is refused, and goes on."""
+    engine, expected = started(system), started("resident")
+    model: Any = engine.module
+    said: list[str] = []
+
+    def ask(*given: Any) -> None:
+        for what in (engine.state_dict, engine.training_state):
+            with pytest.raises(UnsupportedError, match="a step is in progress") as refused:
+                what()
+            said.append(str(refused.value))
+
+    losses = steps(engine)
+    for hook in (ask, lambda *given: given[-1].register_hook(ask)):
+        handle = model.blocks[1].register_forward_hook(lambda *given, hook=hook: hook(*given) and None)
+        losses += steps(engine, 1)
+        handle.remove()
+    assert len(said) == 4
+    theirs = steps(expected) + steps(expected, 1) + steps(expected, 1)
+    assert_equal(finished(expected, theirs), finished(engine, losses))
+
+
 # ---- copies of an optimizer
 
 

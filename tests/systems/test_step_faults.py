@@ -5,15 +5,11 @@ Ctrl-C is raised at one line of this project's code after another; allocations a
 
 from __future__ import annotations
 
-import dis
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +18,7 @@ import torch
 from systems.errors import UnsupportedError
 from systems.system import Engine
 from tests.systems import every
+from tests.systems.interrupts import REFUSED, Place, Trace
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (
@@ -39,8 +36,6 @@ from tests.systems.running import (
 LOSS = CASES["stack"].loss
 TIGHT = 150_000  # bytes: about 40 % of what resident needs
 STEPS = 3
-OURS = str(Path(__file__).resolve().parents[2] / "systems")
-REFUSED = r"parameters belong to two steps|optimizer states could not be brought home"
 SYSTEMS: dict[str, tuple[Any, Any]] = {
     **{name: (system, None) for name, system in every.SYSTEMS.items()},
     "h3t": (h3t(), h3t().Options(solver="drawn")),
@@ -65,37 +60,19 @@ def undisturbed(accumulate: int, clip: bool) -> Run:
     return finished(engine, [one_step(engine, batch, LOSS) for batch in tokens(STEPS, accumulate)])
 
 
-def leaves_a_with(frame: FrameType) -> bool:
-    """About to call __exit__. Python looks for Ctrl-C after calls, which are within the block or behind it, and not here."""
-    three = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 6 : 2]
-    return three == bytes([dis.opmap["LOAD_CONST"]] * 3)
-
-
-class Lines:
+class Lines(Trace):
     """Ctrl-C at line `number` of what this project's code runs within, and none if there are fewer."""
 
     def __init__(self, number: int) -> None:
         self._left = number
         self.where = ""
 
-    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        if event == "line" and not leaves_a_with(frame):
+    def see(self, place: Place) -> None:
+        if place.event == "line":
             self._left -= 1
             if self._left == 0:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self.where = f"{place.file}:{place.line}"
                 raise KeyboardInterrupt
-        return self._trace
-
-    @contextmanager
-    def within(self, engine: Engine) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
 
 
 class Calls:
@@ -214,3 +191,4 @@ def test_every_operation_and_allocation(system: str, accumulate: int, what: str,
         number = 1
         while disturbed(system, accumulate, broken, Calls(what, number, late=late)):
             number += 1
+        assert number > 1 or what == "allocate", "void: a step issues nothing"

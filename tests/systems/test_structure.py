@@ -18,12 +18,9 @@ from systems.errors import UnsupportedError
 from systems.substrate.structure import Structure
 from systems.system import Engine
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, assert_equal, finished, one_step, settings, start
-from tests.systems.setups import SYSTEMS
-
-DIM = 16
-ALL = {"resident": (RESIDENT, RESIDENT.Options()), **SYSTEMS}
-BUDGET = 16 << 10  # of a model of 18 KiB
+from tests.systems.running import assert_equal, finished
+from tests.systems.test_edits import ALL, DIM, loss, steps
+from tests.systems.test_edits import started as started_with
 
 
 class Net(nn.Module):
@@ -42,17 +39,7 @@ class Net(nn.Module):
 
 
 def started(system: str, model: nn.Module | None = None, **given: Any) -> Engine:
-    chosen, options = ALL[system]
-    asked = settings(device_memory=1 << 20 if system == "resident" else BUDGET, **given)
-    return start(chosen, Net() if model is None else model, asked, options)
-
-
-def loss(engine: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
-    return engine(ids)
-
-
-def steps(engine: Engine, count: int = 2) -> list[float]:
-    return [one_step(engine, batch, loss) for batch in tokens(count, 1)]
+    return started_with(system, Net() if model is None else model, **given)
 
 
 def swap(model: Any) -> None:
@@ -196,10 +183,11 @@ def test_what_changes_no_name_of_a_parameter_is_let_through(system: str) -> None
 
 def test_a_copy_of_a_resident_model_may_be_changed() -> None:
     engine = started("resident")
-    other = copy.deepcopy(engine.module)
+    other, names = copy.deepcopy(engine.module), dict(engine.module.named_parameters()).keys()
     for change in (prune_first, no_bias, swap, wrap):
         change(other)
     steps(engine)
+    assert engine.state_dict().keys() == names != dict(other.named_parameters()).keys()
     engine.close()
 
 
