@@ -14,9 +14,10 @@ from systems.planning.schedule import expand
 from systems.planning.schedule_text import text_of
 from systems.prediction.forecast import policy_of
 from tests.planning.synthetic import context, trace_of, transformer
+from tests.systems import every
 
 GOLDEN = Path(__file__).parent / "golden"
-STRATEGIES = [name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"]
+STRATEGIES = list(every.STRATEGIES)
 ACTIVATION = 1 << 16
 
 

@@ -26,10 +26,11 @@ from systems.prediction.forecast import Forecast, Observations, Question, fits, 
 from systems.prediction.remedies import remedies
 from systems.system import Settings
 from tests.planning.machines import BANDWIDTHS, scaled
+from tests.systems import every
 from tests.systems.setups import in_turn
 
 MIB, GIB = 1 << 20, 1 << 30
-STRATEGIES = [name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"]
+STRATEGIES = list(every.STRATEGIES)
 
 
 @cache
@@ -99,7 +100,7 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
     assert before_any_ran.simulation.device_peak_bytes <= budget
 
 
-OFFLOADING = [name for name in STRATEGIES if "activations" in registry.get(name).Options.model_fields]
+OFFLOADING = list(every.with_option("activations", "host", every.STRATEGIES))
 
 
 @pytest.mark.parametrize("system", OFFLOADING)

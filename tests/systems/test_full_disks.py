@@ -13,13 +13,14 @@ import pytest
 from systems import machine, registry
 from systems.errors import BudgetError, UnsupportedError
 from systems.substrate import disk as disk_module
+from tests.systems import every
 from tests.systems.models_small import tokens
 from tests.systems.running import settings, start, train
 from tests.systems.setups import budget_of
 from tests.systems.test_disk import SETUPS, with_disk
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names() if registry.get(name).abilities.disk])
+@pytest.mark.parametrize("name", [name for name, system in every.STRATEGIES.items() if system.abilities.disk])
 def test_a_folder_in_memory_and_a_full_one_are_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
