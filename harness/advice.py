@@ -14,10 +14,10 @@ from harness.plan_spec import ALL, PlanSpec
 from harness.request import Request
 from harness.spec import RunSpec
 from systems.errors import UnsupportedError
-from systems.machine import device_budget, disk_budget, host_budget
+from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning import hardware
 from systems.planning.layout import round_up
-from systems.planning.overflow import PAGE
+from systems.planning.policy.homes import PAGE
 from systems.prediction.forecast import Observations, Question, fits, forecast, policy_of
 from systems.prediction.remedies import Remedy, Room, remedies
 

@@ -37,7 +37,7 @@ from harness.table import show
 from harness.wandb_log import Tracker
 from systems import registry
 from systems.errors import UnsupportedError
-from systems.launchers import refuse_launched_ranks
+from systems.machine.launchers import refuse_launched_ranks
 from systems.messages import invalid_value, one_line, printable, unknown_name
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from harness.measure import Measured
 from harness.record import Energy, Metrics, Resolved, Samples, Traffic
 from models.flops import FlopCount, Recompute, hardware_tflops, model_tflops, relative_tflops, tflops_6n
-from systems.system import StepOutcome
+from systems.settings import StepOutcome
 
 TRAFFIC_KEYS = tuple(Traffic.model_fields)
 DEFERRED_SHARE = 0.1

@@ -16,9 +16,9 @@ from harness.availability import load_all
 from harness.output import say
 from systems import registry
 from systems.errors import UnavailableError
-from systems.limits import Limits, read_limits
+from systems.machine.limits import Limits, read_limits
+from systems.native import build
 from systems.sizes import format_size
-from systems.substrate import build
 
 _TIMEOUT_S = 20
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"

@@ -16,7 +16,7 @@ import torch
 
 from harness import nvml
 from harness.record import Code, Environment, Hardware, Threads
-from systems.limits import PROC, Limits
+from systems.machine.limits import PROC, Limits
 from systems.messages import one_line
 
 PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe", "numpy", "pydantic", "triton")

@@ -36,7 +36,7 @@ from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
 from harness.spec import BadInputError, RunSpec
 from harness.store import new_run_id
-from systems.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
+from systems.machine.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from harness.spec import Schedule
-from systems.system import Engine, StepOutcome
+from systems.settings import StepOutcome
+from systems.system import Engine
 
 EVAL_BATCHES = 4
 CLOCK = "between-drains-2"  # the definition of the timed region above; changes when that does

@@ -25,7 +25,7 @@ from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
 from systems.planning import hardware
 from systems.planning.allowance import CUDA, EXACT
-from systems.planning.perfetto import to_json
+from systems.planning.clock.perfetto import to_json
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.meta_step import Unfilled
 from systems.prediction.remedies import LAYERS, Depths, Remedy, Room, remedies

@@ -23,11 +23,11 @@ from harness.roofs import host
 from harness.roofs.device import Devices, DeviceSizes
 from harness.roofs.host import HostSizes
 from harness.spec import BadInputError, Device
-from systems.limits import Limits, in_memory, read_limits
+from systems.adam.cpu import cpu_kernel
+from systems.machine.limits import Limits, in_memory, read_limits
 from systems.messages import one_line
 from systems.planning.hardware import HardwareProfile
 from systems.sizes import format_size
-from systems.substrate.adam.cpu import cpu_kernel
 
 CORES_LEFT = 2  # by CPU Adam while copies run: one launches kernels, one queues copies
 LATENCY_AT = 4 << 20  # bytes of the copy whose time beyond its bytes is called the latency

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.spec import RunSpec
-from systems.limits import Limits
+from systems.machine.limits import Limits
 
 SCHEMA_VERSION = 1
 

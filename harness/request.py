@@ -21,8 +21,9 @@ from models.shape import ModelShape
 from systems import checkpoint, registry
 from systems.checkpoint import LoopState
 from systems.errors import UnavailableError
-from systems.limits import Limits
-from systems.system import AdamSettings, Settings, System
+from systems.machine.limits import Limits
+from systems.settings import AdamSettings, Settings
+from systems.system import System
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,10 +30,11 @@ from models import registry as models_registry
 from models.flops import count
 from models.loss import count_labels, token_loss
 from systems import checkpoint
-from systems.limits import Limits, process_memory, raise_open_files, read_limits
+from systems.machine.limits import Limits, process_memory, raise_open_files, read_limits
 from systems.messages import one_line
 from systems.prediction.meta_step import Unfilled
-from systems.system import Engine, Settings
+from systems.settings import Settings
+from systems.system import Engine
 
 SAID_IN_ONE_LINE = ("refused", "unavailable", "oom")  # the traceback goes into the record
 EMULATED = (

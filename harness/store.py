@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from harness.record import SCHEMA_VERSION, Record, to_json
 from harness.spec import BadInputError
-from systems.files import flush
+from systems.machine.durable import flush
+from systems.machine.reading import read_json
 from systems.messages import invalid_value, one_line
-from systems.reading import read_json
 
 if TYPE_CHECKING:
     import pandas

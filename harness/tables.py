@@ -23,8 +23,8 @@ from harness.output import complain, say
 from harness.record import Reason, Record
 from harness.spec import BadInputError, RunSpec
 from harness.stats import Figure
+from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line, printable
-from systems.reading import read_text
 from systems.sizes import format_size
 
 FOLDER = Path(__file__).with_name("results_tables")

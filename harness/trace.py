@@ -2,7 +2,7 @@
 
 It comes after the timed steps and no figure of the record includes it. torch's profiler sees every thread of the process
 and, on CUDA, every stream; `arranged` then gives the tracks the names of this project's lanes. What the labels mean is
-in systems/substrate/labels.py.
+in systems/device/watch/labels.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from models.family import Family, FillWeights, from_config, parameters_on_meta
 from models.folder_weights import FolderWeights, fill_buffers, stored_tensors
 from models.shape import ModelShape, ObjectiveName
 from models.weights import InitialWeights, law_of
-from systems.blocks import find_blocks
+from systems.recipe.model.blocks import find_blocks
 
 # Our names for what transformers' configs call by several.
 _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {

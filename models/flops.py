@@ -30,10 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.objective import OBJECTIVES
 from models.registry import build
 from models.shape import ModelShape, ObjectiveName
-from systems.attention import FusedAttention
-from systems.blocks import find_blocks
-from systems.meta_copy import on_meta
-from systems.products import BATCHED, PRODUCTS
+from systems.prediction.attention import FusedAttention
+from systems.prediction.meta_copy import on_meta
+from systems.prediction.products import BATCHED, PRODUCTS
+from systems.recipe.model.blocks import find_blocks
 
 FORMULA_VERSION = "matmul-1"
 

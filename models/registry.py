@@ -18,7 +18,7 @@ import models
 from models import external
 from models.family import Family, FillWeights, parameters_on_meta
 from models.shape import ModelShape, did_you_mean
-from systems.blocks import find_blocks
+from systems.recipe.model.blocks import find_blocks
 
 
 @cache

@@ -20,8 +20,8 @@ from models import registry as models_registry
 from models.shape import ModelShape
 from systems.errors import BudgetError
 from systems.planning import hardware
+from systems.planning.clock.rates import Rates
 from systems.planning.plan import LaneKind
-from systems.planning.rates import Rates
 from systems.sizes import format_size
 from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, LayerCosts, ModelCosts
 from systems.strategies.h3t.dynamic import pruned_dp

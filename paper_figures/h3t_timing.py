@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from paper_figures.h3t_workflow import CALCULATION, HOST, HOST_LINK, LINK, Case, Diagram, Lengths, Shown, drawn
-from systems.planning.perfetto import TimedEvent, to_json
+from systems.planning.clock.perfetto import TimedEvent, to_json
 from systems.strategies.h3t.switches import ALL_ON, Switches
 
 SYMBOLS = {

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from systems.planning import hardware
-from systems.planning.clocks import Span
-from systems.planning.derived_waits import with_waits
+from systems.planning.clock.clocks import Span
+from systems.planning.clock.rates import STATE_BYTES, Costs, Rates, default_queues
+from systems.planning.clock.simulator import clocked
 from systems.planning.hardware import Figure, HardwareProfile
 from systems.planning.layout import Bundle, FlatSpace, Layout, Parameter, Segment, pack
-from systems.planning.operations import ScheduledOperation, Work
 from systems.planning.plan import LaneKind
-from systems.planning.rates import STATE_BYTES, Costs, Rates, default_queues
-from systems.planning.simulator import clocked
+from systems.planning.step.derived_waits import with_waits
+from systems.planning.step.operations import ScheduledOperation, Work
 from systems.planning.strategy import PlanningContext
 from systems.strategies.h3t.switches import Switches
 

@@ -44,9 +44,9 @@ def initialize(
     from torch import nn
 
     from systems.arguments import device_of, dtype_of, options_of, size_of
-    from systems.machine import refuse_absent_device, refuse_other_ranks
+    from systems.machine.budgets import refuse_absent_device, refuse_other_ranks
     from systems.registry import check_options, get
-    from systems.system import Settings
+    from systems.settings import Settings
 
     refuse_other_ranks()
     if not isinstance(model, nn.Module):

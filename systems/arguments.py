@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from systems.settings import TORCH_DTYPE, DType
 from systems.sizes import parse_size
-from systems.system import TORCH_DTYPE, DType
 
 
 def size_of(given: int | str | None) -> int | None:

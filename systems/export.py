@@ -13,22 +13,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from systems.checkpoint import copy_into
+from systems.checkpoint import TrainingState, copy_into
 from systems.errors import BudgetError, UnsupportedError
-from systems.limits import free_host_memory
+from systems.machine.limits import free_host_memory
+from systems.settings import TORCH_DTYPE
 from systems.sizes import format_need, format_size
-from systems.substrate.parameters import with_values
-
-if TYPE_CHECKING:
-    from systems.system import Engine
+from systems.state_dicts import with_values
 
 ALIGNMENT = 64  # bytes, of a tensor in a scratch file
 SPARE = 2  # values are spilled to a file unless the host has room for them so many times
@@ -36,8 +35,21 @@ SPARE = 2  # values are spilled to a file unless the host has room for them so m
 Place = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
+class Exporting(Protocol):
+    """An engine (systems.system.Engine), as far as it is asked here."""
+
+    module: nn.Module
+
+    @property
+    def has_training_state(self) -> bool: ...
+
+    def training_state(self) -> TrainingState: ...
+
+    def masters(self) -> AbstractContextManager[dict[str, torch.Tensor]]: ...
+
+
 @torch.inference_mode(False)  # what is made within it is of little use outside
-def state_dict(engine: Engine, dtype: str | torch.dtype) -> dict[str, Any]:
+def state_dict(engine: Exporting, dtype: str | torch.dtype) -> dict[str, Any]:
     """See Engine.state_dict."""
     wanted = _dtype(dtype)
     need = sum(nbytes for _, nbytes in _sizes(engine, wanted))
@@ -59,7 +71,9 @@ def state_dict(engine: Engine, dtype: str | torch.dtype) -> dict[str, Any]:
     return found
 
 
-def save_pretrained(engine: Engine, folder: str | os.PathLike[str], dtype: str | torch.dtype, more: Mapping[str, Any]) -> None:
+def save_pretrained(
+    engine: Exporting, folder: str | os.PathLike[str], dtype: str | torch.dtype, more: Mapping[str, Any]
+) -> None:
     """See Engine.save_pretrained."""
     wanted, module, target = _dtype(dtype), engine.module, Path(folder).absolute()
     if not callable(getattr(module, "save_pretrained", None)):
@@ -163,19 +177,15 @@ def check_host(need: int, what: str, advice: str) -> None:
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:
-    from systems.system import TORCH_DTYPE
-
     found = TORCH_DTYPE.get(given) if isinstance(given, str) else given
     if found is None or found not in TORCH_DTYPE.values():
         raise ValueError(f"dtype is {given!r}: give {' or '.join(map(repr, TORCH_DTYPE))}, or torch's name of it")
     return found
 
 
-def _one_by_one(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+def _one_by_one(engine: Exporting) -> Iterator[tuple[str, torch.Tensor]]:
     """First name and value of each parameter; all at once only where a package has no other way."""
-    from systems.system import Engine
-
-    if type(engine).training_state is Engine.training_state:
+    if not engine.has_training_state:
         with engine.masters() as values:
             yield from values.items()
         return
@@ -184,16 +194,14 @@ def _one_by_one(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         yield described.name, state.read(number, "value")
 
 
-def _names(engine: Engine) -> set[str] | None:
+def _names(engine: Exporting) -> set[str] | None:
     """First names of the engine's parameters. None: all that are floating, of a package that carries none along."""
-    from systems.system import Engine
-
-    if type(engine).training_state is Engine.training_state:
+    if not engine.has_training_state:
         return None
     return {described.name for described in engine.training_state().parameters}
 
 
-def _sizes(engine: Engine, dtype: torch.dtype) -> list[tuple[str, int]]:
+def _sizes(engine: Exporting, dtype: torch.dtype) -> list[tuple[str, int]]:
     """Bytes of each parameter, and of persistent buffers, as they will be written."""
     seen: set[int] = set()
     sizes, ours = [], _names(engine)
@@ -247,7 +255,7 @@ def _scratch(folder: Path, nbytes: int) -> Place:
 
 
 @contextlib.contextmanager
-def _whole(engine: Engine, dtype: torch.dtype, place: Place) -> Iterator[list[torch.Tensor]]:
+def _whole(engine: Exporting, dtype: torch.dtype, place: Place) -> Iterator[list[torch.Tensor]]:
     """Within, the engine's parameters are others, with values in that dtype; gives the values."""
     module = engine.module
     live: dict[int, tuple[str, torch.Tensor]] = {}

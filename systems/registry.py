@@ -1,7 +1,7 @@
 """The folder is the registry: every module in systems.baselines and systems.strategies that binds SYSTEM or STRATEGY.
 
 A baseline (a file or a small package) exposes `SYSTEM`, an object that obeys `systems.system.System`; a strategy
-exposes `STRATEGY`, a class that obeys `systems.planning.strategy.Strategy`, and `systems.managed` turns it into a
+exposes `STRATEGY`, a class that obeys `systems.planning.strategy.Strategy`, and `systems.substrate.system` turns it into a
 system. The name is the module's, with dashes for underscores. Listing names reads source text and imports nothing, so
 that it is quick and one broken module does not take the others down: it is unavailable, with its reason, when asked
 for.
@@ -97,7 +97,7 @@ def get(name: str, entries: Mapping[str, Entry] | None = None) -> System:
         exposed = getattr(importlib.import_module(entry.module), entry.exposes)
         if entry.exposes == "SYSTEM":
             return _checked(exposed, entry)
-        managed: Any = importlib.import_module("systems.managed")
+        managed: Any = importlib.import_module("systems.substrate.system")
         return _checked(managed.ManagedSystem(_checked(exposed, entry)), entry)
     except UnavailableError:
         raise

@@ -5,13 +5,12 @@ The harness knows nothing else of a system. All sizes are bytes, all times secon
 
 from __future__ import annotations
 
-import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 from pydantic import BaseModel
@@ -20,83 +19,7 @@ from systems import export
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 from systems.reports import Reports
-
-DType = Literal["bf16", "fp16", "fp32"]
-TORCH_DTYPE: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class AdamSettings:
-    """Hyperparameters of AdamW (decoupled decay) or Adam (decay added to the gradient), as torch.optim names them."""
-
-    lr: float = 1e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    decoupled: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is asked of a system, resolved: no field is a guess of the system's.
-
-    device_memory, host_memory: budgets in bytes; None means the smallest limit of the machine.
-    disk: folder for optimizer states that the host has no room for; disk_memory: its budget, None means what is free there.
-    recompute: "none", "full" or the block numbers whose activations are recomputed.
-    clip: gradient norm to clip to, 0 for off.
-    initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
-    optimizer: a torch AdamW or Adam whose parameter groups, read at each step, replace `adam`; None uses `adam`.
-    log_events: keep every event of the run in memory (tests), not only counters.
-    """
-
-    device: Literal["cuda", "cpu"] = "cpu"
-    device_memory: int | None = None
-    host_memory: int | None = None
-    disk: str | os.PathLike[str] | None = None
-    disk_memory: int | None = None
-    dtype: DType = "bf16"
-    accumulate: int = 1
-    clip: float = 0.0
-    recompute: Literal["none", "full"] | tuple[int, ...] = "none"
-    seed: int = 0
-    rank: int = 0
-    ranks: int = 1
-    adam: AdamSettings = field(default_factory=AdamSettings)
-    optimizer: torch.optim.Optimizer | None = None
-    initial_weights: Callable[[str, torch.Tensor], None] | None = None
-    log_events: bool = False
-
-    def __post_init__(self) -> None:
-        _one_of("device", self.device, ("cuda", "cpu"))
-        _one_of("dtype", self.dtype, tuple(TORCH_DTYPE))
-        for name, least in (("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("accumulate", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is None and name.endswith("memory"):
-                continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
-        if self.disk_memory is not None and self.disk is None:
-            raise ValueError("disk_memory is a budget of files in a folder: name it with disk")
-        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not 0 <= self.clip < math.inf:
-            raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
-        if isinstance(self.recompute, str):
-            _one_of("recompute", self.recompute, ("none", "full"))
-
-
-def _one_of(name: str, given: object, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise ValueError(f"{name} is {given!r}: give {' or '.join(repr(each) for each in allowed)}")
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one optimizer step did. norm is before clipping, over all trainable parameters; None if not computed."""
-
-    step: int
-    norm: float | None
-    clip_factor: float
-    loss_scale: float
-    skipped: bool
+from systems.settings import DType, Settings, StepOutcome
 
 
 class Engine(Reports):
@@ -161,6 +84,11 @@ class Engine(Reports):
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""
         raise UnsupportedError(f"{type(self).__name__} keeps its state in its own package: save it by that package's means")
 
+    @property
+    def has_training_state(self) -> bool:
+        """Whether values are read one by one; else all at once, as a package hands them out."""
+        return type(self).training_state is not Engine.training_state
+
     @abstractmethod
     def masters(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """Every parameter once, under its first name, as an fp32 value on the CPU; with write=True changes are taken over on
@@ -218,7 +146,7 @@ class Engine(Reports):
 class Abilities:
     """What some systems can do and others cannot, and what a system needs.
 
-    trace: its engines label their phases for a profile (systems/substrate/labels.py). phases: they know Engine.phases_s.
+    trace: its engines label their phases for a profile (systems/device/watch/labels.py). phases: they know Engine.phases_s.
     disk: optimizer states can be kept in Settings.disk.
     model: it runs a model, so that the harness builds one for it.
     package: name by which the outside package that trains is imported; install: the command that brings it.

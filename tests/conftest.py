@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from systems.limits import in_memory
+from systems.machine.limits import in_memory
 
 THREADS = 1  # tiny models: a second thread costs more than it brings, and milliseconds a call on a busy machine
 TEMPORARY_IN_MEMORY = in_memory(tempfile.gettempdir()) is not None
@@ -32,5 +32,5 @@ def _fixed_threads() -> Iterator[None]:
 def _temporary_folders_are_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the disk, on machines that keep temporary files in memory."""
     if TEMPORARY_IN_MEMORY:
-        for user in ("systems.machine", "harness.profile", "systems.baselines.external.deepspeed_config"):
+        for user in ("systems.machine.budgets", "harness.profile", "systems.baselines.external.deepspeed_config"):
             monkeypatch.setattr(f"{user}.in_memory", lambda folder: None)

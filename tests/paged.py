@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from systems.managed import ManagedSystem
 from systems.planning.layout import Layout, ModelIndex, Placement, Segment, align_elements
+from systems.substrate.system import ManagedSystem
 
 
 def cut(layout: Layout, page: int) -> Layout:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from systems.substrate.build import PROJECT, cache_directory
+from systems.native.build import PROJECT, cache_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("models", "systems", "harness", "paper_figures")

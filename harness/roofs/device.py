@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from harness.roofs.clock import median_s
 from harness.roofs.host import GIB, MIB
-from systems.substrate.events import EventLog
-from systems.substrate.host import HostMapping, host_account
+from systems.device.memory.host import HostMapping, host_account
+from systems.device.watch.events import EventLog
 
 Direction = Literal["h2d", "d2h"]
 BOTH: tuple[Direction, ...] = ("h2d", "d2h")

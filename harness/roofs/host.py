@@ -18,10 +18,11 @@ import torch
 
 from harness.roofs.clock import median_s
 from harness.spec import BadInputError
+from systems.adam.cpu import cpu_kernel
+from systems.adam.kernel import AdamKernel, AdamRange, AdamTask
 from systems.sizes import format_size
-from systems.substrate.adam.cpu import cpu_kernel
-from systems.substrate.adam.kernel import AdamKernel, AdamRange, AdamTask
-from systems.substrate.views import Poison, RebindableStorage
+from systems.substrate.bundle.poison import Poison
+from systems.substrate.bundle.storage import RebindableStorage
 
 ADAM_BYTES = 28  # a parameter: fp32 master and two moments read and written, bf16 gradient read, bf16 parameter written
 MIB, GIB = 1 << 20, 1 << 30

@@ -25,8 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 from systems.reports import MemoryReport
+from systems.settings import Settings, StepOutcome
 from systems.sizes import Size, format_size
-from systems.system import Abilities, Engine, Settings, StepOutcome, System
+from systems.system import Abilities, Engine, System
 
 COUNTERS = (
     "h2d_bytes", "d2h_bytes", "gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes",

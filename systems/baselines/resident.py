@@ -18,32 +18,34 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.profiler import record_function
 
+from systems.adam.kernel import AdamTask
 from systems.checkpoint import Described, ParameterState, Part
+from systems.device.device import ambient
+from systems.device.lanes.access import Access
+from systems.device.make import make_device
+from systems.device.watch.events import EventLog
+from systems.device.watch.labels import labelled
 from systems.errors import BudgetError, UnsupportedError
-from systems.machine import device_budget, make_device
+from systems.machine.budgets import device_budget
+from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
+from systems.recipe.model.calls import Calls, Hook, outer_modules
+from systems.recipe.model.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled
+from systems.recipe.model.giving_back import on_the_host, remember_buffers
+from systems.recipe.model.inputs import cast_inputs, refuse_wanted_gradients
+from systems.recipe.model.parameter_watch import ParameterWatch
+from systems.recipe.model.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
+from systems.recipe.model.unit_tensors import Seen, TooManyValuesError, too_many, wanted
+from systems.recipe.model.units import ROOT, FoundModel, find_units, take
+from systems.recipe.recomputation.recompute import apply_recompute, recomputation_in_words
+from systems.recipe.recomputation.repeats import Repeats
+from systems.recipe.step import loss_scale
+from systems.recipe.step.control import HALF_UPDATED, StepControl
+from systems.recipe.step.optimizer_states import states_of
+from systems.recipe.step.stepping import NO_LOSS, SteppingEngine, starting
 from systems.reports import MemoryReport
+from systems.settings import TORCH_DTYPE, Settings
 from systems.sizes import format_need, format_size
-from systems.substrate import loss_scale
-from systems.substrate.access import Access
-from systems.substrate.activations import apply_recompute, recomputation_in_words
-from systems.substrate.adam.kernel import AdamTask
-from systems.substrate.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
-from systems.substrate.calls import Calls, Hook, outer_modules
-from systems.substrate.device import ambient
-from systems.substrate.events import EventLog
-from systems.substrate.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled
-from systems.substrate.giving_back import on_the_host, remember_buffers
-from systems.substrate.inputs import cast_inputs, refuse_wanted_gradients
-from systems.substrate.labels import labelled
-from systems.substrate.optimizer_states import states_of
-from systems.substrate.parameter_watch import ParameterWatch
-from systems.substrate.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
-from systems.substrate.recipe import HALF_UPDATED, StepControl
-from systems.substrate.repeats import Repeats
-from systems.substrate.stepping import NO_LOSS, SteppingEngine, starting
-from systems.substrate.unit_tensors import Seen, TooManyValuesError, too_many, wanted
-from systems.substrate.units import ROOT, FoundModel, find_units, take
-from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
+from systems.system import Abilities, Engine, System
 
 
 class ResidentOptions(BaseModel):

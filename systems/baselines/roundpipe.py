@@ -31,8 +31,9 @@ from systems.baselines.external.sequential import cut
 from systems.baselines.external.torch_adam import check_arguments, set_rate
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
-from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
+from systems.recipe.model.units import FoundModel
+from systems.settings import TORCH_DTYPE, Settings
+from systems.system import Abilities, Engine, System
 
 INSTALL = "pip install 'offload-bench[baselines]'"
 PLAN_SHARE = 0.6  # of the device that RoundPipe plans for layers, by its own default

@@ -31,10 +31,11 @@ from systems.baselines.external.process import OneRank
 from systems.baselines.external.torch_adam import InPlace, Updates, WithMasters, arguments_of, check_arguments
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
-from systems.substrate.activations import apply_recompute
-from systems.substrate.adoption import place_buffers
-from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
+from systems.recipe.model.adoption import place_buffers
+from systems.recipe.model.units import FoundModel
+from systems.recipe.recomputation.recompute import apply_recompute
+from systems.settings import TORCH_DTYPE, Settings
+from systems.system import Abilities, Engine, System
 
 Weights = Literal["masters", "autocast", "compute"]
 BYTES = {"masters": 16, "autocast": 16, "compute": 8}  # a trainable parameter in 16 bits, gradient included

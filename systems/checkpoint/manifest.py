@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from systems.checkpoint.state import CheckpointError, LoopState, Part
 from systems.errors import UnsupportedError
-from systems.files import read_regular
+from systems.machine.durable import read_regular
 
 MANIFEST = "checkpoint.json"
 MANIFEST_BYTES = 128 << 20  # a parameter takes about 400

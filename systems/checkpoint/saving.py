@@ -37,7 +37,7 @@ from systems.checkpoint.state import (
 )
 from systems.checkpoint.tensors import Writer
 from systems.errors import BudgetError, DivergedError
-from systems.files import flush
+from systems.machine.durable import flush
 from systems.sizes import format_need, format_size
 
 OVERHEAD_BYTES = 1024  # of a parameter, for what says where it is; and of the rest

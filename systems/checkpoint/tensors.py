@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from systems.checkpoint.manifest import FileHash
 from systems.checkpoint.state import CheckpointError
-from systems.files import flush, open_regular
+from systems.machine.durable import flush, open_regular
 
 FILE_BYTES = 256 << 20  # a file has no more than these, or one tensor: what is copied meanwhile is both together at most
 CHUNK_BYTES = 4 << 20

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from systems.machine.reading import read_json
 from systems.messages import invalid_value, one_line, unknown_name
-from systems.reading import read_json
 
 FOLDER = Path(__file__).with_name("hardware")
 MAX_CHAIN = 4  # profiles that one is like, one through the other

@@ -15,26 +15,27 @@ from pydantic import BaseModel
 from torch import nn
 
 from systems.errors import BudgetError, UnsupportedError
-from systems.managed import ManagedSystem
-from systems.planning.activations import leaving, under
 from systems.planning.allowance import EXACT, Allowance
-from systems.planning.demand import Residence, unmovable
+from systems.planning.clock.rates import Rates
+from systems.planning.clock.simulator import Simulation, simulation_of
+from systems.planning.clock.work import StepWork, interval_seconds, trace_of_work
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex, round_up
-from systems.planning.overflow import PAGE, within_host
-from systems.planning.overflow import host_need as host_bytes
 from systems.planning.plan import Plan
-from systems.planning.rates import Rates
-from systems.planning.schedule import Schedule, expand
-from systems.planning.simulator import Simulation, simulation_of
+from systems.planning.policy.homes import PAGE, within_host
+from systems.planning.policy.homes import host_need as host_bytes
+from systems.planning.policy.windows import leaving, under
+from systems.planning.step.demand import Residence, unmovable
+from systems.planning.step.schedule import Schedule, expand
 from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy, check_update_rule
 from systems.planning.trace import Trace
-from systems.planning.work import StepWork, interval_seconds, trace_of_work
 from systems.prediction.meta_step import observe
 from systems.prediction.needs import TierNeed, device_need, disk_need, host_need
 from systems.prediction.resident_policy import ResidentPolicy
+from systems.settings import TORCH_DTYPE, DType
 from systems.sizes import format_size
-from systems.system import TORCH_DTYPE, DType, System
+from systems.substrate.system import ManagedSystem
+from systems.system import System
 
 MAX_ROUNDS = 16  # of raising a device budget to what the last refusal asked for
 Recompute = Literal["none", "full"] | tuple[int, ...]

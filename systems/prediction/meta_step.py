@@ -21,18 +21,18 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from systems.attention import FusedAttention
 from systems.errors import UnsupportedError
-from systems.meta_copy import on_meta
+from systems.planning.clock.work import Interval, StepWork
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.trace import NO_UNIT, Phase
-from systems.planning.work import Interval, StepWork
-from systems.products import PRODUCTS
-from systems.substrate.activations import Recomputation, recomputed_units
-from systems.substrate.calls import Calls
+from systems.prediction.attention import FusedAttention
+from systems.prediction.meta_copy import on_meta
+from systems.prediction.products import PRODUCTS
+from systems.recipe.model.calls import Calls
+from systems.recipe.model.units import COMPUTED, find_units
+from systems.recipe.recomputation.recompute import Recomputation, recomputed_units
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.runtime import Runtime
-from systems.substrate.units import COMPUTED, find_units
 
 _aten = torch.ops.aten
 _ROWS = (_aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor)

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from systems.planning.disk import PARTS, buffer_bytes, disk_bytes
+from systems.planning.disk_layout import PARTS, buffer_bytes, disk_bytes
 from systems.planning.layout import Layout
-from systems.planning.operations import Work
-from systems.planning.schedule import Schedule
-from systems.planning.timeline import MemTimeline
+from systems.planning.step.operations import Work
+from systems.planning.step.schedule import Schedule
+from systems.planning.step.timeline import MemTimeline
 
 
 @dataclass(frozen=True)

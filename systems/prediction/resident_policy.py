@@ -6,10 +6,10 @@ from pydantic import BaseModel
 
 from systems.errors import BudgetError, UnsupportedError
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.packing import bundle_a_unit
 from systems.planning.plan import Plan, Tier, UpdateRule
+from systems.planning.policy.packing import bundle_a_unit
+from systems.planning.step.timeline import timeline, with_peaks
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import NO_UNIT, Trace
 from systems.sizes import format_need, format_size
 

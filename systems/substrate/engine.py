@@ -13,46 +13,42 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from systems.device.device import Device, ambient
+from systems.device.lanes.access import Access
+from systems.device.memory.disk import Disk, disk_lanes
+from systems.device.memory.host import HostSlots, host_account
+from systems.device.watch.events import EventLog
 from systems.errors import UnsupportedError
 from systems.messages import in_words
-from systems.planning.overflow import within_host
+from systems.planning.policy.homes import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
-from systems.substrate import loss_scale
-from systems.substrate.access import Access
-from systems.substrate.activations import recomputation_in_words, recomputed_units, switchable
-from systems.substrate.adoption import (
-    adopt_parameters,
-    initial_values,
-    keeping_values,
-    place_beside,
-    refuse_mixed_dtypes,
-)
+from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
+from systems.recipe.model.giving_back import check_room, give, remember_buffers
+from systems.recipe.model.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
+from systems.recipe.model.parameter_watch import ParameterWatch
+from systems.recipe.model.parameters import MovingParameter
+from systems.recipe.model.units import FoundModel, find_units, take
+from systems.recipe.recomputation.recompute import recomputation_in_words, recomputed_units, switchable
+from systems.recipe.step import loss_scale
+from systems.recipe.step.control import StepControl
+from systems.recipe.step.optimizer_states import states_of
+from systems.recipe.step.stepping import NO_LOSS, starting
+from systems.settings import TORCH_DTYPE, Settings, StepOutcome
+from systems.state_dicts import refuse_state_dict
 from systems.substrate.batch_shape import batch_shape_of
-from systems.substrate.device import Device, ambient
-from systems.substrate.disk import Disk, disk_lanes
-from systems.substrate.events import EventLog
-from systems.substrate.giving_back import check_room, give, remember_buffers, values_in_slots
-from systems.substrate.gradients import Gradients
-from systems.substrate.host import HostSlots, host_account
-from systems.substrate.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
-from systems.substrate.offloaded_inputs import OffloadedInputs, offloadable
-from systems.substrate.optimizer_states import states_of
-from systems.substrate.parameter_watch import ParameterWatch
-from systems.substrate.parameters import MovingParameter, refuse_state_dict
+from systems.substrate.bundle.poison import Poison
+from systems.substrate.bundle.store import Store, take_rest
+from systems.substrate.handover import adopt_parameters, values_in_slots
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
+from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.updates import Updates
 from systems.substrate.planner import Parts
 from systems.substrate.reads import follow_uses
-from systems.substrate.recipe import StepControl
 from systems.substrate.recovery import Recovery
 from systems.substrate.reports import ManagedReports
-from systems.substrate.residency import Residency
 from systems.substrate.runtime import Runtime
-from systems.substrate.stepping import NO_LOSS, starting
-from systems.substrate.store import Store, take_rest
 from systems.substrate.training_state import ManagedState
-from systems.substrate.units import FoundModel, find_units, take
-from systems.substrate.updates import Updates
-from systems.substrate.views import Poison
-from systems.system import TORCH_DTYPE, Settings, StepOutcome
 
 
 class ManagedEngine(ManagedReports):

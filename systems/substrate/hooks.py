@@ -35,12 +35,12 @@ from torch.autograd import Variable
 
 from systems.errors import HiddenUseError
 from systems.planning.layout import Layout
-from systems.substrate.calls import Calls, outer_modules
-from systems.substrate.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled, refuse_transformed
-from systems.substrate.parameters import refuse_sparse, take_gradient
+from systems.recipe.model.calls import Calls, outer_modules
+from systems.recipe.model.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled, refuse_transformed
+from systems.recipe.model.parameters import refuse_sparse, take_gradient
+from systems.recipe.model.unit_tensors import SEEN, Kept, Seen, TooManyValuesError, base_of, first_of, too_many, wanted
+from systems.recipe.model.units import ROOT, FoundModel
 from systems.substrate.runtime import Runtime
-from systems.substrate.unit_tensors import SEEN, Kept, Seen, TooManyValuesError, base_of, first_of, too_many, wanted
-from systems.substrate.units import ROOT, FoundModel
 
 
 class _Given:

@@ -19,22 +19,23 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeVar
 
+from systems.device.device import Device
 from systems.errors import BudgetError
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan, Tier
 from systems.planning.strategy import Strategy
 from systems.planning.trace import Moment, Trace
-from systems.substrate.activations import Recomputation
+from systems.recipe.recomputation.recompute import Recomputation
+from systems.recipe.step.control import StepControl
 from systems.substrate.batch_shape import BatchShape
-from systems.substrate.device import Device
-from systems.substrate.gradients import Gradients
-from systems.substrate.offloaded_inputs import OffloadedInputs
-from systems.substrate.recipe import StepControl
-from systems.substrate.recorder import Cursor, merged
-from systems.substrate.residency import Residency
-from systems.substrate.store import Store
-from systems.substrate.updates import Updates
-from systems.substrate.views import Poison
+from systems.substrate.bundle.poison import Poison
+from systems.substrate.bundle.store import Store
+from systems.substrate.cursor import Cursor
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.offloaded_inputs import OffloadedInputs
+from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.updates import Updates
+from systems.substrate.recorder import merged
 
 Moved = TypeVar("Moved")
 

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from systems.device.device import ambient
 from systems.errors import HiddenUseError, OutOfMemoryError
+from systems.recipe.model.calls import NO_UNIT, Calls
+from systems.recipe.model.unit_tensors import SEEN
+from systems.recipe.model.units import ROOT, FoundModel
 from systems.substrate.batch_shape import batch_shape_of
-from systems.substrate.calls import NO_UNIT, Calls
-from systems.substrate.device import ambient
 from systems.substrate.hooks import UnitHooks
+from systems.substrate.moves.residency import BundleState
 from systems.substrate.recovery import Recovery
-from systems.substrate.residency import BundleState
 from systems.substrate.runtime import Runtime
-from systems.substrate.unit_tensors import SEEN
-from systems.substrate.units import ROOT, FoundModel
 
 
 def follow_uses(found: FoundModel, runtime: Runtime, recovery: Recovery, cleanup: ExitStack) -> UnitHooks:

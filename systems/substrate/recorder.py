@@ -1,14 +1,13 @@
-"""Records a step as it happens, and follows a plan along it. See design section 4: the trace is a hint, never a truth."""
+"""Records a step as it happens: the trace that the next plan is made of. It is a hint, never a truth."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
-from systems.planning.plan import Operation, Plan
+from systems.device.device import Device
 from systems.planning.trace import Moment, Trace
-from systems.substrate.activations import Recomputation
-from systems.substrate.device import Device
+from systems.recipe.recomputation.recompute import Recomputation
 
 
 class Recorder:
@@ -120,47 +119,3 @@ def merged(old: Trace, new: Trace) -> Trace:
         adopted_peak_bytes=tuple(map(max, old.adopted_peak_bytes, new.adopted_peak_bytes)),
         gradient_bytes=tuple(map(max, old.gradient_bytes, new.gradient_bytes)),
     )
-
-
-class Cursor:
-    """A position in a plan's trace. Once an event differs from it, the rest of the step is on its own."""
-
-    def __init__(self) -> None:
-        self.plan: Plan | None = None
-        self.following = False
-        self.position = -1
-        self._operations: list[list[Operation]] = []
-
-    def use(self, plan: Plan | None) -> None:
-        self.plan = plan
-        self.following = False
-        self._operations = []
-        if plan is not None:
-            self._operations = [[] for _ in plan.signature]
-            for planned in sorted(plan.operations, key=lambda p: (p.trigger, p.priority)):
-                self._operations[planned.trigger].append(planned.operation)
-
-    def start(self) -> None:
-        self.following, self.position = self.plan is not None, -1
-
-    def advance(self, moment: Moment) -> bool:
-        """Step on to `moment`. False if the plan did not expect it (then, and from then on, nothing is planned)."""
-        self.position += 1
-        if not self.following:
-            return True
-        assert self.plan is not None
-        signature = self.plan.signature
-        if self.position < len(signature) and signature[self.position] == moment:
-            return True
-        self.following = False
-        return False
-
-    @property
-    def at_barrier(self) -> bool:
-        """True if the plan wants the device's lanes to wait for each other at the current moment."""
-        return self.following and self.plan is not None and self.position in self.plan.barriers
-
-    def operations(self) -> Iterator[Operation]:
-        """What the plan wants done at the current moment."""
-        if self.following:
-            yield from self._operations[self.position]

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from systems.substrate.in_place import HOLD
-from systems.substrate.lanes import Ticket
-from systems.substrate.parameters import take_gradient
+from systems.device.lanes.ticket import Ticket
+from systems.device.memory.pool import Allocation
+from systems.recipe.model.parameters import take_gradient
+from systems.substrate.bundle.segments import OptimizerState
+from systems.substrate.moves.in_place import HOLD
 from systems.substrate.runtime import Runtime
-from systems.substrate.segments import OptimizerState
-from systems.substrate.tiers import Allocation
 
 STATES_APART = "optimizer states could not be brought home after a step that broke off: initialize anew from a checkpoint"
 DROPPED = (

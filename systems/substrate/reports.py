@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 from pydantic import BaseModel
 
+from systems.device.device import Device
+from systems.device.memory.disk import Disk
+from systems.device.memory.host import HostSlots
+from systems.device.watch.events import EventLog
+from systems.device.watch.phases import NoPhases, PhaseClock
 from systems.planning.strategy import Strategy
+from systems.recipe.step.stepping import SteppingEngine
 from systems.reports import MemoryReport, PlanReport
-from systems.substrate.device import Device
-from systems.substrate.disk import Disk
-from systems.substrate.events import EventLog
-from systems.substrate.host import HostSlots
-from systems.substrate.phases import NoPhases, PhaseClock
 from systems.substrate.planner import Parts
 from systems.substrate.runtime import Runtime
-from systems.substrate.stepping import SteppingEngine
 
 
 class ManagedReports(SteppingEngine):

@@ -4,7 +4,7 @@ Note [Order at a moment]
     first   a barrier of the plan
     enter   operations of the plan, then holds (fetching what is absent), then gradient ranges
     exit    releases, then flushes of complete gradients, then operations of the plan
-The timeline and the validator replay exactly this order (planning/schedule.py).
+The timeline and the validator replay exactly this order (planning/step/schedule.py).
 
 Note [Departures]
     A step that leaves the trace is counted as a fallback and finishes on demand: what is needed is fetched when it is
@@ -19,13 +19,14 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from systems.device.watch.labels import UnitSpans
 from systems.errors import DivergedError
 from systems.planning.plan import OpKind, UpdateRule
 from systems.planning.strategy import Strategy
 from systems.planning.trace import NO_UNIT, Moment, Phase
-from systems.substrate.labels import UnitSpans
+from systems.substrate.cursor import Cursor
 from systems.substrate.planner import Parts, Planner
-from systems.substrate.recorder import Cursor, Recorder
+from systems.substrate.recorder import Recorder
 from systems.substrate.step_ending import StepEnding
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from systems.device.watch.labels import labelled
 from systems.errors import DivergedError, UnsupportedError
-from systems.substrate.labels import labelled
+from systems.recipe.step.control import HALF_UPDATED
 from systems.substrate.planner import Parts
-from systems.substrate.recipe import HALF_UPDATED
 
 
 class StepEnding:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from systems.system import AdamSettings, Engine, Settings
+from systems.settings import AdamSettings, Settings
+from systems.system import Engine
 from tests.baselines.training import Job, Work, batches, work_of
 
 MEMORY = 8 << 30

@@ -22,7 +22,7 @@ from systems.baselines.external.deepspeed_config import (
     with_users_file,
 )
 from systems.baselines.external.package import merge
-from systems.system import AdamSettings, Settings
+from systems.settings import AdamSettings, Settings
 
 NAMES = [name for name in registry.names() if name.startswith("deepspeed")]
 BILLION = 1_000_000_000

@@ -11,7 +11,8 @@ import torch
 from models.loss import count_labels, token_loss
 from systems.baselines.dummy import COUNTERS, SYSTEM, DummyEngine, DummyOptions
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
-from systems.system import Engine, Settings
+from systems.settings import Settings
+from systems.system import Engine
 
 IDS = torch.arange(32).reshape(2, 16) % 8
 

@@ -14,7 +14,7 @@ import torch
 from models import registry as models_registry
 from systems import registry
 from systems.errors import BudgetError, UnavailableError, UnsupportedError
-from systems.system import AdamSettings, Settings
+from systems.settings import AdamSettings, Settings
 
 DEEPSPEED = [name for name in registry.names() if name.startswith("deepspeed")]
 OTHERS = ["fsdp2-offload", "roundpipe", "torch-ddp"]

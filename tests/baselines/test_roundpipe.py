@@ -14,8 +14,8 @@ from models import registry as models_registry
 from systems.baselines.external.sequential import cut
 from systems.baselines.external.weights import Masters, materialise
 from systems.errors import UnsupportedError
-from systems.substrate.units import find_units
-from systems.system import Settings
+from systems.recipe.model.units import find_units
+from systems.settings import Settings
 from tests.baselines.training import ROOT
 
 

@@ -21,7 +21,8 @@ from torch import nn
 from models import registry as models_registry
 from models.loss import count_labels, token_loss
 from systems import registry
-from systems.system import AdamSettings, Engine, Settings
+from systems.settings import AdamSettings, Settings
+from systems.system import Engine
 from tests.systems import models_plain
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from harness.channel import Channel, Job
 from harness.record import Record, build
 from harness.running import run
 from harness.spec import RunSpec
-from systems.limits import CGROUP_ROOT
+from systems.machine.limits import CGROUP_ROOT
 
 
 def make_spec(*options: str, **fields: Any) -> RunSpec:

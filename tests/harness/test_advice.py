@@ -15,7 +15,7 @@ from harness.command import command
 from harness.plan_spec import PlanSpec
 from harness.record import Record
 from harness.spec import RunSpec
-from systems.limits import CGROUP_ROOT
+from systems.machine.limits import CGROUP_ROOT
 from systems.registry import find
 
 STRATEGIES = [name for name, entry in find().items() if entry.exposes == "STRATEGY"]
@@ -99,7 +99,7 @@ def test_device_and_host_that_are_one_memory_have_to_fit_it_together(
 
     def of_a_machine_with(nbytes: int) -> Record:
         limits = running.read_limits().model_copy(update={"host_budget_bytes": nbytes})
-        monkeypatch.setattr("systems.machine.read_limits", lambda: limits)
+        monkeypatch.setattr("systems.machine.budgets.read_limits", lambda: limits)
         return carry_out(asked(tmp_path, "--system", system, "--batch-size", "1"), channel, host=nbytes)
 
     record = of_a_machine_with(HOST_NEED + 32 * 1024)

@@ -23,7 +23,7 @@ from rich.console import Console
 from harness import launch, store
 from harness.failures import LOG_LINES
 from harness.record import Record
-from systems.limits import CGROUP_ROOT
+from systems.machine.limits import CGROUP_ROOT
 from tests.harness.conftest import make_spec
 from tests.harness.processes import LIGHT, ROOT, START_S, command_line, dummy, environment, marked, start, wait_for
 

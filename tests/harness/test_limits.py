@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from systems.limits import free_host_memory, in_memory, oom_kills, read_limits
+from systems.machine.limits import free_host_memory, in_memory, oom_kills, read_limits
 
 GIB = 1 << 30
 
@@ -126,7 +126,7 @@ def test_version_1_kernel_kills(machine: tuple[Path, Path]) -> None:
 def test_as_many_files_may_be_open_as_the_hard_limit_says() -> None:
     code = (
         "import resource\n"
-        "from systems.limits import raise_open_files, read_limits\n"
+        "from systems.machine.limits import raise_open_files, read_limits\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 96))\n"
         "before = read_limits().rlimit_open_files\n"
         "raise_open_files()\n"

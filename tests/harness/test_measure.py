@@ -16,7 +16,7 @@ from harness.record import Resolved
 from models.flops import FlopCount, ForwardFlops
 from models.loss import count_labels, token_loss
 from systems.baselines.dummy import DummyEngine, DummyOptions
-from systems.system import Settings
+from systems.settings import Settings
 
 BATCH, SEQ = 2, 16
 

@@ -13,8 +13,8 @@ from harness import cli, store, tables
 from harness.record import Record, build, to_json
 from models.data import open_dataset
 from systems.baselines.external.package import read_config
+from systems.machine.reading import read_bytes, read_json
 from systems.planning import hardware
-from systems.reading import read_bytes, read_json
 from systems.strategies.h3t.profiling import read_profile
 from tests.harness.conftest import make_record, make_spec
 

@@ -10,7 +10,7 @@ import torch
 
 from harness import cli, profile
 from harness.profile import Figures, ProfileSpec, measure_devices, measure_host, take_profile
-from systems.limits import read_limits
+from systems.machine.limits import read_limits
 from systems.planning import hardware
 from tests.harness.roofs.test_roofs import HOST_SIZES, SIZES, host_as_devices
 

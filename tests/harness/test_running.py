@@ -18,7 +18,7 @@ from harness.record import Record, to_json
 from harness.spec import BadInputError, in_flags
 from systems.baselines import resident
 from systems.baselines.dummy import DummyEngine
-from systems.limits import process_memory, read_limits
+from systems.machine.limits import process_memory, read_limits
 from systems.substrate import engine as managed_engine
 from tests.harness.conftest import make_spec
 

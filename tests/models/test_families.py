@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models import registry
-from systems.blocks import find_blocks
+from systems.recipe.model.blocks import find_blocks
 
 NEW = ("bert-tiny", "t5-tiny", "albert-tiny")
 

@@ -14,7 +14,7 @@ from torch import nn
 from models import registry
 from models.objective import OBJECTIVES
 from models.shape import ModelShape
-from systems.blocks import find_blocks
+from systems.recipe.model.blocks import find_blocks
 
 # As counted from the checkpoints their authors published, or by the closed form for sizes never published.
 PUBLISHED = {

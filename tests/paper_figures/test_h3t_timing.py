@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paper_figures.h3t_timing import AHEAD, ECONOMICAL, FIGURES, SYMBOLS, main
 from paper_figures.h3t_workflow import CALCULATION, HOST_LINK, LINK, Case, Diagram, Lengths, Shown, drawn
-from systems.planning.perfetto import read_chrome_trace
+from systems.planning.clock.perfetto import read_chrome_trace
 from systems.strategies.h3t.switches import ALL_ON, EVERY, Switches
 
 EPS = 1e-6

@@ -1,11 +1,11 @@
-"""A cache under Belady's rule, reference by reference: what `systems.planning.caching` is compared with."""
+"""A cache under Belady's rule, reference by reference: what `systems.planning.policy.caching` is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from systems.planning.belady import NextUse
+from systems.planning.step.belady import NextUse
 
 
 @dataclass(frozen=True)

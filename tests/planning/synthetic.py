@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from systems.planning.demand import Demand
 from systems.planning.layout import Bundle, FlatSpace, Layout, ModelIndex, Parameter, Unit, pack
 from systems.planning.plan import OpKind, PlannedOperation
+from systems.planning.step.demand import Demand
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Phase, Trace
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.belady import NEVER, NextUse
+from systems.planning.step.belady import NEVER, NextUse
 from tests.planning.belady_replay import belady
 
 references = st.lists(st.integers(0, 5), max_size=14)

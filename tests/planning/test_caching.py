@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.caching import CachePlan, CacheRequest, plan_cache
-from systems.planning.demand import demand_of
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind
+from systems.planning.policy.caching import CachePlan, CacheRequest, plan_cache
+from systems.planning.step.demand import demand_of
 from systems.planning.trace import Phase, Trace
 from tests.planning.belady_replay import belady
 from tests.planning.synthetic import Case, cases, check_moves, context, layout_of, trace_of, uneven_room

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.clocks import CircularWaitError, Claim, Job, Resource, Span, run
+from systems.planning.clock.clocks import CircularWaitError, Claim, Job, Resource, Span, run
 
 DRAM = "dram"
 

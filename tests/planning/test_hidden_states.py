@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from systems.planning.activations import under
-from systems.planning.operations import Work
 from systems.planning.plan import Plan, Tier
-from systems.planning.schedule import expand
+from systems.planning.policy.windows import under
+from systems.planning.step.operations import Work
+from systems.planning.step.schedule import expand
 from systems.planning.trace import Moment, Phase, Trace
 from tests.planning.synthetic import context, layout_of, trace_of
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systems.planning.layout import ModelIndex, Parameter
-from systems.planning.packing import MAX_CANDIDATES, ChunkRange, candidate_sizes, group_parameters, sums_of_neighbours
+from systems.planning.policy.packing import MAX_CANDIDATES, ChunkRange, candidate_sizes, group_parameters, sums_of_neighbours
 from tests.planning.synthetic import context
 
 UNIT = 128  # elements of 2 bytes that 256-byte alignment rounds to

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.races import IssuedOperation, find_races
+from systems.planning.step.races import IssuedOperation, find_races
 
 LANES = ("compute", "h2d", "d2h")
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from systems.planning import hardware
-from systems.planning.clocks import Job, run
-from systems.planning.operations import ScheduledOperation, Work
+from systems.planning.clock.clocks import Job, run
+from systems.planning.clock.rates import Costs, Rates, default_queues
 from systems.planning.plan import LaneKind
-from systems.planning.rates import Costs, Rates, default_queues
+from systems.planning.step.operations import ScheduledOperation, Work
 from tests.planning.machines import machine
 from tests.planning.synthetic import context, layout_of
 

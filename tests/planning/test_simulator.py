@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systems.planning import hardware
+from systems.planning.clock.simulator import Simulation, simulate, step_time_of
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
-from systems.planning.schedule import expand
-from systems.planning.simulator import Simulation, simulate, step_time_of
-from systems.planning.timeline import timeline
+from systems.planning.step.schedule import expand
+from systems.planning.step.timeline import timeline
 from systems.planning.trace import Trace
 from tests.planning.machines import BANDWIDTHS, machine, scaled
 from tests.planning.synthetic import Case, cases, context, layout_of, trace_of

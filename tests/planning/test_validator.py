@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
-from systems.planning.schedule import expand
+from systems.planning.step.schedule import expand
+from systems.planning.step.validator import PlanError, circular_wait, validate
 from systems.planning.trace import Phase
-from systems.planning.validator import PlanError, circular_wait, validate
 from tests.planning.synthetic import Case, context, layout_of, trace_of
 from tests.planning.test_timeline import planned
 

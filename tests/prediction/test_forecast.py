@@ -17,14 +17,14 @@ from systems import registry
 from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.allowance import EXACT, Allowance
+from systems.planning.clock.simulator import simulate
 from systems.planning.hardware import HardwareProfile
 from systems.planning.plan import Tier, UpdateRule
-from systems.planning.simulator import simulate
-from systems.planning.timeline import excess_bytes, timeline
+from systems.planning.step.timeline import excess_bytes, timeline
 from systems.prediction import forecast as forecasts
 from systems.prediction.forecast import Forecast, Observations, Question, fits, forecast
 from systems.prediction.remedies import remedies
-from systems.system import Settings
+from systems.settings import Settings
 from tests.planning.machines import BANDWIDTHS, scaled
 from tests.systems import every
 from tests.systems.setups import in_turn

@@ -16,11 +16,11 @@ from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnsupportedError
 from systems.planning import hardware
+from systems.planning.clock.work import Interval, StepWork, interval_seconds, trace_of_work
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.trace import Trace
-from systems.planning.work import Interval, StepWork, interval_seconds, trace_of_work
 from systems.prediction.meta_step import observe
-from systems.system import TORCH_DTYPE, DType, Settings
+from systems.settings import TORCH_DTYPE, DType, Settings
 from tests.systems import models_plain
 
 BATCH, LENGTH = 4, 32

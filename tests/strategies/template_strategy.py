@@ -14,13 +14,13 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from systems.planning.base import FittedStrategy
-from systems.planning.caching import CacheRequest, plan_cache
-from systems.planning.division import Division
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.options import InputsOptions
-from systems.planning.packing import bundle_a_unit
 from systems.planning.plan import Plan
+from systems.planning.policy.base import FittedStrategy
+from systems.planning.policy.caching import CacheRequest, plan_cache
+from systems.planning.policy.division import Division
+from systems.planning.policy.options import InputsOptions
+from systems.planning.policy.packing import bundle_a_unit
 
 
 class StreamedOptions(InputsOptions):

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from systems.errors import BudgetError
-from systems.planning.caching import CacheRequest, plan_cache
-from systems.planning.demand import demand_of
 from systems.planning.layout import Layout, ModelIndex, round_up
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
-from systems.planning.races import find_races
-from systems.planning.schedule import expand
+from systems.planning.policy.caching import CacheRequest, plan_cache
+from systems.planning.step.demand import demand_of
+from systems.planning.step.races import find_races
+from systems.planning.step.schedule import expand
+from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Phase, Trace
-from systems.planning.validator import validate
 from systems.sizes import parse_size
 from systems.strategies.angel_ptm import STRATEGY
 from systems.strategies.angel_ptm.options import AngelPTMOptions, AngelPTMStatistics

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from systems.errors import BudgetError, UnsupportedError
 from systems.planning.layout import Layout, ModelIndex, round_up
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
-from systems.planning.races import find_races
-from systems.planning.schedule import expand
+from systems.planning.step.races import find_races
+from systems.planning.step.schedule import expand
+from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Phase, Trace
-from systems.planning.validator import validate
 from systems.strategies.elixir import STRATEGY
 from systems.strategies.elixir.chunks import Chunker
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics

@@ -18,13 +18,13 @@ from models.data import open_dataset
 from models.loss import count_labels, token_loss
 from models.registry import build, initial_weights, resolve
 from systems.errors import BudgetError
-from systems.managed import ManagedSystem
 from systems.planning.plan import Tier
 from systems.strategies.h3t import STRATEGY
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import read_profile
 from systems.strategies.h3t.switches import NAMES
 from systems.substrate.engine import ManagedEngine
+from systems.substrate.system import ManagedSystem
 from tests.systems.models_plain import Stack, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, Run, assert_equal, finished, one_step, start

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from systems.errors import BudgetError
-from systems.planning.demand import demand_of, reusable
 from systems.planning.layout import Layout, ModelIndex, round_up
-from systems.planning.operations import Work
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
-from systems.planning.races import find_races
-from systems.planning.schedule import expand
+from systems.planning.step.demand import demand_of, reusable
+from systems.planning.step.operations import Work
+from systems.planning.step.races import find_races
+from systems.planning.step.schedule import expand
+from systems.planning.step.timeline import timeline
+from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import timeline
 from systems.planning.trace import ENTER, Moment, Phase, Trace
-from systems.planning.validator import validate
 from systems.strategies.patrickstar import STRATEGY
 from systems.strategies.patrickstar.chunks import LISTS, Chunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics

@@ -11,10 +11,10 @@ import pytest
 
 import systems.strategies
 from systems import registry
-from systems.managed import ManagedSystem
-from systems.planning.options import StrategyStatistics
 from systems.planning.plan import OpKind
-from systems.planning.validator import validate
+from systems.planning.policy.options import StrategyStatistics
+from systems.planning.step.validator import validate
+from systems.substrate.system import ManagedSystem
 from tests.planning.synthetic import context, trace_of, transformer
 from tests.strategies import template_strategy
 from tests.systems.running import assert_equal

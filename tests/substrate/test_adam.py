@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from systems.adam.cpu import ISAS, Isa, cpu_kernel
+from systems.adam.cuda import cuda_kernel
+from systems.adam.kernel import AdamKernel, AdamRange, AdamTask, TorchKernel, coefficients
 from systems.errors import UnsupportedError
-from systems.substrate import build
-from systems.substrate.adam.cpu import ISAS, Isa, cpu_kernel
-from systems.substrate.adam.cuda import cuda_kernel
-from systems.substrate.adam.kernel import AdamKernel, AdamRange, AdamTask, TorchKernel, coefficients
+from systems.native import build
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

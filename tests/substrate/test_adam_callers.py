@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from systems.substrate.adam.cpu import cpu_kernel
-from systems.substrate.adam.kernel import AdamRange
+from systems.adam.cpu import cpu_kernel
+from systems.adam.kernel import AdamRange
 
 NUMEL = 150_001  # more blocks than stay on the calling thread
 RANGE = AdamRange(offset=0, numel=NUMEL, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, step=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from systems.substrate import build
+from systems.native import build
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from systems.substrate.granule import MANY, Granule
-from systems.substrate.lanes import DoneTicket, HostTicket, Ticket
+from systems.device.lanes.ticket import DoneTicket, HostTicket, Ticket
+from systems.device.memory.granule import MANY, Granule
 
 SIZE = 64
 

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from systems.planning.races import find_races
-from systems.substrate.events import issued_operations
-from systems.substrate.gradient_ranges import BundleGradient
+from systems.device.watch.events import issued_operations
+from systems.planning.step.races import find_races
+from systems.substrate.moves.ranges import BundleGradient
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import build as build_small

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from systems.planning.operations import LaneOperation, Work
+from systems.device.watch import labels
+from systems.device.watch.labels import UnitSpans, issuing, labelled, profiling, working
 from systems.planning.plan import LaneKind
-from systems.substrate import labels
-from systems.substrate.labels import UnitSpans, issuing, labelled, profiling, working
+from systems.planning.step.operations import LaneOperation, Work
 
 FETCH = LaneOperation(Work.FETCH, LaneKind.H2D, "model.layers.5", 3)
 

@@ -17,11 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.operations import LaneOperation, Work
+from systems.device.lanes.lane import Lane, UpdateLane
+from systems.device.lanes.ticket import CudaTicket, DoneTicket, HostTicket
+from systems.device.lanes.transfers import ComputeLane, Memory, Transfers
+from systems.device.watch.events import EventLog, Extent
 from systems.planning.plan import LaneKind
-from systems.substrate.events import EventLog, Extent
-from systems.substrate.lanes import CudaTicket, DoneTicket, HostTicket, Lane, UpdateLane
-from systems.substrate.transfers import ComputeLane, Memory, Transfers
+from systems.planning.step.operations import LaneOperation, Work
 
 PATIENCE_S = 20  # for what comes within milliseconds on a machine that is not busy
 

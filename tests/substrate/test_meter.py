@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from systems.device.memory.account import Account
+from systems.device.meter import ActivationMeter
+from systems.device.watch.events import EventLog
 from systems.planning.plan import Tier
-from systems.substrate.events import EventLog
-from systems.substrate.meter import ActivationMeter
-from systems.substrate.tiers import Account
 
 
 def test_an_exemption_ends_with_its_storage() -> None:

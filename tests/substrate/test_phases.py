@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from systems import substrate
-from systems.planning.operations import Work
+import systems
+from systems.device.watch.phases import OPERATIONS, PHASES, Phase, PhaseClock
 from systems.planning.plan import LaneKind
+from systems.planning.step.operations import Work
 from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
-from systems.substrate.phases import OPERATIONS, PHASES, Phase, PhaseClock
 from tests.random_eviction import RandomOptions
 from tests.systems.every import STRATEGIES
 from tests.systems.models_small import tokens
@@ -93,7 +93,7 @@ def test_an_exception_closes_its_phase() -> None:
 def test_every_kind_of_operation_that_a_lane_is_given_has_a_phase() -> None:
     assert set(OPERATIONS.values()) <= set(PHASES)
     issued = re.compile(r"of_bundle\(\s*[\w.]+, Work\.(\w+), LaneKind\.(?!COMPUTE)|LaneOperation\(Work\.(\w+)")
-    sources = (path.read_text() for path in Path(substrate.__file__).parent.glob("*.py"))
+    sources = (path.read_text() for path in Path(systems.__file__).parent.rglob("*.py"))
     kinds = {Work[one or other] for source in sources for one, other in issued.findall(source)}
     assert len(kinds) > 10 and kinds == set(OPERATIONS)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from systems.substrate.stopwatch import CudaStopwatch, HostStopwatch
+from systems.device.watch.stopwatch import CudaStopwatch, HostStopwatch
 
 ROOM = 0.02
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from systems.substrate import views
-from systems.substrate.views import Poison, Rebind, RebindableStorage, rebind_by_extension, rebind_by_swap, tensor_at
+from systems.substrate.bundle import poison as poisons
+from systems.substrate.bundle.addresses import Rebind, rebind_by_extension, rebind_by_swap, tensor_at
+from systems.substrate.bundle.poison import Poison
+from systems.substrate.bundle.storage import RebindableStorage
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -86,7 +88,7 @@ def test_saved_views_follow_a_rebind_between_forward_and_backward(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_released_storage_is_nan_everywhere(device: torch.device) -> None:
-    for nbytes in (1, 2, 8, 4096, 2 * views.PAGE, 5 * views.PAGE + 24):
+    for nbytes in (1, 2, 8, 4096, 2 * poisons.PAGE, 5 * poisons.PAGE + 24):
         poison = Poison(nbytes, device)
         assert reserved_bytes(poison) == 0
         storage = RebindableStorage(nbytes, device, poison)
@@ -97,7 +99,7 @@ def test_a_released_storage_is_nan_everywhere(device: torch.device) -> None:
                 numel = max(nbytes - shift, 0) // dtype.itemsize
                 assert tensor_at(poison.data_ptr + shift, dtype, (numel,), device).isnan().all()
             assert storage.view(dtype, 0, (nbytes // dtype.itemsize,)).isnan().all()
-        assert reserved_bytes(poison) == (views.PAGE if device == CPU else nbytes)
+        assert reserved_bytes(poison) == (poisons.PAGE if device == CPU else nbytes)
 
 
 def test_a_large_range_needs_few_mappings_and_little_memory() -> None:
@@ -160,9 +162,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_poison_lives_as_long_as_a_view_and_no_longer(rebind: Rebind) -> None:
-    poison = Poison(views.PAGE, CPU)
-    storage = RebindableStorage(views.PAGE, CPU, poison, rebind=rebind)
-    memory = torch.zeros(views.PAGE, dtype=torch.uint8)
+    poison = Poison(poisons.PAGE, CPU)
+    storage = RebindableStorage(poisons.PAGE, CPU, poison, rebind=rebind)
+    memory = torch.zeros(poisons.PAGE, dtype=torch.uint8)
     storage.point_at(memory.data_ptr())
     storage.release()
     view, alive = storage.view(torch.float32, 0, (100,)), weakref.ref(poison)
@@ -198,7 +200,9 @@ def test_many_rebinds_leak_nothing(rebind: Rebind) -> None:
 def test_interpreter_exit_frees_nothing_twice() -> None:
     script = """
 import torch
-from systems.substrate.views import *
+from systems.substrate.bundle.addresses import *
+from systems.substrate.bundle.poison import *
+from systems.substrate.bundle.storage import *
 device = torch.device("cpu")
 storages = [RebindableStorage(1 << 20, device, Poison(1 << 20, device), rebind=rebind)
             for rebind in (rebind_by_extension(), default_rebind()) for _ in range(3)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from systems.substrate import device
-from systems.substrate.adam.cpu import cpu_kernel
+from systems.adam.cpu import cpu_kernel
+from systems.device import device
 
 
 @pytest.fixture(autouse=True)

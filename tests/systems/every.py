@@ -15,7 +15,7 @@ from pydantic import BaseModel, create_model
 from systems import registry
 from systems.baselines.resident import SYSTEM as RESIDENT
 from systems.errors import UnavailableError
-from systems.managed import ManagedSystem
+from systems.substrate.system import ManagedSystem
 from tests.random_eviction import RandomEviction, RandomOptions
 
 RANDOM = ManagedSystem(RandomEviction)

@@ -13,11 +13,12 @@ from pydantic import BaseModel
 from torch import nn
 
 from systems.baselines.resident import ResidentEngine
-from systems.managed import ManagedSystem
+from systems.device.emulated import EmulatedDevice
 from systems.reports import MemoryReport
-from systems.substrate.device import EmulatedDevice
+from systems.settings import Settings
 from systems.substrate.engine import ManagedEngine
-from systems.system import Engine, Settings
+from systems.substrate.system import ManagedSystem
+from systems.system import Engine
 from tests.random_eviction import RandomOptions
 from tests.systems.every import RANDOM, RESIDENT, STRATEGIES
 from tests.systems.models_small import next_token_loss

@@ -47,7 +47,7 @@ def test_an_engine_takes_them(system: str) -> None:
 @pytest.mark.parametrize("system", OURS)
 def test_memory_is_looked_at_before_anything_is_built(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that cannot fit is refused by its sizes alone: no kernel is compiled for it."""
-    monkeypatch.setattr("systems.substrate.device.cpu_kernel", lambda **_: pytest.fail("a kernel was built"))
+    monkeypatch.setattr("systems.device.device.cpu_kernel", lambda **_: pytest.fail("a kernel was built"))
     with pytest.raises(systems.errors.BudgetError) as refused:
         systems.initialize(Stack(0), system=system, device="cpu", device_memory="300", host_memory="1GiB")
     assert "raise `device_memory`" in str(refused.value) and refused.value.tier == "device"

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from systems.planning.operations import LaneOperation, Work
+from systems.device.lanes.ticket import Ticket
+from systems.device.lanes.transfers import ComputeLane, Memory, Transfers
+from systems.device.watch.events import EventLog, Extent, LoggedOperation
 from systems.planning.plan import DEVICE_LANES, LaneKind, Plan
-from systems.planning.races import find_races
-from systems.planning.schedule import Schedule, expand
+from systems.planning.step.operations import LaneOperation, Work
+from systems.planning.step.races import find_races
+from systems.planning.step.schedule import Schedule, expand
+from systems.planning.step.validator import circular_wait, validate
 from systems.planning.trace import Phase
-from systems.planning.validator import circular_wait, validate
 from systems.strategies.h3t.options import H3TOptions
 from systems.strategies.h3t.strategy import H3T
 from systems.substrate.engine import ManagedEngine
-from systems.substrate.events import EventLog, Extent, LoggedOperation
-from systems.substrate.lanes import Ticket
-from systems.substrate.transfers import ComputeLane, Memory, Transfers
 from tests.systems.models_small import tokens
 from tests.systems.running import Run, assert_equal, h3t, one_step, settings, start
 from tests.systems.setups import Setup, budget_of, reference

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from systems.substrate.tiers import Allocation
+from systems.device.memory.pool import Allocation
 from systems.system import Engine
 from tests.systems.interrupts import build
 from tests.systems.models_plain import squared_error

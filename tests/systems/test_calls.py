@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from systems.errors import OutOfMemoryError
-from systems.substrate.parameters import ManagedParameter
+from systems.recipe.model.parameters import ManagedParameter
 from systems.system import Engine
 from tests.systems.models_plain import Stack, features, squared_error
 from tests.systems.models_small import tokens

@@ -17,11 +17,12 @@ import systems
 from systems import export
 from systems.baselines import resident
 from systems.errors import BudgetError, UnsupportedError
+from systems.recipe.model import giving_back, parameter_watch
+from systems.recipe.model.calls import Calls
+from systems.recipe.model.parameter_watch import ParameterWatch
 from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate import engine as managed_engine
-from systems.substrate import giving_back, parameter_watch
-from systems.substrate.calls import Calls
-from systems.substrate.parameter_watch import ParameterWatch
+from systems.substrate import handover
 from systems.system import Engine
 from tests.paged import paged
 from tests.systems.models_plain import CASES, build
@@ -162,8 +163,8 @@ def test_weights_that_lie_in_pieces(room: bool, monkeypatch: pytest.MonkeyPatch)
     model = build("stack")
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
-    expected, store, whole = evaluated(engine), parts_of(engine).store, giving_back.slot_pieces
-    monkeypatch.setattr(giving_back, "slot_pieces", lambda store, number: list(whole(store, number)[0].split(7)))
+    expected, store, whole = evaluated(engine), parts_of(engine).store, handover.slot_pieces
+    monkeypatch.setattr(handover, "slot_pieces", lambda store, number: list(whole(store, number)[0].split(7)))
     if not room:
         store.host.budget = store.slots.nbytes + 100
     engine.close()

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from models import registry as models_registry
+from systems.adam.kernel import AdamKernel, AdamTask
+from systems.device.watch.events import Extent, LoggedOperation
 from systems.planning.layout import Layout
-from systems.planning.operations import LaneOperation, Work
 from systems.planning.plan import LaneKind, OpKind, Plan, Tier
-from systems.substrate.adam.kernel import AdamKernel, AdamTask
+from systems.planning.step.operations import LaneOperation, Work
 from systems.substrate.engine import ManagedEngine
-from systems.substrate.events import Extent, LoggedOperation
 from systems.system import Engine
 from tests.systems.every import STRATEGIES
 from tests.systems.models_small import next_token_loss

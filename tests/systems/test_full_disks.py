@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from systems import machine, registry
+from systems import registry
+from systems.device.memory import disk as disk_module
 from systems.errors import BudgetError, UnsupportedError
-from systems.substrate import disk as disk_module
+from systems.machine import budgets as machine
 from tests.systems import every
 from tests.systems.models_small import tokens
 from tests.systems.running import settings, start, train

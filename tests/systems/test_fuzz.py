@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from systems.planning.races import find_races
+from systems.device.watch.events import issued_operations
+from systems.planning.step.races import find_races
 from systems.strategies.elixir.options import ElixirOptions
-from systems.substrate.events import issued_operations
 from systems.system import Engine
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import DIM, Stack, squared_error

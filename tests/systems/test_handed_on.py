@@ -65,7 +65,7 @@ def test_a_start_that_breaks_off_at_the_end_says_so(system: str, monkeypatch: py
     def broken(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("systems.substrate.optimizer_states._fp32", broken)
+    monkeypatch.setattr("systems.recipe.step.optimizer_states._fp32", broken)
     with pytest.raises(KeyboardInterrupt):
         systems.initialize(model, system=system, optimizer=optimizer, device="cpu", device_memory="4MiB", dtype="fp32")
     assert len(optimizer.state) == 2

@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 
+from systems.device.emulated import EmulatedDevice
+from systems.device.watch.events import EventLog
 from systems.planning.allowance import EXACT
 from systems.substrate.batch_shape import BatchShape, batch_shape_of
-from systems.substrate.device import EmulatedDevice
-from systems.substrate.events import EventLog
 from systems.system import Engine
 from tests.systems import models_small
 from tests.systems.every import STRATEGIES

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 
+from systems.device.emulated import EmulatedDevice
+from systems.device.watch.events import LoggedBytes
 from systems.errors import BudgetError, OutOfMemoryError
 from systems.planning.allowance import EXACT
 from systems.planning.plan import Tier
 from systems.planning.trace import Phase
-from systems.substrate.device import EmulatedDevice
-from systems.substrate.events import LoggedBytes
+from systems.substrate.bundle.segments import OptimizerState
 from systems.substrate.planner import Parts
-from systems.substrate.segments import OptimizerState
 from systems.system import Engine
 from tests.systems import models_plain
 from tests.systems.every import MANAGED, STRATEGIES

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel
 
-from systems.managed import ManagedSystem
 from systems.planning.layout import Layout, ModelIndex
 from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.elixir.strategy import Elixir
+from systems.substrate.system import ManagedSystem
 from tests.random_eviction import RandomEviction, RandomOptions
 from tests.systems.every import MANAGED
 from tests.systems.pairwise import pairs_of, pairwise

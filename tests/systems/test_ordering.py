@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from systems.planning.races import IssuedOperation, find_races
-from systems.planning.schedule import expand
-from systems.planning.validator import circular_wait, validate
+from systems.device.emulated import EmulatedDevice
+from systems.device.watch.events import LoggedOperation, issued_operations
+from systems.planning.step.races import IssuedOperation, find_races
+from systems.planning.step.schedule import expand
+from systems.planning.step.validator import circular_wait, validate
 from systems.strategies.elixir.options import ElixirOptions
-from systems.substrate.device import EmulatedDevice
 from systems.substrate.engine import ManagedEngine
-from systems.substrate.events import LoggedOperation, issued_operations
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from systems.system import AdamSettings, Engine
+from systems.settings import AdamSettings
+from systems.system import Engine
 from tests.systems import models_plain, models_small
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, AdamState, Run, elixir, finished, one_step, parameters_of, settings, start

@@ -18,11 +18,11 @@ import pytest
 from pydantic import BaseModel
 
 from systems.errors import BudgetError
-from systems.planning.operations import LaneOperation, Work
 from systems.planning.plan import LaneKind
-from systems.planning.schedule import Schedule, expand
+from systems.planning.step.operations import LaneOperation, Work
+from systems.planning.step.schedule import Schedule, expand
 from systems.planning.strategy import PlanningContext
-from systems.system import TORCH_DTYPE
+from systems.settings import TORCH_DTYPE
 from tests.random_eviction import RandomOptions
 from tests.systems.models_small import tokens
 from tests.systems.pairwise import pairwise, rows_of

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from systems.errors import UnsupportedError
-from systems.substrate.units import find_units
+from systems.recipe.model.units import find_units
 from tests.systems.models_small import build
 from tests.systems.running import RESIDENT, settings, start
 from tests.systems.setups import SYSTEMS

@@ -14,10 +14,10 @@ import torch
 
 from systems import registry
 from systems.baselines import resident
+from systems.device.memory.host import HostMapping
 from systems.errors import BudgetError
 from systems.substrate import engine as engine_module
-from systems.substrate import store as store_module
-from systems.substrate.host import HostMapping
+from systems.substrate.bundle import store as store_module
 from tests.systems.every import STRATEGIES, SYSTEMS
 from tests.systems.models_small import build, tokens
 from tests.systems.running import elixir, one_step, settings, start
@@ -27,7 +27,7 @@ MANAGED = list(STRATEGIES)
 # A process for each system, so that the peak of one is not that of another; it begins with what it has.
 MEASURES = """
 import os, sys, torch, systems
-from systems.limits import process_memory
+from systems.machine.limits import process_memory
 
 WIDTH, LAYERS = 1024, 12
 

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 
 import systems
 from systems.errors import UnsupportedError
-from systems.substrate.structure import Structure
+from systems.recipe.model.structure import Structure
 from systems.system import Engine
 from tests.systems.models_small import tokens
 from tests.systems.running import assert_equal, finished

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from systems.device.memory.pool import Pool
 from systems.errors import BudgetError
 from systems.planning.plan import Tier
-from systems.substrate.tiers import Pool
 from tests.systems.every import MANAGED
 from tests.systems.models_small import tokens
 from tests.systems.running import AMPLE, assert_equal, one_step, parts_of, replace, settings, start

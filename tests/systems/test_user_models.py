@@ -12,8 +12,8 @@ from torch import nn
 
 import systems
 from systems.errors import UnsupportedError
+from systems.settings import AdamSettings
 from systems.strategies.elixir.options import ElixirOptions
-from systems.system import AdamSettings
 from tests.systems.every import MANAGED, STRATEGIES, SYSTEMS
 from tests.systems.models_plain import CASES, DIM, build, squared_error
 from tests.systems.models_small import tokens

@@ -9,12 +9,12 @@ from __future__ import annotations
 import psutil
 import torch
 
-from systems.cuda_memory import lift_limit, limit_device_memory
 from systems.errors import BudgetError, UnsupportedError
-from systems.machine import device_budget, host_budget
+from systems.machine.allocator import lift_limit, limit_device_memory
+from systems.machine.budgets import device_budget, host_budget
 from systems.reports import MemoryReport
+from systems.settings import Settings
 from systems.sizes import format_need, format_size
-from systems.system import Settings
 
 ONE_MEMORY = "device and host are one memory here: `device_memory` does not bind this package, and its device peak is unknown"
 

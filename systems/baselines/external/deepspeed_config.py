@@ -24,9 +24,9 @@ from typing import Any, Literal
 from systems.baselines.external.budget import pinned_bytes
 from systems.baselines.external.package import Config, merge, read_config, refuse_changes
 from systems.errors import BudgetError, UnsupportedError
-from systems.limits import in_memory
+from systems.machine.limits import in_memory
+from systems.settings import Settings
 from systems.sizes import format_need, format_size
-from systems.system import Settings
 
 BUCKET = 500_000_000
 MAX_LIVE = 1_000_000_000

@@ -29,11 +29,11 @@ from systems.baselines.external.package import Config, PackageStatistics
 from systems.baselines.external.process import OneRank
 from systems.baselines.external.weights import Masters, materialise
 from systems.errors import UnsupportedError
+from systems.recipe.model.adoption import place_buffers
+from systems.recipe.model.units import FoundModel
+from systems.recipe.recomputation.recompute import apply_recompute
 from systems.reports import MemoryReport
-from systems.substrate.activations import apply_recompute
-from systems.substrate.adoption import place_buffers
-from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Settings
+from systems.settings import TORCH_DTYPE, Settings
 
 
 class DeepSpeedRun(PackageEngine):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from systems.baselines.external import extensions
-from systems.system import Settings
+from systems.settings import Settings
 
 _GROUPS = (
     "_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP",

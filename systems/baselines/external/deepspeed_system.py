@@ -26,11 +26,12 @@ from systems.baselines.external.deepspeed_engine import DeepSpeedRun
 from systems.baselines.external.package import ConfigOptions, PackageStatistics, require
 from systems.baselines.external.weights import find_weights
 from systems.errors import UnavailableError
-from systems.machine import device_budget
+from systems.machine.budgets import device_budget
 from systems.messages import one_line
+from systems.recipe.model.units import FoundModel
+from systems.settings import TORCH_DTYPE, Settings
 from systems.sizes import Size
-from systems.substrate.units import FoundModel
-from systems.system import TORCH_DTYPE, Abilities, Engine, Settings, System
+from systems.system import Abilities, Engine, System
 
 INSTALL = "pip install 'offload-bench[baselines]'"
 RESERVED_SHARE = 0.5  # of the device, for activations and DeepSpeed's buckets: with 0.35 ps-4b did not fit 20 GiB

@@ -16,11 +16,12 @@ from torch.profiler import record_function
 from systems.baselines.external.budget import Limits
 from systems.baselines.external.package import PackageStatistics
 from systems.errors import DivergedError
+from systems.recipe.model.giving_back import leave_without
+from systems.recipe.model.units import take
+from systems.recipe.step.control import MAX_SKIPS_IN_A_ROW
 from systems.reports import MemoryReport
-from systems.substrate.giving_back import leave_without
-from systems.substrate.recipe import MAX_SKIPS_IN_A_ROW
-from systems.substrate.units import take
-from systems.system import Engine, Settings, StepOutcome
+from systems.settings import Settings, StepOutcome
+from systems.system import Engine
 
 KEEP = "copy them out of engine.summon() before close(), and build the model anew"
 NO_OTHER_RANK = {"gather_bytes": 0, "reduce_bytes": 0}

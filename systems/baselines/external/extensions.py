@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from systems.substrate.build import cache_directory
+from systems.native.build import cache_directory
 
 VARIABLE = "TORCH_EXTENSIONS_DIR"
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"

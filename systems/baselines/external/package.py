@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from systems.errors import UnavailableError, UnsupportedError
+from systems.machine.reading import read_json
 from systems.messages import one_line
-from systems.reading import read_json
 
 Config = dict[str, Any]
 _AUTO = "auto"  # transformers' word in a DeepSpeed file for "as the run says"

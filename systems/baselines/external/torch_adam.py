@@ -14,8 +14,8 @@ from systems.baselines.external.engine import LateNumber, Update
 from systems.baselines.external.package import Config
 from systems.errors import UnsupportedError
 from systems.messages import unknown_name
-from systems.substrate.recipe import FP16_FIRST_SCALE, FP16_GROWTH_STEPS
-from systems.system import AdamSettings, Settings
+from systems.recipe.step.control import FP16_FIRST_SCALE, FP16_GROWTH_STEPS
+from systems.settings import AdamSettings, Settings
 
 BUCKET = 1 << 28  # elements whose fp32 gradients exist at once: 1 GiB
 _DECIDED = frozenset(

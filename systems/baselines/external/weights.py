@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
-from systems.substrate.adoption import initial_values, refuse_mixed_dtypes
-from systems.substrate.units import FoundModel, find_units
-from systems.system import Settings
+from systems.recipe.model.adoption import initial_values, refuse_mixed_dtypes
+from systems.recipe.model.units import FoundModel, find_units
+from systems.settings import Settings
 
 
 def find_weights(model: nn.Module, settings: Settings, system: str) -> FoundModel:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from systems.planning.options import InputsOptions, StrategyStatistics
+from systems.planning.policy.options import InputsOptions, StrategyStatistics
 from systems.sizes import Size
 
 MIB = 1 << 20

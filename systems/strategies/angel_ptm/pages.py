@@ -21,7 +21,7 @@ from systems.planning.layout import (
     pack,
     round_up,
 )
-from systems.planning.packing import by_users
+from systems.planning.policy.packing import by_users
 from systems.planning.strategy import PlanningContext
 
 

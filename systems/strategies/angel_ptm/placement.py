@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from systems.planning.demand import held_profile, pool_profile
-from systems.planning.division import Division, added
-from systems.planning.optimizer_cache import OptimizerCache, within_working_set
+from systems.planning.policy.division import Division, added
+from systems.planning.policy.optimizer_cache import OptimizerCache, within_working_set
+from systems.planning.step.demand import held_profile, pool_profile
 
 
 @dataclass(frozen=True)

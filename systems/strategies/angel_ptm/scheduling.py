@@ -17,8 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from systems.planning.demand import Demand, Span
 from systems.planning.plan import Operation, OpKind, PlannedOperation
+from systems.planning.step.demand import Demand, Span
 
 
 @dataclass(eq=False)

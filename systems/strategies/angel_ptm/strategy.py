@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from systems.planning.base import FittedStrategy
-from systems.planning.division import Division
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.options import StrategyStatistics
 from systems.planning.plan import Plan
+from systems.planning.policy.base import FittedStrategy
+from systems.planning.policy.division import Division
+from systems.planning.policy.options import StrategyStatistics
 from systems.strategies.angel_ptm.options import AngelPTMOptions, AngelPTMStatistics
 from systems.strategies.angel_ptm.pages import page_layout
 from systems.strategies.angel_ptm.placement import place

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
-from systems.planning.chunks import ChunkCutter, ChunkGroup, Piece
 from systems.planning.layout import Layout, ModelIndex, pack, round_up
-from systems.planning.packing import group_parameters
+from systems.planning.policy.chunks import ChunkCutter, ChunkGroup, Piece
+from systems.planning.policy.packing import group_parameters
 from systems.planning.strategy import PlanningContext
 from systems.strategies.elixir.options import ElixirOptions
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from systems.planning.options import InputsOptions, StrategyStatistics
-from systems.planning.packing import ChunkRange
+from systems.planning.policy.options import InputsOptions, StrategyStatistics
+from systems.planning.policy.packing import ChunkRange
 from systems.sizes import SizeOrUnlimited
 
 _SIZE_OR_UNLIMITED: TypeAdapter[int | None] = TypeAdapter(SizeOrUnlimited)

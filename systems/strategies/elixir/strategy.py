@@ -7,13 +7,13 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from systems.errors import UnsupportedError
-from systems.planning.base import FittedStrategy
-from systems.planning.caching import CacheRequest, plan_cache
-from systems.planning.division import Division
-from systems.planning.eviction import RandomOrder
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.options import StrategyStatistics
 from systems.planning.plan import OpKind, Plan
+from systems.planning.policy.base import FittedStrategy
+from systems.planning.policy.caching import CacheRequest, plan_cache
+from systems.planning.policy.division import Division
+from systems.planning.policy.eviction import RandomOrder
+from systems.planning.policy.options import StrategyStatistics
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.strategies.elixir.chunks import Chunker
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from systems.planning.demand import Demand, Span, demand_of
 from systems.planning.layout import Layout
 from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, UpdateRule, optimizer_tiers
+from systems.planning.step.demand import Demand, Span, demand_of
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, Phase, Trace
 from systems.strategies.h3t.barriers import barriers

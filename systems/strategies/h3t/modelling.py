@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from systems.planning.activations import Window, windows
+from systems.planning.clock.rates import Rates
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
-from systems.planning.rates import Rates
+from systems.planning.policy.windows import Window, windows
+from systems.planning.step.timeline import MemTimeline
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import MemTimeline
 from systems.strategies.h3t.costs import SUBSTRATE, LayerCosts, ModelCosts
 from systems.strategies.h3t.layers import layer_of_bundle
 from systems.strategies.h3t.profiling import Measured

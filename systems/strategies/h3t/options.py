@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from systems.planning import hardware
-from systems.planning.options import StrategyOptions, StrategyStatistics
+from systems.planning.policy.options import StrategyOptions, StrategyStatistics
 from systems.strategies.h3t.profiling import prepare, read_profile
 
 Variant = Literal["global-offload", "resident-optimizer"]

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line
-from systems.planning.activations import kept_bytes, windows
+from systems.planning.policy.windows import kept_bytes, windows
 from systems.planning.trace import Moment, Phase, Trace
-from systems.reading import read_text
 
 FORMAT = 1
 _MOST_BYTES = 256 << 20  # of a file

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from systems.errors import BudgetError
-from systems.planning.activations import under
-from systems.planning.demand import demand_of, unmovable
+from systems.planning.clock.simulator import step_time_of
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, UpdateRule
-from systems.planning.refusal import refusal
-from systems.planning.schedule import Schedule, expand
-from systems.planning.simulator import step_time_of
+from systems.planning.policy.refusal import refusal
+from systems.planning.policy.windows import under
+from systems.planning.step.demand import demand_of, unmovable
+from systems.planning.step.schedule import Schedule, expand
+from systems.planning.step.timeline import MemTimeline, excess_bytes, timeline_of
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import MemTimeline, excess_bytes, timeline_of
 from systems.planning.trace import NO_UNIT, Trace
 from systems.sizes import format_size
 from systems.strategies.h3t.compiling import OTHERS, Compiler

@@ -10,17 +10,17 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from systems.planning import hardware
-from systems.planning.activations import windows
-from systems.planning.base import StrategyBase
-from systems.planning.demand import unmovable
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.options import StrategyStatistics
-from systems.planning.packing import bundle_a_unit
 from systems.planning.plan import Plan
+from systems.planning.policy.base import StrategyBase
+from systems.planning.policy.options import StrategyStatistics
+from systems.planning.policy.packing import bundle_a_unit
+from systems.planning.policy.windows import windows
+from systems.planning.step.demand import unmovable
+from systems.planning.step.timeline import timeline, with_peaks
+from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
-from systems.planning.timeline import timeline, with_peaks
 from systems.planning.trace import Trace
-from systems.planning.validator import validate
 from systems.strategies.h3t.compiling import Compiler
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import Measured, Profiler

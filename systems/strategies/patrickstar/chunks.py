@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from systems.planning.chunks import ChunkCutter, ChunkGroup
 from systems.planning.layout import Layout, ModelIndex, pack
-from systems.planning.packing import group_parameters
+from systems.planning.policy.chunks import ChunkCutter, ChunkGroup
+from systems.planning.policy.packing import group_parameters
 from systems.planning.strategy import PlanningContext
 from systems.strategies.patrickstar.options import PatrickStarOptions
 

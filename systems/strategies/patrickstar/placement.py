@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from systems.planning.demand import held_profile
-from systems.planning.division import Division
-from systems.planning.optimizer_cache import OptimizerCache
+from systems.planning.policy.division import Division
+from systems.planning.policy.optimizer_cache import OptimizerCache
+from systems.planning.step.demand import held_profile
 from systems.strategies.patrickstar.options import PatrickStarOptions
 
 

@@ -6,14 +6,14 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from systems.planning.base import FittedStrategy, moved
-from systems.planning.caching import CacheRequest, plan_cache
-from systems.planning.demand import gradient_profile
-from systems.planning.division import Division
-from systems.planning.eviction import ModelOrder
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.options import StrategyStatistics
 from systems.planning.plan import OpKind, Plan
+from systems.planning.policy.base import FittedStrategy, moved
+from systems.planning.policy.caching import CacheRequest, plan_cache
+from systems.planning.policy.division import Division
+from systems.planning.policy.eviction import ModelOrder
+from systems.planning.policy.options import StrategyStatistics
+from systems.planning.step.demand import gradient_profile
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.strategies.patrickstar.chunks import Chunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics

@@ -18,7 +18,7 @@ from harness.roofs.clock import median_s
 from harness.roofs.device import BOTH, Devices, DeviceSizes, Link, copy_rate
 from harness.roofs.host import AdamPass, HostSizes, thread_counts
 from harness.spec import BadInputError
-from systems.substrate.adam.cpu import cpu_kernel
+from systems.adam.cpu import cpu_kernel
 
 HOST_SIZES = HostSizes(memory=1 << 16, adam_parameters=1 << 12, disk=1 << 16, disk_block=1 << 13, rebinds=4, over_s=0.0)
 SIZES = DeviceSizes(

@@ -1,0 +1,158 @@
+"""What CUDA (cuda.py) and its emulation on the CPU (emulated.py) have in common, and where they differ: one type.
+
+Note [The emulated device]
+    A second slab of host memory with a hard budget; one thread a lane does the copies; compute is the caller's thread. The
+    accounts, counters and waits are those of the CUDA device, so claims about traffic and memory can be tested without one.
+    Claims about time cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from systems.adam.cpu import cpu_kernel
+from systems.adam.kernel import AdamKernel
+from systems.device.lanes.access import Access
+from systems.device.lanes.lane import Lane, UpdateLane
+from systems.device.lanes.ticket import Ticket
+from systems.device.lanes.transfers import ComputeLane, Transfers
+from systems.device.memory.account import Account
+from systems.device.memory.pool import Pool
+from systems.device.meter import Check
+from systems.device.watch.events import EventLog
+from systems.device.watch.phases import NoPhases, Phases
+from systems.device.watch.stopwatch import Stopwatch
+from systems.planning.allowance import EXACT
+from systems.planning.plan import LaneKind, Tier
+
+COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
+
+
+class Device(ABC):
+    """One rank's device with its lanes, pool and accounts.
+
+    name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: Adam where the device's own
+    memory is updated. host_kernel: Adam on the CPU lane, whose jobs cpu_lane_threads threads take.
+    """
+
+    torch_device: torch.device
+    label: str
+    name: str
+    stopwatch: Stopwatch
+    allowance = EXACT
+    measures_always = False  # memory at each moment costs nothing: read it in planned steps too
+    activations: Callable[[], int] | None = None  # reckons their bytes anew, where the device itself does not count them
+    evicts_for_activations = False  # while they are made: else there has to be room for them before
+    cpu_lane_threads = 1
+
+    def __init__(self, budget: int, log: EventLog) -> None:
+        self.log, self.access = log, Access()
+        self.account = Account(Tier.DEVICE, budget, log)
+        self.phases: Phases = NoPhases()
+        self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())
+        self.pool = Pool(self.account, self._new_granule, lambda: self._mark(log.next_ticket()))
+
+    def _update_threads(self) -> int | None:
+        """Threads of CPU Adam; None for all cores."""
+        return None
+
+    def start_lanes(self, jitter: Callable[[], None] | None) -> None:
+        self.jitter = jitter
+        self.lanes = {kind: Lane(kind, stream=self._stream(), jitter=jitter) for kind in COPY_LANES}
+        self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter, threads=self.cpu_lane_threads)
+        self.transfers = Transfers(self.lanes, ComputeLane(self._order, self._mark), self.log)
+
+    @property
+    def plannable_bytes(self) -> int:
+        """What a plan may fill, activations included."""
+        return self.allowance.plannable(self.account.budget)
+
+    def prepare(self, pool_bytes: int, largest: int, others: int | None = None) -> int:
+        """A plan whose blocks need this many bytes at once comes into force; nothing but pinned blocks is resident.
+
+        largest: bytes of its largest block that moves. others: the highest bytes beside the pool, where they are known.
+        Returns the bytes that the pool may grow to.
+        """
+        return self.plannable_bytes
+
+    @property
+    @abstractmethod
+    def kernel(self) -> AdamKernel:
+        """Adam for tensors on this device."""
+
+    @abstractmethod
+    def _stream(self) -> torch.cuda.Stream | None: ...
+
+    @abstractmethod
+    def _order(self, ticket: Ticket) -> None: ...
+
+    @abstractmethod
+    def _mark(self, id: int) -> Ticket: ...
+
+    @abstractmethod
+    def _new_granule(self, nbytes: int) -> torch.Tensor | None: ...
+
+    @abstractmethod
+    def metered(self) -> AbstractContextManager[object]:
+        """Forward and backward run inside this."""
+
+    @abstractmethod
+    def start_interval(self) -> tuple[int, int]:
+        """Peak non-model bytes since the last call, and the same had gradients been kept in autograd's buffers."""
+
+    @abstractmethod
+    def hand_over(self, nbytes: int) -> None:
+        """A gradient was copied out of autograd's buffer."""
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """target (host, contiguous) = source (device), of the same type; done on return. For start-up, not for a step."""
+        target.copy_(source)
+
+    @abstractmethod
+    def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
+        """Partial sums of squares as numbers, in order; the host waits, once a step, when the result is called for."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int: ...
+
+    def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
+        """From here on activations that need room may evict, and `check` is told of operations.
+
+        make_room(fits): evicts until fits() is true; False if it never is.
+
+        The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and there operations are shown
+        while `watches()`, asked as a pass begins: it takes time.
+        """
+        return
+
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        """These bytes are in the account as model data already: never count them as activations."""
+        return
+
+    def drain(self) -> None:
+        """Block until all lanes are done; raises the first error, after that: who is told of it may give memory back."""
+        for lane in self.lanes.values():
+            lane.rest()
+        for lane in self.lanes.values():
+            lane.drain()
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+        self.pool.close()
+
+
+@contextlib.contextmanager
+def ambient() -> Iterator[None]:
+    """Settings of torch that forward and backward rely on: autocast keeps no copies of weights that move and change."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

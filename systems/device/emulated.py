@@ -1,0 +1,89 @@
+"""The emulated device: host memory with a hard budget. See Note [The emulated device] in device.py."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from systems.adam.kernel import AdamKernel
+from systems.device.device import Device
+from systems.device.lanes.ticket import DoneTicket, Ticket
+from systems.device.meter import ActivationMeter, Check
+from systems.device.watch.events import EventLog
+from systems.device.watch.stopwatch import HostStopwatch
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13 and later
+
+MAX_ADDRESSES = 1 << 44  # bytes: a budget above this is more than any machine has, and processes have 47 bits of addresses
+
+
+class EmulatedDevice(Device):
+    """budget: bytes of the emulated device. jitter: called before every job of a lane (tests put random sleeps there)."""
+
+    torch_device = torch.device("cpu")
+    label = name = "cpu-emulated"
+    measures_always = evicts_for_activations = True
+
+    def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
+        self.stopwatch = HostStopwatch()
+        super().__init__(budget, log)
+        self.meter = ActivationMeter(self.account, self._no_room)
+        self.activations = self.meter.live_bytes
+        self.start_lanes(jitter)
+
+    def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
+        def have_room(nbytes: int) -> None:
+            if not make_room(lambda: self.account.room >= nbytes):
+                raise self.pool.out_of_memory(nbytes, "an activation")
+
+        self.meter.attend(have_room, check)
+
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        self.meter.exempt(storage)
+
+    def _no_room(self, nbytes: int) -> None:
+        raise self.pool.out_of_memory(nbytes, "an activation")
+
+    @property
+    def kernel(self) -> AdamKernel:
+        return self.host_kernel
+
+    def _stream(self) -> None:
+        return None
+
+    def _order(self, ticket: Ticket) -> None:
+        with self.stopwatch.waiting():
+            ticket.wait()
+
+    def _mark(self, id: int) -> Ticket:
+        return DoneTicket(id)
+
+    def _new_granule(self, nbytes: int) -> torch.Tensor | None:
+        """Address space of twice the budget, so that holes between blocks never matter; only touched pages cost memory."""
+        size = max(min(2 * self.account.budget, MAX_ADDRESSES), nbytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        slab = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+        self.meter.exempt(slab.untyped_storage())
+        return slab
+
+    def metered(self) -> AbstractContextManager[object]:
+        return self.meter
+
+    def start_interval(self) -> tuple[int, int]:
+        return self.meter.start_interval()
+
+    def hand_over(self, nbytes: int) -> None:
+        self.meter.hand_over(nbytes)
+
+    def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
+        def read() -> list[float]:
+            self.log.count("host_syncs")
+            return [float(number) for part in sums for number in part]
+
+        return read
+
+    def peak_bytes(self) -> int:
+        return self.account.peak

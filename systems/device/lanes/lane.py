@@ -1,0 +1,257 @@
+"""Lanes: ordered queues of work. Nothing here knows what is moved.
+
+A lane is a queue and the thread that works it off. On the emulated device its jobs do the work themselves; on CUDA they queue
+it on the lane's stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from systems.device.lanes.access import Access
+from systems.device.lanes.ticket import CudaTicket, HostTicket, Ticket
+from systems.device.watch.labels import working
+from systems.planning.plan import LaneKind
+from systems.planning.step.operations import LaneOperation
+
+
+class _Job:
+    __slots__ = ("after", "operation", "priority", "ticket", "work")
+
+    def __init__(
+        self, work: Callable[[], None], after: Sequence[Ticket], ticket: Any, priority: int, operation: LaneOperation | None
+    ) -> None:
+        self.work, self.after, self.ticket, self.priority, self.operation = work, after, ticket, priority, operation
+
+
+class Lane:
+    """A thread that runs jobs one at a time, in order of submission.
+
+    Where a job only queues work on a stream and nothing is in its way, whoever submits it does that himself: to hand it to
+    the thread would cost more, and the two would fight for the interpreter.
+
+    stream: the CUDA stream its jobs queue work on, None where jobs do the work themselves.
+    jitter: called before each job; tests put random sleeps here.
+    threads: that take jobs; more than one only in a lane that keeps no order.
+    """
+
+    def __init__(
+        self,
+        kind: LaneKind,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        jitter: Callable[[], None] | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.kind, self.stream, self._jitter = kind, stream, jitter
+        self._jobs: deque[_Job] = deque()
+        self._lock = threading.RLock()  # taken itself: a Condition's way to it is Python, where Ctrl-C may leave it taken
+        self._changed = threading.Condition(self._lock)
+        self._running = True
+        self._access = Access()
+        self._busy = 0  # threads that have a job in hand
+        self.error: BaseException | None = None
+        self._failed: list[Any] = []  # tickets
+        name = f"lane-{kind.value}"
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self,
+        work: Callable[[], None],
+        after: Sequence[Ticket],
+        *,
+        id: int,
+        priority: int = 0,
+        operation: LaneOperation | None = None,
+    ) -> Ticket:
+        """Queue `work` to run after the tickets in `after`. priority is for lanes that choose; this one keeps order.
+
+        operation: what a profile shows.
+        """
+        if os.getpid() != self._access.process:  # a lock may be held for ever, too
+            self._access.check_process()
+        ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
+        job = _Job(work, after, ticket, priority, operation)
+        with self._lock:
+            if not self._running:
+                self._fail(ticket, self.error or self._closed())
+                return ticket
+            free = self.stream is not None and not self._busy and not self._waiting
+            if free and all(earlier.at_once() for earlier in after):
+                self._carry_out(job, by_caller=True)
+            else:
+                self._jobs.append(job)
+                self._changed.notify_all()
+        return ticket
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._jobs)
+
+    def _take(self) -> _Job | None:
+        """The next job, or None after a sleep: look again. Called with the lock held and jobs present."""
+        return self._jobs.popleft()
+
+    def _run(self) -> None:
+        torch.multiprocessing._set_thread_name(threading.current_thread().name)  # what a profile calls the thread
+        try:
+            self._work_off()
+        except BaseException as error:  # of the lane itself: nobody may wait for what will never come
+            self._give_up(error)
+            raise
+
+    def _work_off(self) -> None:
+        with self._lock:
+            while self._running or self._waiting:
+                if not self._waiting:
+                    self._changed.wait()
+                elif (job := self._take()) is not None:
+                    self._busy += 1
+                    try:
+                        with self._unlocked():
+                            self._carry_out(job)
+                            del job  # and with it its hold on memory, which may have to go before another job comes
+                    finally:
+                        self._busy -= 1
+                        if not self._busy and not self._waiting:
+                            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Jobs can be submitted, and taken by the other threads, meanwhile."""
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._lock:
+            self.error, self._running = self.error or error, False
+            for job in self._left():
+                self._fail(job.ticket, error)
+            self._changed.notify_all()
+
+    def _left(self) -> list[_Job]:
+        """Takes all jobs that were not begun."""
+        left = list(self._jobs)
+        self._jobs.clear()
+        return left
+
+    def _fail(self, ticket: Any, error: BaseException) -> None:
+        self._failed.append(ticket)
+        if self.stream is None:
+            ticket.finish(error)
+        else:
+            ticket.queued(None, error)
+
+    def _closed(self) -> RuntimeError:
+        return RuntimeError(f"the {self.kind.value} lane is closed")
+
+    def _carry_out(self, job: _Job, *, by_caller: bool = False) -> None:
+        """An error is its ticket's. by_caller: what only ends programs (Ctrl-C) is not this lane's, and goes on."""
+        ticket = job.ticket
+        try:
+            if self._jitter is not None:
+                self._jitter()
+            for earlier in job.after:
+                earlier.order(self.stream)
+            if self.stream is None:
+                with working(job.operation):
+                    job.work()
+                ticket.finish()
+                return
+            with torch.cuda.stream(self.stream):
+                with working(job.operation):
+                    job.work()
+                event = torch.cuda.Event(blocking=True)  # a host that waits for it sleeps
+                event.record(self.stream)
+            ticket.queued(event)
+        except BaseException as error:  # handed to whoever waits for the ticket, and to drain
+            if by_caller and not isinstance(error, Exception):
+                raise
+            self.error = self.error or error
+            self._fail(ticket, error)
+
+    def rest(self) -> None:
+        """Block until every job submitted so far is finished, on the device too."""
+        self._access.check_process()
+        with self._lock:
+            self._changed.notify_all()  # Ctrl-C may have come between a job and the word of it
+            while self._waiting or self._busy:
+                self._changed.wait()
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def drain(self) -> None:
+        """`rest`; raises the first error of any job."""
+        self.rest()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Finish what is queued, then end the threads.
+
+        Errors are forgotten: all frames that one went through hold memory, and may hold a step's graph, which holds the lane.
+        """
+        with self._lock:
+            self._running = False
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        failed, self._failed, self.error = self._failed, [], None
+        for ticket in failed:
+            self._fail(ticket, self._closed())
+
+
+class UpdateLane(Lane):
+    """The CPU lane: among jobs whose inputs have arrived it runs the one with the lowest priority number first.
+
+    Gradients arrive last unit first, but the next forward needs the first units first; see design "Transfers". Inputs arrive
+    about in the order the jobs were submitted, so while none is there it sleeps until the oldest job's are.
+
+    threads: with two, the next update waits in the queue of csrc/adam.cpp while one runs. Jobs then overlap, and nothing but
+    their tickets keeps two of them in order.
+    """
+
+    def __init__(self, kind: LaneKind, *, jitter: Callable[[], None] | None = None, threads: int = 1) -> None:
+        self._ready: list[_Job] = []
+        super().__init__(kind, jitter=jitter, threads=threads)
+
+    def _take(self) -> _Job | None:
+        missing = self._missing()
+        while self._jobs and missing is None:
+            self._ready.append(self._jobs.popleft())
+            missing = self._missing()
+        if self._ready:
+            job = min(self._ready, key=lambda job: job.priority)
+            self._ready.remove(job)
+            return job
+        assert missing is not None, "a lane takes a job only while it has one"
+        with self._unlocked(), contextlib.suppress(BaseException):  # its job meets the error again
+            missing.wait()
+        return None
+
+    def _missing(self) -> Ticket | None:
+        """What the oldest job still waits for. Tickets finish at any time, so each is asked once."""
+        if not self._jobs:
+            return None
+        return next((earlier for earlier in self._jobs[0].after if not earlier.done()), None)
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._jobs or self._ready)
+
+    def _left(self) -> list[_Job]:
+        left, self._ready = self._ready, []
+        return left + super()._left()

@@ -1,0 +1,1 @@
+"""C++ sources, and what compiles and loads them."""

@@ -1,0 +1,1 @@
+"""The schedule on a virtual clock: rates, lanes, work, and its trace."""

@@ -1,0 +1,187 @@
+"""What a scheduled operation costs on a hardware profile: its queue, its fixed time, its bytes, what it shares.
+
+Note [One rank stands for all]
+    Ranks do the same at the same time, so one is simulated with its part of what a node's devices share: of the host's DRAM,
+    of CPU Adam, of the disk, and of the host link where all devices together reach less than each alone.
+
+Note [Collectives]
+    A bundle of N bytes over R ranks moves N (R - 1) / R bytes in and out of every device, in a ring: at the rate of the
+    devices' link, or of the host link without one (H3T's figure 8), and, over several nodes, no faster than the node's
+    network. Its fixed time is a copy's for each of log2(R) hops. Without a link it takes its turn with host copies, gathers
+    with those to the device and reductions with those from it, and passes through the host's DRAM twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from systems.planning.clock.clocks import Claim, Job, Resource
+from systems.planning.hardware import HardwareProfile
+from systems.planning.layout import Layout
+from systems.planning.plan import LaneKind
+from systems.planning.step.operations import ScheduledOperation, Work
+from systems.planning.strategy import PlanningContext
+
+HOST_DRAM, HOST_LINK = "host-dram", "host-link"
+STATE_BYTES = 24  # master and both moments of a parameter, read and written
+HOST_QUEUE = "host"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One rank's part of a profile, see Note [One rank stands for all]. Bytes a second."""
+
+    profile: HardwareProfile
+    ranks: int
+
+    @property
+    def on_node(self) -> int:
+        """Ranks that share a node."""
+        return min(self.ranks, self.profile.devices_per_node.value)
+
+    @property
+    def h2d(self) -> float:
+        return self._one_way(self.profile.h2d_bytes_per_s.value)
+
+    @property
+    def d2h(self) -> float:
+        return self._one_way(self.profile.d2h_bytes_per_s.value)
+
+    def _one_way(self, alone: float) -> float:
+        return min(alone, self.profile.node_copy_bytes_per_s.value / self.on_node, self.both_ways)
+
+    @property
+    def both_ways(self) -> float:
+        return min(self.profile.both_ways_bytes_per_s.value, self.profile.node_both_ways_bytes_per_s.value / self.on_node)
+
+    @property
+    def cpu_adam(self) -> float:
+        return min(self.profile.cpu_adam_bytes_per_s.value / self.on_node, self.host_dram)
+
+    @property
+    def host_dram(self) -> float:
+        return self.profile.host_dram_bytes_per_s.value / self.on_node
+
+    @property
+    def device_dram(self) -> float:
+        return self.profile.device_dram_bytes_per_s.value
+
+    def collective(self, lane: LaneKind) -> float:
+        """See Note [Collectives]."""
+        profile = self.profile
+        host = self.h2d if lane is LaneKind.GATHER else self.d2h
+        rate = profile.device_link_bytes_per_s.value if profile.device_link_bytes_per_s is not None else host
+        if self.ranks > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
+            rate = min(rate, profile.network_bytes_per_s.value)
+        return rate
+
+    def disk(self, lane: LaneKind) -> float:
+        profile = self.profile
+        rate = profile.disk_read_bytes_per_s if lane is LaneKind.DISK_READ else profile.disk_write_bytes_per_s
+        if rate is None:
+            raise ValueError(f"the plan uses a disk, and the hardware profile ({profile.description}) has none")
+        return rate.value / self.on_node
+
+    def resources(self) -> dict[str, Resource]:
+        share = self.profile.cpu_adam_dram_share
+        return {
+            HOST_DRAM: Resource(self.host_dram, share.value if share is not None else 0.0),
+            HOST_LINK: Resource(self.both_ways),
+        }
+
+
+def default_queues(profile: HardwareProfile) -> dict[LaneKind, str]:
+    """A queue for every lane; without a link of their own collectives queue with the host copies."""
+    queues = {lane: lane.value for lane in LaneKind}
+    if profile.device_link_bytes_per_s is None:
+        queues |= {LaneKind.GATHER: LaneKind.H2D.value, LaneKind.REDUCE: LaneKind.D2H.value}
+    return queues
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Turns the operations of a schedule into jobs. queues: the queue of every lane; lanes may share one.
+
+    updates: bundles to their place in the order of updates, in which the host's lane takes them where it has a choice.
+    """
+
+    layout: Layout
+    context: PlanningContext
+    rates: Rates
+    queues: Mapping[LaneKind, str]
+    updates: Mapping[int, int] = field(default_factory=dict)
+
+    def job(self, operation: ScheduledOperation, waits: tuple[int, ...]) -> Job:
+        """waits: job numbers. The operation is on a lane."""
+        assert operation.lane is not None
+        if operation.kind is Work.NORM:  # the host reads it and goes on: it belongs to the host's own order
+            return Job(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value)
+        queue = self.queues[operation.lane]
+        if operation.lane is LaneKind.CPU:
+            claims = (Claim(HOST_DRAM, favoured=True),)
+            return Job(queue, waits, 0.0, self.host_bytes(operation), self.rates.cpu_adam, claims, self._priority(operation))
+        if operation.lane is LaneKind.COMPUTE or operation.kind is Work.SQUARES:
+            return Job(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
+        if operation.lane in (LaneKind.GATHER, LaneKind.REDUCE):
+            return self._collective(operation, queue, waits)
+        return self._copy(operation, queue, waits)
+
+    def payload(self, operation: ScheduledOperation) -> int:
+        """Bytes that pass a device's port: of a collective all but the rank's own part."""
+        if operation.lane in (LaneKind.GATHER, LaneKind.REDUCE):
+            return operation.bytes * (self.context.ranks - 1) // self.context.ranks
+        return operation.bytes
+
+    def host_bytes(self, operation: ScheduledOperation) -> int:
+        """Read and written by the CPU: Adam, or what accumulation takes, of one rank's shards."""
+        if operation.kind is Work.NORM or operation.lane is not LaneKind.CPU:
+            return 0
+        return self._numel(operation) * self._per_element(operation)
+
+    def device_bytes(self, operation: ScheduledOperation) -> int:
+        """Read and written in the device's DRAM by the optimizer's part of a step."""
+        if operation.kind is Work.SQUARES and operation.lane is not LaneKind.CPU:
+            return self._numel(operation) * self._per_element(operation)
+        if operation.lane is not LaneKind.COMPUTE or operation.kind not in (Work.UPDATE, Work.ACCUMULATE):
+            return 0
+        return self._numel(operation) * self._per_element(operation)
+
+    def _per_element(self, operation: ScheduledOperation) -> int:
+        """An update reads the gradient (an accumulator is cleared as well) and writes the parameter beside the states."""
+        item = self.context.itemsize
+        if operation.kind is Work.SQUARES:
+            return item if self.context.accumulate == 1 else 4
+        if operation.kind is Work.ACCUMULATE:
+            return item + 8
+        if operation.kind is Work.RESTORE:
+            return 4 + item
+        return STATE_BYTES + item + (8 if self.context.accumulate > 1 else item)
+
+    def _numel(self, operation: ScheduledOperation) -> int:
+        mine = self.layout.bundles[operation.bundle].segments if operation.segment < 0 else (operation.segment,)
+        return sum(self.layout.segments[s].shard_numel for s in mine)
+
+    def _priority(self, operation: ScheduledOperation) -> int:
+        """As the substrate gives them: sums of squares go first, whoever waits for the norm."""
+        if operation.kind is Work.SQUARES:
+            return -1
+        return self.updates.get(operation.bundle, operation.bundle) if operation.kind is Work.UPDATE else operation.bundle
+
+    def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> Job:
+        assert operation.lane is not None
+        fixed = self.rates.profile.copy_overhead_s(operation.bytes)
+        if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
+            return Job(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
+        rate = self.rates.h2d if operation.lane is LaneKind.H2D else self.rates.d2h
+        return Job(queue, waits, fixed, operation.bytes, rate, (Claim(HOST_DRAM), Claim(HOST_LINK)))
+
+    def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> Job:
+        assert operation.lane is not None
+        profile, size = self.rates.profile, self.payload(operation)
+        hops = math.ceil(math.log2(self.context.ranks))
+        fixed = hops * profile.copy_overhead_s(size / max(1, self.context.ranks - 1))
+        own_link = profile.device_link_bytes_per_s is not None
+        claims = () if own_link else (Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK))
+        return Job(queue, waits, fixed, size, self.rates.collective(operation.lane), claims)

@@ -1,0 +1,103 @@
+"""How a device is divided in one kind of step: what lives there for good, and what is left for bundles that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan, PlannedOperation, UpdateRule, optimizer_tiers
+from systems.planning.policy.refusal import UnitName, check_need
+from systems.planning.step.demand import (
+    Demand,
+    Need,
+    Residence,
+    demand_of,
+    held_profile,
+    minimum_need,
+    non_model_profile,
+    pool_profile,
+    reusable,
+    room_beside,
+    unmovable,
+)
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import Trace
+
+
+@dataclass(frozen=True)
+class Division:
+    """One kind of step, by its trace, within a context. For messages: system, unit_name, and smaller (see `check_need`)."""
+
+    layout: Layout
+    trace: Trace
+    context: PlanningContext
+    rule: UpdateRule
+    system: str
+    unit_name: UnitName
+    smaller: str | None = None
+
+    @cached_property
+    def reusable(self) -> frozenset[int]:
+        return reusable(self.layout, self.trace, self.context)
+
+    @cached_property
+    def demand(self) -> Demand:
+        return demand_of(self.layout, self.trace, self.context, self.reusable)
+
+    def residence(self, on_device: frozenset[int]) -> Residence:
+        """With these bundles updated on the device."""
+        return Residence(self.layout, self.context, on_device, self.rule, self.reusable - on_device)
+
+    @cached_property
+    def everything(self) -> Residence:
+        return self.residence(frozenset(b.index for b in self.layout.bundles))
+
+    @cached_property
+    def base(self) -> Residence:
+        """Only what never moves."""
+        return self.residence(unmovable(self.layout))
+
+    def least(self, *, measured: bool | None = None) -> Need:
+        """The need of the base, when nothing is there but what is held. BudgetError if that does not fit. measured: see
+        `check_need`.
+        """
+        need = minimum_need(self.trace, self.demand, self.base)
+        check_need(need, self.context, self.system, self.unit_name, measured=measured, smaller=self.smaller)
+        return need
+
+    def fixed(self, residence: Residence) -> list[int]:
+        """Bytes per moment that bundles which come and go cannot have."""
+        non_model = non_model_profile(self.trace, self.demand, residence)
+        return added(pool_profile(self.demand, residence), non_model)
+
+    def fits(self, residence: Residence) -> bool:
+        """With nothing that comes and goes."""
+        fixed, pool = max(self.fixed(residence)), max(pool_profile(self.demand, residence))
+        return fixed <= self.context.device_budget and pool <= self.context.pool_budget
+
+    def room(self, residence: Residence) -> list[int]:
+        """Bytes per moment for bundles that come and go; at least what is held, where `least` fits."""
+        held = held_profile(self.demand, residence)
+        return room_beside(self.fixed(residence), pool_profile(self.demand, residence), held, self.context)
+
+    def sizes(self, on_device: Collection[int]) -> dict[int, int]:
+        """Bytes of all bundles but these."""
+        return {b.index: self.layout.bundle_bytes(b.index) for b in self.layout.bundles if b.index not in on_device}
+
+    def plan(self, operations: tuple[PlannedOperation, ...], on_device: frozenset[int], resident: frozenset[int]) -> Plan:
+        """on_device: bundles updated there, which stay. resident: others that are there when a step begins."""
+        return Plan(
+            signature=self.trace.signature,
+            operations=operations,
+            optimizer_tier=optimizer_tiers(self.layout, on_device),
+            resident_at_start=on_device | resident,
+            update_rule=self.rule,
+            in_place=self.reusable - on_device,
+        )
+
+
+def added(*profiles: Sequence[int]) -> list[int]:
+    """Moment by moment."""
+    return [sum(each) for each in zip(*profiles, strict=True)]

@@ -1,0 +1,157 @@
+"""Proves a plan safe before it runs: it fits, nothing is used before it is there or freed while held, nothing can hang.
+
+A plan that fails here is a bug of its strategy, not of the user: the message names moment, bundle and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan, Tier
+from systems.planning.step.operations import ScheduledOperation, Work
+from systems.planning.step.schedule import Schedule, expand
+from systems.planning.step.timeline import MemTimeline, timeline_of
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import Phase, Trace
+
+
+class PlanError(ValueError):
+    """A plan that must not run."""
+
+
+def validate(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> MemTimeline:
+    """Raise PlanError for the first thing wrong with `plan`; the timeline of a good one."""
+    check_shape(layout, trace, plan)
+    schedule = expand(layout, trace, plan, context)
+    check_waits(trace, schedule)
+    for flaw in schedule.flaws:
+        raise PlanError(f"{describe(trace, flaw.moment)}: bundle {flaw.bundle} {flaw.what}")
+    check_steady(plan, schedule)
+    memory = timeline_of(schedule, trace)
+    check_budgets(trace, memory, context)
+    return memory
+
+
+def describe(trace: Trace, moment: int) -> str:
+    entering = trace.moments[moment]
+    unit = "" if entering.unit < 0 else f" of unit {entering.unit}"
+    return f"moment {moment} ({entering.phase.value}{unit}, micro-step {entering.micro_step})"
+
+
+def check_shape(layout: Layout, trace: Trace, plan: Plan) -> None:
+    """The plan speaks of this layout and this trace, and the order of its operations is the same on every rank."""
+    if plan.signature != trace.signature:
+        raise PlanError("the plan's signature is not the trace's: it was made for another step")
+    if trace.moments[0].phase is not Phase.STEP_BEGIN or trace.moments[-1].phase is not Phase.STEP_END:
+        raise PlanError("a trace begins with STEP_BEGIN and ends with STEP_END")
+    if len(plan.optimizer_tier) != len(layout.segments):
+        raise PlanError(f"the plan has {len(plan.optimizer_tier)} optimizer tiers for {len(layout.segments)} segments")
+    if Tier.DISK in plan.optimizer_tier:
+        raise PlanError(f"segment {plan.optimizer_tier.index(Tier.DISK)} is updated on disk: only device and host are")
+    for bundle in layout.bundles:
+        tiers = {plan.optimizer_tier[s] for s in bundle.segments}
+        if len(tiers) != 1:
+            raise PlanError(f"bundle {bundle.index} has segments updated on different tiers")
+        if not bundle.movable and tiers != {Tier.DEVICE}:
+            raise PlanError(f"bundle {bundle.index} never moves, yet its update is on the {tiers.pop().value}")
+    for moment in sorted(plan.barriers):
+        if not 0 <= moment < len(trace):
+            raise PlanError(f"a barrier is at moment {moment} of {len(trace)} moments")
+    places: set[tuple[int, int]] = set()
+    for p in plan.operations:
+        if not 0 <= p.trigger < len(trace):
+            raise PlanError(f"an operation of bundle {p.operation.bundle} has trigger {p.trigger} of {len(trace)} moments")
+        if not 0 <= p.operation.bundle < len(layout.bundles):
+            raise PlanError(f"{describe(trace, p.trigger)}: there is no bundle {p.operation.bundle}")
+        if (p.trigger, p.priority) in places:
+            raise PlanError(
+                f"{describe(trace, p.trigger)}: two operations have priority {p.priority}, one of them on bundle "
+                f"{p.operation.bundle}: ranks could issue their collectives in different orders"
+            )
+        places.add((p.trigger, p.priority))
+
+
+def check_steady(plan: Plan, schedule: Schedule) -> None:
+    """The step ends as it began, so that the plan holds for the next one."""
+    on_device = schedule.residence.on_device
+    missing = sorted(on_device - plan.resident_at_start)
+    if missing:
+        raise PlanError(f"bundle {missing[0]} stays on the device, yet the plan does not have it resident at the start")
+    for bundle in sorted(schedule.resident_at_end ^ plan.resident_at_start):
+        where = (
+            "is on the device at the end of the step but not"
+            if bundle in schedule.resident_at_end
+            else "is not at the end of the step but"
+        )
+        raise PlanError(f"bundle {bundle} {where} at its start: the plan does not repeat")
+
+
+def check_budgets(trace: Trace, memory: MemTimeline, context: PlanningContext) -> None:
+    for tier, values, budget in (
+        ("device", memory.device_total_bytes, context.device_budget),
+        ("host", memory.host_bytes, context.host_budget),
+        ("disk", memory.disk_bytes, context.disk_budget),
+    ):
+        moment = max(range(len(values)), key=values.__getitem__)
+        if values[moment] > budget:
+            pool = f", {memory.device_pool_peak_bytes[moment]} of it in the pool" if tier == "device" else ""
+            raise PlanError(f"{describe(trace, moment)}: {values[moment]} bytes on the {tier}{pool}, budget {budget}")
+
+
+def check_waits(trace: Trace, schedule: Schedule) -> None:
+    """No circular wait; nothing on a lane waits for an update of this step ahead of this step's last fetch on it."""
+    cycle = circular_wait(schedule.operations)
+    if cycle:
+        names = " -> ".join(f"{o.kind.value} {o.bundle} at moment {o.moment}" for o in cycle[:6])
+        raise PlanError(f"{describe(trace, cycle[0].moment)}: circular wait over bundle {cycle[0].bundle}: {names}")
+    updates = {o.ticket for o in schedule.operations if o.kind is Work.UPDATE}
+    last = len(trace) - 1
+    waiting: dict[object, ScheduledOperation] = {}
+    for o in schedule.operations:
+        if o.moment == last or o.kind is not Work.FETCH:
+            continue
+        if o.lane in waiting:
+            first = waiting[o.lane]
+            raise PlanError(
+                f"{describe(trace, first.moment)}: the {first.kind.value} of bundle {first.bundle} waits for an update "
+                f"of this step ahead of the fetch of bundle {o.bundle} at moment {o.moment}, on the same lane"
+            )
+        if updates.intersection(o.waits):
+            waiting[o.lane] = o
+
+
+def circular_wait(operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
+    """Operations of one cycle of lane order, data dependences and waits for room; empty if there is none.
+
+    waits may point forward: to an operation that is issued later.
+    """
+    before: dict[int, set[int]] = {}
+    tail: dict[object, int] = {}
+    by_ticket = {o.ticket: o for o in operations if o.lane is not None}
+    for o in by_ticket.values():
+        before[o.ticket] = {t for t in (*o.waits, *o.room_waits) if t in by_ticket}
+        if o.lane in tail:
+            before[o.ticket].add(tail[o.lane])
+        tail[o.lane] = o.ticket
+    after: dict[int, list[int]] = {ticket: [] for ticket in before}
+    for ticket, others in before.items():
+        for other in others:
+            after[other].append(ticket)
+    missing = {ticket: len(others) for ticket, others in before.items()}
+    ready = [ticket for ticket, count in missing.items() if not count]
+    while ready:
+        ticket = ready.pop()
+        del missing[ticket]
+        for later in after[ticket]:
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+    if not missing:
+        return []
+    path: list[int] = []
+    step = min(missing)
+    while step not in path:
+        path.append(step)
+        step = min(t for t in before[step] if t in missing)
+    return [by_ticket[t] for t in path[path.index(step) :]]

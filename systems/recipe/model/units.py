@@ -1,0 +1,203 @@
+"""Finds the units of a model and who uses which parameter: the index that strategies lay out.
+
+A unit is each element of an outermost homogeneous ModuleList (a transformer block), and every module outside those that
+owns parameters, itself or in a container without a forward (a ParameterList). A tied parameter has one entry and several users.
+The model itself is a unit, the last one if it owns none: it may read what others own (see reads.py).
+
+Note [Carried along]
+    A frozen parameter that an engine has no compute dtype for stays with the model as it is, like a buffer: the integers and
+    8-bit floats of a quantized base, complex or sparse ones, and, in a model of several floating dtypes, one wider than the
+    engine's (a scale in fp32). It lies on the compute device, counted as a buffer, is in no unit and moves nowhere. State dicts
+    and summon show it as it is; a checkpoint, which holds what is trained, does not have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from systems.errors import UnsupportedError
+from systems.planning.layout import ModelIndex, Parameter, Unit
+from systems.recipe.model.blocks import find_blocks, has_forward
+from systems.recipe.model.shared_memory import refuse_shared_memory
+
+COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})  # dtypes of weights
+ROOT = "<root>"  # the name of the unit that is the model itself
+_TAKEN: WeakSet[nn.Module] = WeakSet()
+_TAKEN_PARAMETERS: Any = WeakIdKeyDictionary()  # a Parameter may be in several models
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """modules and parameters are in the order of index.units and index.parameters.
+
+    owners: per parameter the (module, attribute) pairs it is registered under. carried: by name, see Note [Carried along].
+    """
+
+    index: ModelIndex
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[nn.Parameter, ...]
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    carried: Mapping[str, nn.Parameter]
+
+    @property
+    def trains(self) -> bool:
+        """Something does: a model may be all frozen."""
+        return any(parameter.trainable for parameter in self.index.parameters)
+
+
+def take(model: nn.Module) -> Callable[[], None]:
+    """An engine has the model from now on: its values lie where the engine keeps them. Returns what says that it has them
+    again, whatever became of its modules since.
+    """
+    modules, parameters = WeakSet(module for module in model.modules() if _has_values(module)), WeakIdKeyDictionary()
+    parameters.update((parameter, None) for parameter in model.parameters())
+    _TAKEN.update(modules)
+    _TAKEN_PARAMETERS.update(parameters)
+
+    def release() -> None:
+        _TAKEN.difference_update(modules)
+        for parameter in parameters:
+            _TAKEN_PARAMETERS.pop(parameter, None)
+        parameters.clear()  # nobody has a weak reference to them, so that torch.utils.swap_tensors takes them
+
+    return release
+
+
+def _has_values(module: nn.Module) -> bool:
+    """Not so an activation, which a library may share among all its models."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _owned(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a module reads in its own forward: those of containers below it, which nobody calls, are its own."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not has_forward(child):
+            yield from _owned(child)
+
+
+def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel:
+    """Raises UnsupportedError for a model that cannot be managed: compiled, sparse, sharing memory, or taken already.
+
+    dtype: that weights will be computed in, where frozen ones that do not fit it may be carried along.
+    """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError("torch.inference_mode() is on, and what is made within it never trains: call initialize outside")
+    _refuse_modules(model)
+    parameters, owners = _named(model)
+    mixed = _several_dtypes(parameters)
+    carried = {p for p in parameters if not p.requires_grad and not _is_weight(p, dtype if mixed else None)}
+    for parameter, names in parameters.items():
+        if not _is_weight(parameter) and parameter not in carried:
+            raise UnsupportedError(
+                f"parameter {names[0]} is {parameter.dtype} {parameter.layout}: only dense floats of 16 bits or more train"
+            )
+    weights = {p: names for p, names in parameters.items() if p not in carried}
+    if not weights:
+        raise UnsupportedError("the model has no parameters: nothing to train")
+    refuse_shared_memory(model, parameters)
+    units = [
+        (name, module, block, mine)
+        for name, module, block, owned in _units(model)
+        if (mine := [p for p in dict.fromkeys(owned) if p in weights])
+    ]
+    if not any(module is model for _, module, _, _ in units):
+        units.append((ROOT, model, None, []))
+    number = {p: i for i, p in enumerate(weights)}
+    users: dict[nn.Parameter, list[str]] = {p: [] for p in weights}
+    for unit_name, _, _, owned in units:
+        for parameter in owned:
+            users[parameter].append(unit_name)
+    index = ModelIndex(
+        parameters=tuple(
+            Parameter(
+                index=number[p],
+                name=names[0],
+                aliases=tuple(names[1:]),
+                shape=tuple(p.shape),
+                numel=p.numel(),
+                trainable=p.requires_grad,
+                users=tuple(users[p]),
+            )
+            for p, names in weights.items()
+        ),
+        units=tuple(Unit(i, name, tuple(number[p] for p in owned), block) for i, (name, _, block, owned) in enumerate(units)),
+    )
+    return FoundModel(
+        index,
+        tuple(module for _, module, _, _ in units),
+        tuple(weights),
+        tuple(tuple(owners[p]) for p in weights),
+        {names[0]: p for p, names in parameters.items() if p in carried},
+    )
+
+
+def _refuse_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module in _TAKEN:
+            raise UnsupportedError(
+                f"{f'module {name}' if name else 'the model'} was given to an engine before, which has its values: close "
+                "that one, or build the model anew if it ended in an error"
+            )
+        if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+            what = f"module {name}" if name else "the model"
+            raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            what = f"module {name}" if name else "the model"
+            raise UnsupportedError(f"{what} is scripted or traced and takes no hooks: pass the module that it was made of")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedError(f"module {name or '<root>'} makes sparse gradients, which cannot be kept: leave sparse off")
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, int | None, list[nn.Parameter]]]:
+    """Name, module, block number and parameters of each, repeated ones too."""
+    blocks = {name: (block, number) for number, (name, block) in enumerate(find_blocks(model).items())}
+    inside = {id(m) for block, _ in blocks.values() for m in block.modules()}
+    for name, module in model.named_modules():
+        if name in blocks:
+            yield name, module, blocks[name][1], list(module.parameters())
+        elif id(module) not in inside and (has_forward(module) or not name):
+            yield name or ROOT, module, None, list(_owned(module))
+
+
+def _named(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Every parameter with all its names, and with the modules that have it."""
+    parameters: dict[nn.Parameter, list[str]] = {}
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{name}.{attribute}" if name else attribute
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise UnsupportedError(f"parameter {full} has no shape yet: run the model once before initialize")
+            if parameter in _TAKEN_PARAMETERS:
+                raise UnsupportedError(
+                    f"parameter {full} was given to an engine before, in another model, which has its values: close that one, "
+                    "make both one model, or give this one a parameter of its own"
+                )
+            parameters.setdefault(parameter, []).append(full)
+            owners.setdefault(parameter, []).append((module, attribute))
+    return parameters, owners
+
+
+def _is_weight(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> bool:
+    """Dense and of a floating dtype that is computed in; and, with a dtype, one that this holds all values of."""
+    plain = parameter.layout == torch.strided and parameter.dtype in COMPUTED
+    return plain and (dtype is None or not loses(parameter.dtype, dtype))
+
+
+def loses(given: torch.dtype, dtype: torch.dtype) -> bool:
+    """True if values in `given` are rounded in dtype."""
+    return torch.promote_types(given, dtype) != dtype
+
+
+def _several_dtypes(parameters: Iterable[nn.Parameter]) -> bool:
+    return len({p.dtype for p in parameters if p.dtype in COMPUTED}) > 1

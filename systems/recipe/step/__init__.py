@@ -1,0 +1,1 @@
+"""A step's decisions: loss scale, norm, clipping, groups of an optimizer, and which step a call belongs to."""

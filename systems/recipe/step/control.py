@@ -1,0 +1,162 @@
+"""The reference recipe's decisions: gradient norm, clipping factor, loss scale, what is skipped, whose turn which step is.
+
+Both the resident baseline and the managed engine use this, so that equality between them can be exact.
+
+Note [The recipe]
+    loss = sum over label tokens / global label count. Weights and gradients in the compute dtype, master weights and moments
+    in fp32. norm = square root of the sum, in parameter order, of one fp64 sum of squares a parameter, rounded once to fp32.
+    Gradients are multiplied by min(1, clip / (norm + 1e-6)), in fp32. A step whose norm is not finite changes nothing. A
+    parameter without a gradient is skipped: no decay, no moments, no step count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from systems.adam.kernel import AdamRange
+from systems.checkpoint import LoopState
+from systems.errors import DivergedError, UnsupportedError
+from systems.messages import one_line
+from systems.planning.layout import ModelIndex
+from systems.recipe.step.parameter_groups import ParameterGroups
+from systems.settings import Settings, StepOutcome
+
+HALF_UPDATED = (
+    "the last step broke off after some of its updates had begun, so that parameters belong to two steps: initialize anew "
+    "from a checkpoint"
+)
+MAX_SKIPS_IN_A_ROW = 20
+FP16_FIRST_SCALE = 2.0**16
+FP16_GROWTH_STEPS = 2000
+
+
+class StepControl:
+    """Turns a step's partial sums into a decision and keeps what outlives a step: outcomes, step counts, scale, skips in a row.
+
+    updates: optimizer steps that each parameter took. begun: the number of its update, for each that the step in progress
+    updates. loop: where the run stands, that before a restored checkpoint included. ruined: why no step may follow, for a
+    message; None as long as one may. told: what the engine's caller has been told went wrong, in words.
+
+    Note [When a step is done]
+        Counts, scale and outcome change together, in one statement that calls nothing, once the step was carried out. Whatever
+        breaks off before has changed none of them, and what breaks off after it finds the step done.
+    """
+
+    def __init__(self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.clip = settings.clip
+        self.updates = [0] * len(index.parameters)
+        self.outcomes: list[StepOutcome] = []
+        self._dynamic = settings.dtype == "fp16"
+        self._loop = LoopState(0, 0, FP16_FIRST_SCALE if self._dynamic else 1.0, 0, 0)
+        self.begun: dict[int, int] = {}
+        self.ruined: str | None = None
+        self.told: set[str] = set()
+        self._groups = ParameterGroups(settings, index, parameters)
+
+    @property
+    def scale(self) -> float:
+        """Of the loss: halved by a skipped step, doubled after FP16_GROWTH_STEPS good ones; constant 1 unless fp16."""
+        return self._loop.loss_scale
+
+    def decide(self, partials: Mapping[int, float]) -> StepOutcome:
+        """partials: parameter index to fp64 sum of squares of its (scaled) gradient, for parameters that have one."""
+        total = 0.0
+        for parameter in sorted(partials):
+            total += partials[parameter]
+        norm = float(np.float32(math.sqrt(total) / self.scale)) if math.isfinite(total) else math.nan
+        skipped = not math.isfinite(norm)
+        factor = 1.0
+        if self.clip > 0 and not skipped:
+            factor = min(1.0, float(np.float32(self.clip) / (np.float32(norm) + np.float32(1e-6))))
+        return StepOutcome(self._loop.steps + 1, norm, factor, self.scale, skipped)
+
+    @property
+    def loop(self) -> LoopState:
+        """For a checkpoint."""
+        return self._loop
+
+    @loop.setter
+    def loop(self, state: LoopState) -> None:
+        mine = self._loop
+        scale = state if self._dynamic else mine
+        self._loop = replace(state, loss_scale=scale.loss_scale, good_steps=scale.good_steps)
+
+    def record(self, outcome: StepOutcome) -> None:
+        """The step's decision was carried out. See Note [When a step is done]; raises DivergedError after that."""
+        self._done(outcome, self.updates if outcome.skipped else self.advanced(), {})
+
+    def record_late(self, outcome: StepOutcome) -> None:
+        """The decision of a step whose updates were counted before; those of another may have begun."""
+        self._done(outcome, self.updates, self.begun)
+
+    def _done(self, outcome: StepOutcome, updates: list[int], begun: dict[int, int]) -> None:
+        end, after = len(self.outcomes), self._after(outcome)
+        self.outcomes[end:], self._loop, self.updates, self.begun = [outcome], after, updates, begun
+        if after.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            raise DivergedError(
+                f"{after.skips_in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
+                f"{outcome.step}: lower the learning rate, set `clip`, or check the data"
+            )
+
+    def _after(self, outcome: StepOutcome) -> LoopState:
+        old, skipped = self._loop, outcome.skipped
+        scale, good = old.loss_scale, old.good_steps
+        if self._dynamic:
+            scale, good = (max(scale / 2, 1.0), 0) if skipped else (scale, good + 1)
+            if good == FP16_GROWTH_STEPS:
+                scale, good = scale * 2, 0
+        return LoopState(old.steps + 1, old.skipped_steps + skipped, scale, good, old.skips_in_a_row + 1 if skipped else 0)
+
+    def check_whole(self) -> None:
+        """RuntimeError where parameters or moments belong to no step that there was."""
+        if self.ruined is not None:
+            self.told.add(one_line(self.ruined))
+            raise RuntimeError(self.ruined)
+
+    def check(self) -> None:
+        """Before a step ends. UnsupportedError, and nothing changed, where the optimizer's groups cannot be followed: they
+        have what no group may have, or updates that began during backward used other values.
+        """
+        changed = self._groups.changed()
+        if self.begun and changed is not None:
+            raise UnsupportedError(
+                f"step: {changed} changed after backward, which updates weights already where nonfinite=stop: set it back, "
+                "step, and change it before the next backward, or use `options=dict(nonfinite='skip')`"
+            )
+
+    def begin_updates(self, fired: Sequence[int]) -> None:
+        """Of every parameter about to be updated, the count for this step; the groups' hyperparameters are read once a step."""
+        if not self.begun:
+            self._groups.refresh()
+        self.begun = self.begun | {parameter: self.updates[parameter] + 1 for parameter in fired}
+
+    def advanced(self) -> list[int]:
+        """The counts once the updates that were begun are carried out."""
+        return [self.begun.get(parameter, count) for parameter, count in enumerate(self.updates)]
+
+    def multiplier(self, outcome: StepOutcome) -> float:
+        """What a scaled gradient is multiplied by: loss scale and clipping in one."""
+        return float(np.float32(outcome.clip_factor / outcome.loss_scale))
+
+    def adam_range(self, parameter: int, offset: int, numel: int) -> AdamRange:
+        hyper = self._groups.of(parameter)
+        return AdamRange(
+            offset=offset,
+            numel=numel,
+            lr=hyper.lr,
+            beta1=hyper.betas[0],
+            beta2=hyper.betas[1],
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            decoupled=hyper.decoupled,
+            step=self.begun[parameter],
+        )
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate from the next step on, of every group."""
+        self._groups.set_lr(lr)

@@ -1,0 +1,89 @@
+"""What is asked of a system, resolved, and what a step gives back: data, known to every floor."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+DType = Literal["bf16", "fp16", "fp32"]
+
+TORCH_DTYPE: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _one_of(name: str, given: object, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise ValueError(f"{name} is {given!r}: give {' or '.join(repr(each) for each in allowed)}")
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Hyperparameters of AdamW (decoupled decay) or Adam (decay added to the gradient), as torch.optim names them."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decoupled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is asked of a system, resolved: no field is a guess of the system's.
+
+    device_memory, host_memory: budgets in bytes; None means the smallest limit of the machine.
+    disk: folder for optimizer states that the host has no room for; disk_memory: its budget, None means what is free there.
+    recompute: "none", "full" or the block numbers whose activations are recomputed.
+    clip: gradient norm to clip to, 0 for off.
+    initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
+    optimizer: a torch AdamW or Adam whose parameter groups, read at each step, replace `adam`; None uses `adam`.
+    log_events: keep every event of the run in memory (tests), not only counters.
+    """
+
+    device: Literal["cuda", "cpu"] = "cpu"
+    device_memory: int | None = None
+    host_memory: int | None = None
+    disk: str | os.PathLike[str] | None = None
+    disk_memory: int | None = None
+    dtype: DType = "bf16"
+    accumulate: int = 1
+    clip: float = 0.0
+    recompute: Literal["none", "full"] | tuple[int, ...] = "none"
+    seed: int = 0
+    rank: int = 0
+    ranks: int = 1
+    adam: AdamSettings = field(default_factory=AdamSettings)
+    optimizer: torch.optim.Optimizer | None = None
+    initial_weights: Callable[[str, torch.Tensor], None] | None = None
+    log_events: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, ("cuda", "cpu"))
+        _one_of("dtype", self.dtype, tuple(TORCH_DTYPE))
+        for name, least in (("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("accumulate", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is None and name.endswith("memory"):
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+        if self.disk_memory is not None and self.disk is None:
+            raise ValueError("disk_memory is a budget of files in a folder: name it with disk")
+        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not 0 <= self.clip < math.inf:
+            raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
+        if isinstance(self.recompute, str):
+            _one_of("recompute", self.recompute, ("none", "full"))
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did. norm is before clipping, over all trainable parameters; None if not computed."""
+
+    step: int
+    norm: float | None
+    clip_factor: float
+    loss_scale: float
+    skipped: bool

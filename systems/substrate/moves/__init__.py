@@ -1,0 +1,1 @@
+"""What moves bundles, gradients and inputs: each acts when it is told to."""

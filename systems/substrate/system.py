@@ -1,0 +1,64 @@
+"""Turns a strategy into a system: the one place where policy and mechanism meet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from systems.device.device import Device
+from systems.device.make import make_device
+from systems.device.watch.events import EventLog
+from systems.errors import BudgetError, UnsupportedError
+from systems.machine.budgets import device_budget, disk_budget, host_budget
+from systems.planning.strategy import Strategy
+from systems.settings import Settings
+from systems.sizes import format_size
+from systems.substrate.engine import ManagedEngine
+from systems.substrate.room import look
+from systems.system import Abilities, Engine, System
+
+
+class ManagedSystem(System):
+    """A strategy run on the substrate; obeys systems.system.System."""
+
+    abilities = Abilities(trace=True, phases=True, disk=True)
+
+    def __init__(self, strategy: type[Strategy]) -> None:
+        self.strategy = strategy
+        self.name, self.summary, self.Options = strategy.name, strategy.summary, strategy.Options
+
+    def look_for_room(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Settings:
+        """See systems.substrate.room.look."""
+        return look(self.strategy, model, settings, options)
+
+    def initialize(
+        self,
+        model: torch.nn.Module,
+        settings: Settings,
+        options: BaseModel,
+        *,
+        device: Callable[[EventLog], Device] | None = None,
+    ) -> Engine:
+        """device: makes the device instead of the settings' own (tests inject jitter and faults this way)."""
+        if settings.ranks != 1:
+            raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
+        budget, disk = device_budget(settings), disk_budget(settings)
+
+        def make(log: EventLog) -> Device:
+            return device(log) if device is not None else make_device(settings, budget, log)
+
+        def strategy(context: Any) -> Strategy:
+            return self.strategy(options, context)
+
+        try:
+            return ManagedEngine(model, settings, strategy, make, host_budget(settings), disk)
+        except BudgetError as error:
+            if settings.disk is not None and error.tier == "host":  # with more room there it may have done
+                free = format_size(shutil.disk_usage(settings.disk).free)
+                error.args = (f"{error} ({free} are free on the disk of {os.fspath(settings.disk)})",)
+            raise
