@@ -36,12 +36,17 @@ from systems.recipe.step.stepping import NO_LOSS, starting
 from systems.settings import TORCH_DTYPE, Settings, StepOutcome
 from systems.state_dicts import refuse_state_dict
 from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.first_values import FirstValues
 from systems.substrate.bundle.poison import Poison
-from systems.substrate.bundle.store import Store, take_rest
+from systems.substrate.bundle.storage import RebindableStorage
+from systems.substrate.bundle.store import Store
+from systems.substrate.bundle.values import StoredValues
 from systems.substrate.handover import adopt_parameters, values_in_slots
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.tiers import TierMoves
 from systems.substrate.moves.updates import Updates
 from systems.substrate.planner import Parts
 from systems.substrate.reads import follow_uses
@@ -81,7 +86,7 @@ class ManagedEngine(ManagedReports):
         with starting(self):
             self._release = take(model)
             self._cleanup.callback(refuse_state_dict(model))
-            take_rest(self.parts.store)
+            self.parts.store.take_rest()
             if self._states is not None:
                 self._states.attach(self._state, self._host_room)
         self.outcomes: list[StepOutcome] = self.parts.control.outcomes
@@ -133,30 +138,46 @@ class ManagedEngine(ManagedReports):
             device.lanes.update(disk_lanes(device.jitter))
         control = self._control = StepControl(settings, found.index, found.parameters)
         self._states = states_of(settings.optimizer, found.index, found.parameters)
+        initial = initial_values(found, settings)
         store = Store(
             layout,
             device,
             host,
             dtype,
             accumulate=settings.accumulate,
-            shapes=[p.shape for p in found.index.parameters],
-            initial=initial_values(found, settings),
             disk=self.disk,
         )
         self._cleanup.callback(store.close)
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
-        residency = Residency(layout, store, device, self.poison, write_back=self.strategy.write_back)
+        bundles = [
+            ManagedBundle(
+                each,
+                layout,
+                [store.segments[s] for s in each.segments],
+                RebindableStorage(layout.bundle_bytes(each.index), device.torch_device, self.poison),
+                accumulate=settings.accumulate,
+            )
+            for each in layout.bundles
+        ]
+        values = StoredValues(store, bundles)
+        first = FirstValues(store, values, [p.shape for p in found.index.parameters], initial)
+        for bundle in bundles:
+            first.fill(bundle)
+        residency = Residency(layout, bundles, values, device, write_back=self.strategy.write_back)
         self._cleanup.callback(residency.close)
-        self.parameters = adopt_parameters(found, layout, residency, dtype)
+        self.parameters = adopt_parameters(found, layout, bundles, dtype)
         user = {p: unit.index for unit in found.index.units for p in unit.parameters}
-        gradients = Gradients(layout, store, residency, device, accumulate=settings.accumulate, user=user)
+        tiers = TierMoves(layout, store, bundles, device)
+        gradients = Gradients(
+            layout, residency, tiers, device, dtype=dtype, accumulate=settings.accumulate, user=user
+        )
         self._cleanup.callback(gradients.finish_step)
-        updates = Updates(layout, store, residency, gradients, device, control)
+        updates = Updates(layout, bundles, tiers, gradients, device, control)
         self.input_slots = HostSlots("host-input", host)
         inputs = OffloadedInputs(device, self.input_slots)
         self._cleanup.callback(inputs.close)
         # the mechanism, for tests and tools too
-        self.parts = Parts(layout, device, self.poison, store, residency, gradients, updates, control, inputs, recomputation)
+        self.parts = Parts(layout, device, self.poison, store, values, tiers, residency, gradients, updates, control, inputs, recomputation)
         self.index = found.index
         self.runtime = Runtime(self.parts, self.strategy, settings.accumulate)
         self.recovery = Recovery(self.runtime)
@@ -186,8 +207,8 @@ class ManagedEngine(ManagedReports):
     def _readable(self, parameter: int) -> bool:
         """Its values are on the device, and no gradient is written over them."""
         bundle = self.parts.layout.bundle_of_parameter[parameter]
-        there = self.parts.residency.bundles[bundle].storage.resident
-        return there and not self.parts.gradients.in_place.overwrote(bundle, parameter)
+        managed = self.parts.residency.bundles[bundle]
+        return managed.storage.resident and (managed.gradient is None or parameter not in managed.gradient.written)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
@@ -279,12 +300,12 @@ class ManagedEngine(ManagedReports):
         """See Engine.masters."""
         self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
         with torch.inference_mode(False):  # what is made within it has no version
-            values = {p.name: self.parts.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
+            values = {p.name: self.parts.values.parameter(p.index, p.shape) for p in self.index.parameters}
         with self._access.writing(write):
             yield values
         if write:
             for p in self.index.parameters:
-                self.parts.residency.overwrite(p.index, values[p.name])
+                self.parts.values.overwrite_parameter(p.index, values[p.name])
             self._watch.accept()
             self.drain()
 
@@ -298,7 +319,7 @@ class ManagedEngine(ManagedReports):
             self._control.check_whole()
             if keep:
                 self._watch.undo(partial(_restore, self))
-            pieces = values_in_slots(store, self.parts.residency) if keep else []
+            pieces = values_in_slots(store, self.parts.residency.bundles, self.parts.values) if keep else []
         except BaseException:
             self._let_go()
             raise
@@ -325,7 +346,7 @@ def _restore(engine: ManagedEngine, parameter: int) -> bool:
     described, residency = engine.index.parameters[parameter], engine.parts.residency
     if residency.writes_back and not described.trainable:
         return False
-    residency.overwrite(parameter, engine.parts.store.parameter_values(parameter, described.shape))
+    engine.parts.values.overwrite_parameter(parameter, engine.parts.values.parameter(parameter, described.shape))
     return True
 
 

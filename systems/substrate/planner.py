@@ -28,12 +28,15 @@ from systems.planning.trace import Moment, Trace
 from systems.recipe.recomputation.recompute import Recomputation
 from systems.recipe.step.control import StepControl
 from systems.substrate.batch_shape import BatchShape
+from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.poison import Poison
 from systems.substrate.bundle.store import Store
+from systems.substrate.bundle.values import StoredValues
 from systems.substrate.cursor import Cursor
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs
 from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.tiers import TierMoves
 from systems.substrate.moves.updates import Updates
 from systems.substrate.recorder import merged
 
@@ -48,6 +51,8 @@ class Parts:
     device: Device
     poison: Poison
     store: Store
+    values: StoredValues
+    tiers: TierMoves
     residency: Residency
     gradients: Gradients
     updates: Updates
@@ -73,7 +78,7 @@ class Planner:
         self._applied: Plan | None = None  # whose wishes were all carried out, the last that were
         self._resting: Plan | None = None  # since a pass without gradients
         self._eviction = strategy.eviction(parts.layout, None)
-        parts.residency.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
+        parts.residency.room.choose = lambda candidates: self._eviction.choose(candidates, max(cursor.position, 0))
         for bundle in parts.layout.bundles:
             if not bundle.movable:
                 self._promote(bundle.index)
@@ -88,7 +93,7 @@ class Planner:
 
     def _set_aside(self) -> None:
         """A pool for steps without a plan, nothing but what is pinned being resident."""
-        self.parts.residency.limit = self._unplanned_bytes
+        self.parts.residency.room.limit = self._unplanned_bytes
         self.parts.device.prepare(self._unplanned_bytes, self.parts.layout.largest_movable_bytes)
 
     def meet(self, shape: BatchShape, *, first: bool) -> None:
@@ -130,7 +135,7 @@ class Planner:
         self._use(None)
         for bundle in self.parts.layout.bundles:
             self._send_home(bundle.index)
-        for index in self.parts.residency.evictable():
+        for index in self.parts.residency.room.evictable():
             self.parts.residency.drop(index)
         self._set_aside()
 
@@ -182,7 +187,7 @@ class Planner:
         if self._replan:  # by the next whole step
             self._apply(None)
             return
-        for index in residency.evictable():
+        for index in residency.room.evictable():
             if index not in plan.resident_at_start:
                 residency.drop(index)
         for index in sorted(plan.resident_at_start):
@@ -192,31 +197,31 @@ class Planner:
         """Something broke off anywhere. A bundle's optimizer state is on the device whole or not at all, and a plan that is
         not in force as it should be is none: the next step is run on demand, and then has its plan again.
         """
-        store, plan = self.parts.store, self.cursor.plan
+        plan = self.cursor.plan
         self.halfway = False
         in_force = plan is not None and self._applied is plan
         for bundle in self.parts.layout.bundles:
             if not bundle.trainable or not bundle.movable:
                 continue
-            there = store.count_on_device(bundle.index)
+            there = self.parts.residency.bundles[bundle.index].count_states()
             if there and there < len(bundle.segments):
                 self._send_home(bundle.index)
                 there = 0
             in_force &= plan is not None and bool(there) == (plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE)
         if plan is not None and not in_force:
             self._use(None)
-            for index in self.parts.residency.evictable():
+            for index in self.parts.residency.room.evictable():
                 self.parts.residency.drop(index)
             self._set_aside()
 
     def _apply(self, plan: Plan | None) -> None:
         residency, device = self.parts.residency, self.parts.device
         self._resting = self._applied = None
-        for index in residency.evictable():
+        for index in residency.room.evictable():
             residency.drop(index)
         self._use(plan)
         self.parts.gradients.in_place.allowed = self.parts.layout.in_place if plan is None else plan.in_place
-        residency.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
+        residency.room.limit = self._unplanned_bytes if plan is None else self.parts.device.plannable_bytes
         if plan is None:
             return
         for bundle in self.parts.layout.bundles:
@@ -225,7 +230,7 @@ class Planner:
         if plan.predicted_model_peak_bytes is not None:
             largest = self.parts.layout.largest_movable_bytes
             peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
-            residency.limit = device.prepare(*peaks)
+            residency.room.limit = device.prepare(*peaks)
         for bundle in self.parts.layout.bundles:
             on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
             if on_device and not self._promote(bundle.index):
@@ -247,39 +252,36 @@ class Planner:
         self.cursor.use(plan)
         self.parts.updates.follow(None if plan is None else plan.signature)
 
-    def demote(self, bundle: int) -> None:
+    def demote(self, managed: ManagedBundle) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step; the step is planned anew after."""
         self._replan, self.cursor.following = True, False
         self.parts.device.log.count("demotions")
-        self._state_to_host(bundle)
-        if bundle in self.parts.gradients.bundles:
-            self.parts.gradients.to_slot(bundle)
+        self._states_home(managed)
+        if managed.gradient is not None:
+            self.parts.gradients.to_slot(managed)
 
     def _send_home(self, bundle: int) -> None:
         """A bundle that is on the device for the sake of its optimizer state leaves it with that, if it has a home to go to."""
-        residency = self.parts.residency
-        managed = residency.bundles[bundle]
-        if not managed.bundle.movable or not managed.bundle.trainable or managed.holds or not residency.pinned(managed):
+        managed = self.parts.residency.bundles[bundle]
+        if not managed.bundle.movable or managed.gradient is None or managed.holds or not managed.pinned:
             return
-        if self.parts.gradients.bundles[bundle].adopted:
+        if managed.gradient.waiting:
             return  # its gradient would take the place of its parameters on the host
-        self._state_to_host(bundle)
-        residency.drop(bundle)
+        self._states_home(managed)
+        self.parts.residency.drop(bundle)
 
-    def _state_to_host(self, bundle: int) -> None:
-        store = self.parts.store
-        for s in self.parts.layout.bundles[bundle].segments:
-            if store.segments[s].tier is Tier.DEVICE:
-                store.state_to_host(s)
+    def _states_home(self, managed: ManagedBundle) -> None:
+        for stored in managed.segments:
+            if stored.tier is Tier.DEVICE:
+                self.parts.tiers.to_home(stored.segment.index)
 
     def _promote(self, bundle: int) -> bool:
         """Bring a bundle and its optimizer state to the device for good. Of one that does not fit nothing stays there."""
-        residency, store = self.parts.residency, self.parts.store
-        residency.fetch(bundle)
+        self.parts.residency.fetch(bundle)
         moved = all(
-            store.state_to_device(s)
-            for s in self.parts.layout.bundles[bundle].segments
-            if store.segments[s].state is not None and store.segments[s].tier is not Tier.DEVICE
+            self.parts.tiers.to_device(stored.segment.index)
+            for stored in self.parts.residency.bundles[bundle].segments
+            if stored.state is not None and stored.tier is not Tier.DEVICE
         )
         if not moved:
             self._send_home(bundle)

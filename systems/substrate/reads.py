@@ -28,8 +28,8 @@ from systems.recipe.model.calls import NO_UNIT, Calls
 from systems.recipe.model.unit_tensors import SEEN
 from systems.recipe.model.units import ROOT, FoundModel
 from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.bundle.states import ParameterState
 from systems.substrate.hooks import UnitHooks
-from systems.substrate.moves.residency import BundleState
 from systems.substrate.recovery import Recovery
 from systems.substrate.runtime import Runtime
 
@@ -47,7 +47,7 @@ def follow_uses(found: FoundModel, runtime: Runtime, recovery: Recovery, cleanup
     reads = Reads(found, runtime, hooks)
     for managed in parts.residency.bundles:
         parts.device.exempt(managed.storage.untyped)
-    parts.device.guard(parts.residency.make_room, reads.check, lambda: reads.watches)
+    parts.device.guard(parts.residency.room.make, reads.check, lambda: reads.watches)
     return hooks
 
 
@@ -119,7 +119,7 @@ class Reads:
             )
         own = self._unit_of.get(id(reader), NO_UNIT)
         if not reading or (hook and own != NO_UNIT and not any(call.unit == own for call in reading)):
-            if self._residency.bundles[bundle].state is BundleState.RESIDENT:
+            if self._residency.bundles[bundle].state is ParameterState.RESIDENT:
                 return  # a look at what is there
             raise HiddenUseError(f"{where}, before or after its forward: read it in a forward, or inside engine.summon()")
         unit = next(call.unit for call in reversed(reading) if call.unit != NO_UNIT)

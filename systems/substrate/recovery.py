@@ -98,8 +98,9 @@ class Recovery:
         device.pool.settle(self.owned(), self._last(), other=other)
 
     def owned(self) -> list[Allocation]:
-        blocks = [managed.block for managed in self._parts.residency.bundles]
-        blocks += [gradient.range for gradient in self._parts.gradients.bundles.values()]
+        bundles = self._parts.residency.bundles
+        blocks = [managed.block for managed in bundles]
+        blocks += [managed.gradient.range for managed in bundles if managed.gradient is not None]
         states = [stored.state for stored in self._parts.store.segments]
         blocks += [state.allocation for state in states if isinstance(state, OptimizerState)]
         return [block for block in blocks if block is not None]

@@ -24,6 +24,7 @@ from systems.errors import DivergedError
 from systems.planning.plan import OpKind, UpdateRule
 from systems.planning.strategy import Strategy
 from systems.planning.trace import NO_UNIT, Moment, Phase
+from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.cursor import Cursor
 from systems.substrate.planner import Parts, Planner
 from systems.substrate.recorder import Recorder
@@ -36,7 +37,7 @@ class Runtime:
     def __init__(self, parts: Parts, strategy: Strategy, accumulate: int) -> None:
         self.parts, self.strategy, self.accumulate = parts, strategy, accumulate
         self.cursor = Cursor()
-        self.recorder = Recorder(parts.device, parts.gradients.adopted_bytes)
+        self.recorder = Recorder(parts.device, parts.gradients.bytes_in_autograd)
         self._spans = UnitSpans(parts.layout.unit_name)
         self.in_step = self.in_backward = False
         self.is_aside = False
@@ -48,7 +49,7 @@ class Runtime:
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
         self.ending = StepEnding(parts, early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1)
         self.planner = Planner(parts, strategy, self.cursor)
-        parts.residency.demote = lambda: self.planner.moving(self._relieve)
+        parts.residency.room.demote = lambda: self.planner.moving(self._relieve)
         parts.inputs.active, parts.inputs.left = lambda: self._observing, self.recorder.input_left
 
     # ---- unit events, from the hooks
@@ -68,7 +69,7 @@ class Runtime:
         finally:
             self.is_aside = False
             residency = self.parts.residency
-            for index in residency.evictable():
+            for index in residency.room.evictable():
                 if index not in before:
                     residency.drop(index)
             for index in sorted(before - residency.resident()):
@@ -119,29 +120,31 @@ class Runtime:
         self._moment(Phase.BACKWARD_ENTER, unit)
         self.parts.inputs.begin_backward(unit)
         self._carry_out_plan()
-        for bundle in self._bundles(unit):
-            self.parts.gradients.enter(bundle, unit)
+        mine = self._managed(unit)
+        for managed in mine:
+            self.parts.gradients.enter(managed, unit)
         self.parts.residency.hold(self._bundles(unit), ("backward", unit))
-        for bundle in self._bundles(unit):
-            self.parts.gradients.reserve(bundle)
+        for managed in mine:
+            self.parts.gradients.reserve(managed)
 
     def backward_exit(self, unit: int) -> None:
         if not self.holds_backward(unit):
             return
         self.parts.residency.release(self._bundles(unit), ("backward", unit))
         self._pending[unit] = max(self._pending.get(unit, 0) - 1, 0)
+        mine = self._managed(unit)
         if not self._pending[unit]:
-            for bundle in self._bundles(unit):
-                self.parts.gradients.exit(bundle, unit)
+            for managed in mine:
+                self.parts.gradients.exit(managed, unit)
         self._moment(Phase.BACKWARD_EXIT, unit)
-        gradients, users = self.parts.gradients, self.parts.layout.bundles
-        ended = [b for b in self._bundles(unit) if not any(self._pending.get(u, 0) for u in users[b].units)]
-        gradients.sum_complete([bundle for bundle in ended if gradients.complete(bundle)])
-        for bundle in ended:
-            if gradients.complete(bundle):
-                self._flush(bundle)
-            elif bundle in gradients.bundles:
-                self.recorder.waits(bundle, gradients.bundles[bundle].fired)
+        trained = [m for m in mine if m.gradient is not None]
+        ended = [m for m in trained if not any([self._pending.get(u, 0) for u in m.bundle.units])]
+        self.parts.gradients.sum_complete([m for m in ended if m.gradients.complete])
+        for managed in ended:
+            if managed.gradients.complete:
+                self._flush(managed)
+            else:
+                self.recorder.waits(managed.index, managed.gradients.fired)
         self._carry_out_plan()
         self._spans.end("backward", unit)
 
@@ -152,8 +155,7 @@ class Runtime:
 
     def holds_backward(self, unit: int) -> bool:
         key = ("backward", unit)
-        bundles = self._bundles(unit)
-        return any(key in self.parts.residency.bundles[b].holds for b in bundles)
+        return any([key in managed.holds for managed in self._managed(unit)])
 
     def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None:
         """Autograd finished a parameter's gradient."""
@@ -161,10 +163,10 @@ class Runtime:
             raise DivergedError(
                 f"a gradient for bundle {bundle} arrived after its update had begun: use `options=dict(nonfinite='skip')`"
             )
-        gradients = self.parts.gradients
-        if parameter not in gradients.bundles[bundle].fired_in_step:
+        managed = self.parts.residency.bundles[bundle]
+        if parameter not in managed.gradients.fired_in_step:
             self.recorder.produced(gradient.nbytes)
-        gradients.accept(parameter, gradient)
+        self.parts.gradients.accept(managed, parameter, gradient)
 
     def end_backward(self) -> None:
         """The backward pass of a micro-batch is over: whatever is still open ends here."""
@@ -173,11 +175,12 @@ class Runtime:
         self._pending.clear()
         self.parts.inputs.settle()
         self._moment(Phase.BACKWARD_END)
-        for bundle in self.parts.gradients.open_bundles():
-            self.recorder.gives_up(bundle, self.parts.gradients.bundles[bundle].fired)
-            self._flush(bundle)
+        trained = self.parts.gradients.bundles
+        for managed in [m for m in trained.values() if m.gradients.open]:
+            self.recorder.gives_up(managed.index, managed.gradients.fired)
+            self._flush(managed)
         for bundle in sorted(self._sent_early):
-            self.recorder.gives_up(bundle, self.parts.gradients.bundles[bundle].fired)
+            self.recorder.gives_up(bundle, trained[bundle].gradients.fired)
             self.recorder.flushed(bundle)
         self._sent_early.clear()
         self._carry_out_plan()
@@ -200,8 +203,10 @@ class Runtime:
             self.cursor.following = False
         self._moment(Phase.STEP_END)
         self.ending.update()
+        trained = self.parts.gradients.bundles
         if not partial:
-            self.parts.gradients.learn()
+            for managed in trained.values():
+                managed.gradients.learn()
         self.parts.gradients.finish_step()
         self._carry_out_plan()
         self.in_step = False
@@ -210,7 +215,7 @@ class Runtime:
             return
         self.doubtful = False
         moments = tuple(self.recorder.moments)
-        expected = {b: g.expected for b, g in self.parts.gradients.bundles.items()}
+        expected = {bundle: managed.gradients.expected for bundle, managed in trained.items()}
         trace = self.recorder.finish(expected, self.parts.recomputation, self.parts.inputs.units)
         self.planner.learn(moments, trace)
 
@@ -237,40 +242,43 @@ class Runtime:
             managed = residency.bundles[operation.bundle]
             if operation.kind is OpKind.FETCH:
                 residency.fetch(operation.bundle)
-            elif not managed.holds and not residency.pinned(managed):
+            elif not managed.holds and not managed.pinned:
                 (residency.drop if operation.kind is OpKind.DROP else residency.write_back)(operation.bundle)
 
     def _bundles(self, unit: int) -> tuple[int, ...]:
         return self.parts.layout.bundles_of_unit.get(unit, ())
 
-    def _flush(self, bundle: int) -> None:
-        gradients, residency = self.parts.gradients, self.parts.residency
-        gradients.flush(bundle)
+    def _managed(self, unit: int) -> list[ManagedBundle]:
+        bundles = self.parts.residency.bundles
+        return [bundles[index] for index in self.parts.layout.bundles_of_unit.get(unit, ())]
+
+    def _flush(self, managed: ManagedBundle) -> None:
+        gradients, bundle = self.parts.gradients, managed.index
+        gradients.flush(managed)
         self._sent_early.discard(bundle)
         self.recorder.flushed(bundle)
-        managed = residency.bundles[bundle]
-        if gradients.last_micro_step and not residency.pinned(managed) and not managed.holds:
-            residency.drop(bundle)
+        if gradients.last_micro_step and not managed.pinned and not managed.holds:
+            self.parts.residency.drop(bundle)
         if self.ending.early:
-            self.ending.update_bundle(bundle)
+            self.ending.update_bundle(managed)
 
     def _relieve(self) -> bool:
         """Nothing can be evicted and room is needed: send a gradient off early, or optimizer state back to the host."""
-        residency, gradients = self.parts.residency, self.parts.gradients
-        for bundle, gradient in gradients.bundles.items():
-            managed = residency.bundles[bundle]
-            if gradients.in_place.written(bundle) and not gradients.in_place.in_use(bundle):
-                gradients.flush(bundle)
+        gradients = self.parts.gradients
+        for bundle, managed in gradients.bundles.items():
+            gradient = managed.gradients
+            if gradient.written and not gradients.in_place.in_use(managed):
+                gradients.flush(managed)
                 self._sent_early.add(bundle)
                 return True
-            if gradient.range is not None and not managed.holds and not gradients.adopts(bundle):
-                gradients.park(bundle)
+            if gradient.range is not None and not managed.holds and not managed.stays_in_autograd:
+                gradients.park(managed)
                 if gradient.range is None:
                     if gradient.fired:
                         self._sent_early.add(bundle)
                     return True
-        for managed in residency.bundles:
-            if managed.bundle.movable and not managed.holds and residency.pinned(managed):
-                self.planner.demote(managed.index)
+        for managed in self.parts.residency.bundles:
+            if managed.bundle.movable and not managed.holds and managed.pinned:
+                self.planner.demote(managed)
                 return True
         return False

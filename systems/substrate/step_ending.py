@@ -12,6 +12,7 @@ from collections.abc import Callable
 from systems.device.watch.labels import labelled
 from systems.errors import DivergedError, UnsupportedError
 from systems.recipe.step.control import HALF_UPDATED
+from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.planner import Parts
 
 
@@ -35,20 +36,20 @@ class StepEnding:
             control.ruined = HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else "")
         control.begun = {}
 
-    def update_bundle(self, bundle: int) -> None:
+    def update_bundle(self, managed: ManagedBundle) -> None:
         """The bundle's gradient is complete: update it now."""
-        fired = frozenset(self.parts.gradients.bundles[bundle].fired)
-        self.updated.add(bundle)  # first: an update that breaks off between two segments has begun
+        fired = frozenset(managed.gradients.fired)
+        self.updated.add(managed.index)  # first: an update that breaks off between two segments has begun
         self.parts.control.begin_updates(sorted(fired))
-        self.parts.updates.prepare_bundles([bundle], fired)(1.0)
-        self.parts.gradients.consumed(bundle)
+        self.parts.updates.prepare_bundles([managed], fired)(1.0)
+        self.parts.gradients.consumed(managed)
 
     def update(self) -> None:
         """Issue what is left to update, or discard the step; then it is done."""
         gradients, updates, control = self.parts.gradients, self.parts.updates, self.parts.control
         fired = gradients.fired()
         if gradients.accumulate > 1:
-            updates.norm_of_accumulated(fired)
+            gradients.squares.leave_accumulated(self.parts.residency.bundles, fired)
         self._drop_stale()
         if self.early:
             self._update_rest(fired)
@@ -83,8 +84,9 @@ class StepEnding:
 
     def _norm(self) -> Callable[[], dict[int, float]]:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
-        self.parts.gradients.sum_adopted()
-        partials = list(self.parts.gradients.partials.values())
+        gradients = self.parts.gradients
+        gradients.squares.leave_waiting(gradients.bundles.values())
+        partials = list(gradients.squares.partials.values())
         names = [parameter for parameters, _ in partials for parameter in parameters]
         intact = self.parts.poison.intact().double().reshape(1)
         alike = self.parts.recomputation.repeats.take()
@@ -126,8 +128,6 @@ class StepEnding:
 
     def _drop_stale(self) -> None:
         """Device copies of parameters that are about to be updated on the host go now, whoever brought them back."""
-        residency, gradients = self.parts.residency, self.parts.gradients
-        for managed in residency.bundles:
-            mine = gradients.bundles.get(managed.index)
-            if mine is not None and mine.fired_in_step and not residency.pinned(managed):
-                residency.drop(managed.index)
+        for managed in self.parts.gradients.bundles.values():
+            if managed.gradients.fired_in_step and not managed.pinned:
+                self.parts.residency.drop(managed.index)

@@ -9,7 +9,8 @@ import torch
 
 from systems.device.watch.events import issued_operations
 from systems.planning.step.races import find_races
-from systems.substrate.moves.ranges import BundleGradient
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.gradient import BundleGradient
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import build as build_small
@@ -92,7 +93,7 @@ def test_a_unit_that_enters_again_gets_its_parameters_back() -> None:
         leave(unit)
         if held and unit == 3:
             runtime.backward_enter(unit)
-            seen.append(set(filter(parts_of(engine).gradients.in_place.written, runtime._bundles(unit))))
+            seen.append({managed.index for managed in runtime._managed(unit) if managed.gradients.written})
             leave(unit)
 
     runtime.backward_exit = leave_and_return
@@ -111,14 +112,14 @@ def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() 
     runtime, gradients, sent = engine.runtime, parts_of(engine).gradients, set[int]()  # type: ignore[attr-defined]
     assemble, busy = gradients.in_place.assemble, list[int]()
 
-    def assemble_and_send_others(bundle: int, gradient: BundleGradient) -> None:
+    def assemble_and_send_others(bundle: ManagedBundle, gradient: BundleGradient) -> None:
         assemble(bundle, gradient)
-        others = {b for b in gradients.bundles if b != bundle and gradients.in_place.written(b)}
+        others = [each for each in gradients.bundles.values() if each is not bundle and each.gradients.written]
         if others and not busy:
-            busy.append(bundle)
+            busy.append(bundle.index)
             runtime._relieve()
             busy.clear()
-            sent.update(b for b in others if gradients.complete(bundle) and not gradients.in_place.written(b))
+            sent.update(each.index for each in others if gradient.complete and not each.gradients.written)
 
     gradients.in_place.assemble = assemble_and_send_others
     run = train(engine, ids)
@@ -140,8 +141,7 @@ def test_an_exception_in_backward_leaves_the_parameters_as_they_were() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         engine.backward(engine(input_ids=ids[0, 0]).logits.float().sum())
     handle.remove()
-    written = parts_of(engine).gradients.in_place.written
-    assert not any(written(bundle.index) for bundle in parts_of(engine).layout.bundles)
+    assert not any(bundle.gradients.written for bundle in parts_of(engine).gradients.bundles.values())
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
     assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), train(engine, ids))
 

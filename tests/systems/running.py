@@ -172,10 +172,10 @@ def adam_states(engine: Engine) -> dict[str, AdamState]:
                 found[name] = AdamState(moments[0].clone(), moments[1].clone(), engine._control.updates[number])
         return found
     assert isinstance(engine, ManagedEngine)
-    store = engine.parts.store
+    values = engine.parts.values
     for described in engine.index.parameters:
         if described.trainable:
-            first, second = store.moment(described.index, "exp_avg"), store.moment(described.index, "exp_avg_sq")
+            first, second = values.moment(described.index, "exp_avg"), values.moment(described.index, "exp_avg_sq")
             found[described.name] = AdamState(first, second, engine.parts.control.updates[described.index])
     return found
 
@@ -190,10 +190,10 @@ def evict_at_once(engine: Engine, *, seed: int = 0) -> None:
 
     def release_and_evict(indices: Sequence[int], key: object) -> None:
         release(indices, key)
-        for index in residency.evictable():
+        for index in residency.room.evictable():
             residency.evict(index)
         if luck.random() < 0.5:
-            residency.demote()
+            residency.room.demote()
 
     residency.release = release_and_evict
 

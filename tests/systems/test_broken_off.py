@@ -75,7 +75,7 @@ def test_a_block_that_was_lost_costs_no_values(system: str) -> None:
     engine = begin(system, model=model)
     one_step(engine, IDS[:1], squared_error)
     expected = parameters_of(engine)
-    parts_of(engine).residency.allocate(64, "a block of nobody's")
+    parts_of(engine).residency.room.allocate(64, "a block of nobody's")
     with pytest.raises(AssertionError, match="was not returned to the pool"):
         engine.close()
     assert_alike(expected, dict(model.named_parameters()))

@@ -164,7 +164,7 @@ def test_weights_that_lie_in_pieces(room: bool, monkeypatch: pytest.MonkeyPatch)
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
     expected, store, whole = evaluated(engine), parts_of(engine).store, handover.slot_pieces
-    monkeypatch.setattr(handover, "slot_pieces", lambda store, number: list(whole(store, number)[0].split(7)))
+    monkeypatch.setattr(handover, "slot_pieces", lambda store, values, number: list(whole(store, values, number)[0].split(7)))
     if not room:
         store.host.budget = store.slots.nbytes + 100
     engine.close()

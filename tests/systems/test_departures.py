@@ -185,8 +185,8 @@ def test_optimizer_state_leaves_the_device_in_the_middle_of_backward() -> None:
             if number == 3 and system is not RESIDENT:
                 parts = parts_of(engine)
                 (bundle,) = {b.index for b in parts.layout.bundles if len(b.units) == 3}  # of both heads and the idle module
-                demote = engine.runtime.planner.demote  # type: ignore[attr-defined]
-                model.blocks[0].up.weight.register_hook(lambda gradient, move=demote, which=bundle: move(which))
+                demote, managed = engine.runtime.planner.demote, parts.residency.bundles[bundle]  # type: ignore[attr-defined]
+                model.blocks[0].up.weight.register_hook(lambda gradient, move=demote, which=managed: move(which))
                 assert parts.store.segments[parts.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
             engine.backward(value)
             if number == 3 and system is not RESIDENT:
@@ -318,7 +318,7 @@ def length_loop(system: Any, lengths: Sequence[int], budget: int, evict_all: boo
     losses = []
     for length in lengths:
         if evict_all:
-            parts_of(engine).residency.limit = 0
+            parts_of(engine).residency.room.limit = 0
         losses.append(one_step(engine, tokens(1, 1, length=length, seed=length)[0]))
     return finished(engine, losses)
 

@@ -159,8 +159,8 @@ def test_a_bundle_is_fetched_from_masters_on_the_disk(tmp_path: Path) -> None:
         residency.fetch(index)
         assert account.start_interval() == before
     engine.drain()
-    for each, piece in zip(mine, store.pieces(index, residency.bundles[index].block), strict=True):
-        assert torch.equal(piece, store.part(each, "master").to(store.dtype))
+    for each, piece in zip(mine, residency.bundles[index].pieces(residency.bundles[index].block), strict=True):
+        assert torch.equal(piece, parts.values.part(each, "master").to(store.dtype))
     engine.close()
 
 
@@ -316,7 +316,7 @@ def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tm
     check_segments(parts)
     names = [described.name for described in engine.index.parameters]
     for stored in parts.store.segments:
-        mine = [parts.store.part(stored, part) for part in STATE_PARTS[:3]]
+        mine = [parts.values.part(stored, part) for part in STATE_PARTS[:3]]
         places = stored.segment.placements
         alike = [
             all(torch.equal(mine[i][p.here], want[i][names[p.parameter]][p.piece]) for i in range(PARTS) for p in places)
@@ -430,10 +430,10 @@ def on_device_though_home_is_the_disk(engine: Any) -> list[int]:
 @pytest.mark.parametrize("way", ["host", "device"])
 def test_a_state_that_cannot_move_stays_where_it_is(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_disk(SETUPS[1], "angel-ptm", "above", tmp_path, device_memory=1 << 30, accumulate=1)
-    store = parts_of(engine).store
+    store, tiers = parts_of(engine).store, parts_of(engine).tiers
     stored = store.segments[on_device_though_home_is_the_disk(engine)[0]]
     if way == "device":
-        store.state_to_host(stored.segment.index)
+        tiers.to_home(stored.segment.index)
         engine.drain()
     before = stored.tier, store.host.live, store.device.account.pool
 
@@ -442,7 +442,7 @@ def test_a_state_that_cannot_move_stays_where_it_is(way: str, tmp_path: Path, mo
 
     monkeypatch.setattr(disk_module.os, "pwritev" if way == "host" else "preadv", fails)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        (store.state_to_host if way == "host" else store.state_to_device)(stored.segment.index)
+        (tiers.to_home if way == "host" else tiers.to_device)(stored.segment.index)
     monkeypatch.undo()
     assert (stored.tier, store.host.live, store.device.account.pool) == before
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):  # which the engine itself has told nobody
@@ -454,13 +454,13 @@ def test_copies_from_and_for_the_disk_are_no_activations(tmp_path: Path) -> None
     engine = with_disk(SETUPS[0], "angel-ptm", "above", tmp_path, device_memory=1 << 30)
     parts = parts_of(engine)
     index, device = on_device_though_home_is_the_disk(engine)[0], parts.device
-    (run, *_) = parts.store.runs(parts.layout.bundle_of_segment[index])
+    (run, *_) = parts.residency.bundles[parts.layout.bundle_of_segment[index]].runs
     before = device.account.other
     device.account.start_interval()
     with device.metered():
-        parts.store.state_to_host(index)
+        parts.tiers.to_home(index)
         parts.residency._master(run)
-        parts.store.state_to_device(index)
+        parts.tiers.to_device(index)
     device.drain()
     assert device.account.start_interval() <= before
     engine.close()

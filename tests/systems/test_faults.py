@@ -140,7 +140,7 @@ def test_what_a_broken_step_has_read_is_not_overwritten_before() -> None:
     residency = parts_of(engine).residency
     residency.hold([2, 3], "a unit")
     engine.recovery.abort()  # type: ignore[attr-defined]
-    for index in residency.evictable():
+    for index in residency.room.evictable():
         residency.drop(index)
     for index in range(len(residency.bundles)):
         residency.fetch(index)
@@ -195,7 +195,7 @@ def check_accounts(engine: Engine) -> None:
     assert parts.device.account.pool == sum(states) + sum(map(parts.layout.bundle_bytes, parts.residency.resident()))
     assert not any(m.holds for m in parts.residency.bundles)
     assert not any(s.slot_holds_gradient for s in parts.store.segments)
-    assert not any(g.range for g in parts.gradients.bundles.values())
+    assert not any(bundle.gradients.range for bundle in parts.gradients.bundles.values())
 
 
 @pytest.mark.parametrize(("system", "accumulate"), once_or_twice(MANAGED))

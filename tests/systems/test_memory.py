@@ -155,14 +155,14 @@ def check_segments(parts: Parts) -> None:
     for stored in parts.store.segments:
         assert not stored.slot_holds_gradient
         bundle = parts.residency.bundles[parts.layout.bundle_of_segment[stored.segment.index]]
-        truth = stored.slot if stored.state is None else parts.store.part(stored, "master")
+        truth = stored.slot if stored.state is None else parts.values.part(stored, "master")
         for place in stored.segment.placements:
             where = slice(place.offset, place.offset + place.numel)
             rounded = truth[where].to(parts.store.dtype)
             if stored.tier is not Tier.DEVICE:
                 assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
             if bundle.block is not None:
-                mine = parts.store.pieces(bundle.index, bundle.block)[bundle.bundle.segments.index(stored.segment.index)]
+                mine = bundle.pieces(bundle.block)[bundle.bundle.segments.index(stored.segment.index)]
                 assert torch.equal(mine[where], rounded), "the device copy is outdated"
         if stored.tier is Tier.DEVICE:
             assert bundle.block is not None and isinstance(stored.state, OptimizerState) and stored.state.allocation is not None
@@ -294,7 +294,7 @@ def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkey
         self.meter.exempt(memory.untyped_storage())
         if started:
             residency = parts_of(started[0]).residency
-            grown.append((self.pool.reserved_bytes + nbytes, residency.limit, bool(residency.evictable())))
+            grown.append((self.pool.reserved_bytes + nbytes, residency.room.limit, bool(residency.room.evictable())))
         return memory
 
     def prepare(self: EmulatedDevice, pool_bytes: int, largest: int, others: int | None = None) -> int:
@@ -325,7 +325,7 @@ def test_without_a_plan_there_is_room_beside_what_the_last_plan_pinned(monkeypat
     parts = parts_of(engine)
     engine.runtime.planner.learn((), None)  # type: ignore[attr-defined]
     pinned = parts.device.account.pool
-    assert pinned > 0 and not parts.residency.evictable()
+    assert pinned > 0 and not parts.residency.room.evictable()
     share = int(0.3 * (parts.device.plannable_bytes - pinned))
-    assert parts.residency.limit == pinned + min(share, 2 * parts.layout.movable_bytes) > pinned
+    assert parts.residency.room.limit == pinned + min(share, 2 * parts.layout.movable_bytes) > pinned
     engine.close()

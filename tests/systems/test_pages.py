@@ -141,20 +141,20 @@ def test_a_bundle_is_fetched_from_slots_and_masters() -> None:
     """Where some of its slots hold a gradient; the segments between them are copied together all the same."""
     engine: Any = start(paged(elixir(), 1), models_small.build("opt"), settings(dtype="bf16"))
     with engine:
-        store, residency = engine.parts.store, engine.parts.residency
-        index = max(residency.bundles, key=lambda managed: len(managed.bundle.segments)).index
+        residency = engine.parts.residency
+        bundle = max(residency.bundles, key=lambda managed: len(managed.segments))
+        index, mine = bundle.index, list(bundle.segments)
         residency.drop(index)
-        mine = [store.segments[s] for s in engine.parts.layout.bundles[index].segments]
         for each in mine[2:5] + mine[-1:]:
             each.slot_holds_gradient = True
             each.slot.fill_(torch.nan)
-        assert [len(run.stored) for run in store.runs(index, lambda each: each.slot_holds_gradient)] == [3, 1]
-        assert [len(run.stored) for run in store.runs(index, lambda each: not each.slot_holds_gradient)] == [2, len(mine) - 6]
+        assert [len(run.stored) for run in bundle.runs_of(lambda each: each.slot_holds_gradient)] == [3, 1]
+        assert [len(run.stored) for run in bundle.runs_of(lambda each: not each.slot_holds_gradient)] == [2, len(mine) - 6]
         residency.fetch(index)
         engine.drain()
-        for each, piece in zip(mine, store.pieces(index, residency.bundles[index].block), strict=True):
+        for each, piece in zip(mine, bundle.pieces(bundle.block), strict=True):
             assert torch.equal(piece, each.state.master.bfloat16())
-        store.restore_slots(index, lambda each: each.slot_holds_gradient)
+        engine.parts.tiers.restore_slots(bundle, lambda each: each.slot_holds_gradient)
         engine.drain()
         check_segments(engine.parts)
 
@@ -164,14 +164,14 @@ def test_a_bundle_whose_state_does_not_fit_leaves_none_of_it_on_the_device(fits:
     ids = tokens(4, 1)
     expected = train(start(RESIDENT, models_small.build("opt"), settings()), ids)
     engine: Any = start(paged(elixir(), 7), models_small.build("opt"), settings())
-    store, moved = engine.parts.store, []
-    move = store.state_to_device
+    store, tiers, moved = engine.parts.store, engine.parts.tiers, []
+    move = tiers.to_device
 
     def limited(index: int) -> bool:
         moved.append(index)
         return len(moved) % (fits + 1) != 0 and move(index)
 
-    store.state_to_device = limited
+    tiers.to_device = limited
 
     def check(step: int, _: object) -> None:
         engine.drain()

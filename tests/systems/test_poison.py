@@ -59,7 +59,7 @@ def borrower(use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Borro
 
 def drop_everything(engine: Engine) -> None:
     residency = parts_of(engine).residency
-    for index in residency.evictable():
+    for index in residency.room.evictable():
         residency.drop(index)
 
 

@@ -17,7 +17,7 @@ from systems.baselines import resident
 from systems.device.memory.host import HostMapping
 from systems.errors import BudgetError
 from systems.substrate import engine as engine_module
-from systems.substrate.bundle import store as store_module
+from systems.substrate.bundle import first_values
 from tests.systems.every import STRATEGIES, SYSTEMS
 from tests.systems.models_small import build, tokens
 from tests.systems.running import elixir, one_step, settings, start
@@ -71,7 +71,7 @@ def test_initializing_takes_14_bytes_a_parameter(names: list[str], tmp_path: Pat
 
 FAILURES: dict[str, Any] = {
     "no room": None,
-    "while it is read": (store_module.Store, "_draw", resident, "zeros_like"),
+    "while it is read": (first_values.FirstValues, "_draw", resident, "zeros_like"),
     "once it is taken over": (engine_module, "ParameterWatch", resident, "ParameterWatch"),
 }
 

@@ -29,12 +29,19 @@ class Allocation:
         self.granule, self.start, self.nbytes, self.reserved = granule, start, nbytes, reserved
         self.data = granule.memory[start : start + nbytes]
         self.memory = Memory(Extent(granule.space, start, start + reserved), tickets)
-        self.views: dict[int, torch.Tensor] = {}  # of parameters, made once
+        self._views: dict[int, torch.Tensor] = {}
 
     def view(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
         """`numel` elements from element `offset` on, as a flat tensor."""
         size = dtype.itemsize
         return self.data[offset * size : (offset + numel) * size].view(dtype)
+
+    def view_of(self, parameter: int, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """The same, made once: the parameter has its place there as long as the block lasts."""
+        found = self._views.get(parameter)
+        if found is None:
+            found = self._views[parameter] = self.view(dtype, offset, numel)
+        return found
 
 
 class Pool:
