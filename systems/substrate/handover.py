@@ -22,7 +22,9 @@ from systems.substrate.bundle.store import Store
 from systems.substrate.bundle.values import StoredValues
 
 
-def adopt_parameters(found: FoundModel, layout: Layout, bundles: Sequence[ManagedBundle], dtype: torch.dtype) -> tuple[nn.Parameter, ...]:
+def adopt_parameters(
+    found: FoundModel, layout: Layout, bundles: Sequence[ManagedBundle], dtype: torch.dtype
+) -> tuple[nn.Parameter, ...]:
     """Make every parameter a view of its bundle's storage. Returns the final parameter objects, in index order."""
     final: list[nn.Parameter] = list(found.parameters)
     for number, place in layout.places.items():

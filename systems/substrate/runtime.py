@@ -138,7 +138,7 @@ class Runtime:
                 self.parts.gradients.exit(managed, unit)
         self._moment(Phase.BACKWARD_EXIT, unit)
         trained = [m for m in mine if m.gradient is not None]
-        ended = [m for m in trained if not any([self._pending.get(u, 0) for u in m.bundle.units])]
+        ended = [m for m in trained if not any(self._pending.get(u, 0) for u in m.bundle.units)]
         self.parts.gradients.sum_complete([m for m in ended if m.gradients.complete])
         for managed in ended:
             if managed.gradients.complete:
@@ -155,7 +155,7 @@ class Runtime:
 
     def holds_backward(self, unit: int) -> bool:
         key = ("backward", unit)
-        return any([key in managed.holds for managed in self._managed(unit)])
+        return any(key in managed.holds for managed in self._managed(unit))
 
     def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None:
         """Autograd finished a parameter's gradient."""

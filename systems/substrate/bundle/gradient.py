@@ -101,11 +101,6 @@ class BundleGradient:
         self.summed = False
         self.to(state)
 
-    def added(self) -> None:
-        """It is in the accumulator; what comes late is added there by itself."""
-        self.fired.clear()
-        self.to(GradientState.SENT)
-
     def begin_micro_step(self) -> None:
         self.fired.clear()
         self.exited.clear()

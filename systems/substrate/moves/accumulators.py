@@ -6,6 +6,7 @@ from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import BundleGradient
+from systems.substrate.bundle.states import GradientState
 from systems.substrate.moves.tiers import TierMoves
 
 
@@ -19,7 +20,8 @@ class Accumulators:
             self._on_device(bundle, gradient)
         else:
             self._on_host(bundle, frozenset(gradient.fired), last=last)
-        gradient.added()
+        gradient.fired.clear()  # they are in the accumulator; what comes late is added there by itself
+        gradient.to(GradientState.SENT)
 
     def _on_host(self, bundle: ManagedBundle, fired: frozenset[int], *, last: bool) -> None:
         runs, kernel = bundle.runs, self.device.host_kernel

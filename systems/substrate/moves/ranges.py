@@ -28,7 +28,7 @@ class Ranges:
         """With what is in the slot, if that is part of this gradient, and in autograd's buffers."""
         block = self.allocate(bundle)
         gradient.collect(block)
-        if gradient.fired and any([each.slot_holds_gradient for each in bundle.segments]):
+        if gradient.fired and any(each.slot_holds_gradient for each in bundle.segments):
             runs = bundle.runs
 
             def copy() -> None:

@@ -58,7 +58,7 @@ class Residency:
 
     def _sources(self, managed: ManagedBundle) -> tuple[list[tuple[Run, torch.Tensor]], list[Memory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
-        if not any([each.slot_holds_gradient for each in managed.segments]):
+        if not any(each.slot_holds_gradient for each in managed.segments):
             return [(run, run.slot) for run in managed.runs], [each.slot_memory for each in managed.segments]
         slots = managed.runs_of(lambda each: not each.slot_holds_gradient)
         masters = managed.runs_of(lambda each: each.slot_holds_gradient)
@@ -123,7 +123,7 @@ class Residency:
         block = managed.block
         if block is None:
             return
-        if not any([each.slot_holds_gradient for each in managed.segments]):
+        if not any(each.slot_holds_gradient for each in managed.segments):
             runs = managed.runs
 
             def copy() -> None:
