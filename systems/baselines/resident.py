@@ -140,7 +140,7 @@ class ResidentEngine(SteppingEngine):
             self._moments.append(None if flat is None else (torch.zeros_like(flat), torch.zeros_like(flat)))
             many = flat is not None and settings.accumulate > 1
             self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
-            self.device.exempt(compute.untyped_storage())
+            self.device.meter.exempt(compute.untyped_storage())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
@@ -275,7 +275,7 @@ class ResidentEngine(SteppingEngine):
     def memory(self) -> MemoryReport:
         account = self.device.account
         return MemoryReport(
-            device_peak_bytes=self.device.peak_bytes(),
+            device_peak_bytes=self.device.meter.peak_bytes(),
             device_budget_bytes=account.budget,
             device_model_peak_bytes=account.pool_peak,
             host_peak_bytes=0,

@@ -129,7 +129,7 @@ class ManagedEngine(ManagedReports):
             assert settings.disk is not None
             self.disk = Disk(settings.disk, layout, budget=disk_budget, host=host, log=self.log)
             files.callback(self.disk.close)
-            device.exempt(self.disk.buffers[0].parts[0].untyped_storage())
+            device.meter.exempt(self.disk.buffers[0].parts[0].untyped_storage())
             device.lanes.update(disk_lanes(device.jitter))
         control = self._control = StepControl(settings, found.index, found.parameters)
         self._states = states_of(settings.optimizer, found.index, found.parameters)
