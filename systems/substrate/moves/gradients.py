@@ -115,7 +115,7 @@ class Gradients:
                 target.add_(gradient.reshape(-1))
             else:
                 target.copy_(gradient.reshape(-1))
-            self.device.hand_over(gradient.nbytes)
+            self.device.meter.hand_over(gradient.nbytes)
         mine.fired.add(parameter)
         mine.fired_in_step.add(parameter)
 
