@@ -39,9 +39,10 @@ from systems.recipe.model.units import ROOT, FoundModel, find_units, take
 from systems.recipe.recomputation.recompute import apply_recompute, recomputation_in_words
 from systems.recipe.recomputation.repeats import Repeats
 from systems.recipe.step import loss_scale
+from systems.recipe.step.closing import starting
 from systems.recipe.step.control import HALF_UPDATED, StepControl
 from systems.recipe.step.optimizer_states import states_of
-from systems.recipe.step.stepping import NO_LOSS, SteppingEngine, starting
+from systems.recipe.step.stepping import NO_LOSS, SteppingEngine
 from systems.reports import MemoryReport
 from systems.settings import TORCH_DTYPE, Settings
 from systems.sizes import format_need, format_size
@@ -140,7 +141,7 @@ class ResidentEngine(SteppingEngine):
             self._moments.append(None if flat is None else (torch.zeros_like(flat), torch.zeros_like(flat)))
             many = flat is not None and settings.accumulate > 1
             self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
-            self.device.exempt(compute.untyped_storage())
+            self.device.meter.exempt(compute.untyped_storage())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
@@ -150,7 +151,7 @@ class ResidentEngine(SteppingEngine):
         trains = self._trains and torch.is_grad_enabled()
         with (
             self._recovering(None if trains else _nothing),
-            self._watch.call(),
+            self._watch.casts.call(),
             self._calls.of_engine(),
             ambient(),
             torch.set_grad_enabled(trains),
@@ -259,7 +260,7 @@ class ResidentEngine(SteppingEngine):
                 out = data_of(self.parameters[number]).reshape(-1)
                 ranges = [self._control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
-            update, factor = kernel.prepare_all(tasks), self._control.multiplier(outcome)
+            update, factor = kernel.prepare_all(tasks), loss_scale.multiplier(outcome)
             self._steps, self._updating = self._control.loop.steps, True
             with labelled("update"):
                 update(factor)
@@ -275,7 +276,7 @@ class ResidentEngine(SteppingEngine):
     def memory(self) -> MemoryReport:
         account = self.device.account
         return MemoryReport(
-            device_peak_bytes=self.device.peak_bytes(),
+            device_peak_bytes=self.device.meter.peak_bytes(),
             device_budget_bytes=account.budget,
             device_model_peak_bytes=account.pool_peak,
             host_peak_bytes=0,
@@ -359,7 +360,7 @@ def _seen(given: object) -> dict[int, Seen]:
 
 @contextmanager
 def _past_the_engine(engine: ResidentEngine, given: object) -> Iterator[None]:
-    with engine._watch.call(), ambient(), engine.device.metered():
+    with engine._watch.casts.call(), ambient(), engine.device.metered():
         yield
 
 
@@ -369,7 +370,7 @@ def _gradients_pending(engine: ResidentEngine, there: bool) -> bool:
 
 
 class _Rounded:
-    """Gradients of parameters that were read in another dtype, rounded as they come: see parameter_watch.py's note on casts."""
+    """Gradients of parameters that were read in another dtype, rounded as they come: see the note in casts.py."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, in_backward: Callable[[], bool]) -> None:
         self._parameters, self._dtype, self._in_backward = parameters, dtype, in_backward

@@ -30,9 +30,10 @@ from systems.recipe.model.parameters import MovingParameter
 from systems.recipe.model.units import FoundModel, find_units, take
 from systems.recipe.recomputation.recompute import recomputation_in_words, recomputed_units, switchable
 from systems.recipe.step import loss_scale
+from systems.recipe.step.closing import starting
 from systems.recipe.step.control import StepControl
 from systems.recipe.step.optimizer_states import states_of
-from systems.recipe.step.stepping import NO_LOSS, starting
+from systems.recipe.step.stepping import NO_LOSS
 from systems.settings import TORCH_DTYPE, Settings, StepOutcome
 from systems.state_dicts import refuse_state_dict
 from systems.substrate.batch_shape import batch_shape_of
@@ -134,7 +135,7 @@ class ManagedEngine(ManagedReports):
             assert settings.disk is not None
             self.disk = Disk(settings.disk, layout, budget=disk_budget, host=host, log=self.log)
             files.callback(self.disk.close)
-            device.exempt(self.disk.buffers[0].parts[0].untyped_storage())
+            device.meter.exempt(self.disk.buffers[0].parts[0].untyped_storage())
             device.lanes.update(disk_lanes(device.jitter))
         control = self._control = StepControl(settings, found.index, found.parameters)
         self._states = states_of(settings.optimizer, found.index, found.parameters)
@@ -190,7 +191,7 @@ class ManagedEngine(ManagedReports):
         hooks.watch(self.parameters)
         self.recovery.parameters = self.parameters
         self._watch = self._watching(found)
-        self.runtime.casting = self._watch.call
+        self.runtime.casting = self._watch.casts.call
         self._cleanup.callback(self._watch.end)
 
     def _watching(self, found: FoundModel) -> ParameterWatch:
@@ -218,7 +219,7 @@ class ManagedEngine(ManagedReports):
             refuse_wanted_gradients((args, kwargs))
         trains = torch.is_grad_enabled() and self._trains
         recover = None if trains else self.recovery.leave_aside
-        with self._recovering(recover), self._watch.call(), self._calls.of_engine():
+        with self._recovering(recover), self._watch.casts.call(), self._calls.of_engine():
             if trains:
                 first = not runtime.in_step
                 if first:

@@ -46,7 +46,7 @@ def follow_uses(found: FoundModel, runtime: Runtime, recovery: Recovery, cleanup
     cleanup.callback(hooks.remove)
     reads = Reads(found, runtime, hooks)
     for managed in parts.residency.bundles:
-        parts.device.exempt(managed.storage.untyped)
+        parts.device.meter.exempt(managed.storage.untyped)
     parts.device.guard(parts.residency.room.make, reads.check, lambda: reads.watches)
     return hooks
 

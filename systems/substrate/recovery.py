@@ -94,8 +94,7 @@ class Recovery:
     def _settle(self) -> None:
         """See Note [What breaks off]."""
         device = self._parts.device
-        other = None if device.activations is None else device.activations()
-        device.pool.settle(self.owned(), self._last(), other=other)
+        device.pool.settle(self.owned(), self._last(), other=device.meter.live_bytes())
 
     def owned(self) -> list[Allocation]:
         bundles = self._parts.residency.bundles

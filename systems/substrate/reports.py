@@ -36,7 +36,7 @@ class ManagedReports(SteppingEngine):
     def memory(self) -> MemoryReport:
         device, host = self.parts.device, self.parts.store.host
         return MemoryReport(
-            device_peak_bytes=device.peak_bytes(),
+            device_peak_bytes=device.meter.peak_bytes(),
             device_budget_bytes=device.account.budget,
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,

@@ -42,7 +42,7 @@ class Runtime:
         self.in_step = self.in_backward = False
         self.is_aside = False
         self.doubtful = False  # a gradient came that nobody was seen to have read the parameter for
-        self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # ParameterWatch.call
+        self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # Casts.call
         self.micro_step = 0
         self.steps_begun = 0  # a loss is of the step in which its forward ran
         self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from systems.device.watch.labels import labelled
 from systems.errors import DivergedError, UnsupportedError
+from systems.recipe.step import loss_scale
 from systems.recipe.step.control import HALF_UPDATED
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.planner import Parts
@@ -64,7 +65,7 @@ class StepEnding:
             updates.discard()
         else:
             self.updated.update(self.parts.layout.bundle_of_parameter[p] for p in fired)
-            ready(control.multiplier(outcome))
+            ready(loss_scale.multiplier(outcome))
         control.record(outcome)
         self.updated = set()
 

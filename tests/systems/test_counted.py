@@ -59,6 +59,10 @@ def resident_peak() -> int:
         return engine.memory().device_peak_bytes or 0
 
 
+def budget_of(level: str) -> int:
+    return resident_peak() // 2 if level == "half" else 2 * resident_peak()
+
+
 @dataclass
 class SpiedKernel:
     """Counts the bytes that the CPU lane's thread passes over, by what it does there, and hands everything on."""
@@ -158,7 +162,7 @@ def counting(call: Callable[[int], None], name: str, events: Counter[str], calls
 
 @cache
 def steady(system: str, level: str) -> Step:
-    engine = started(STRATEGIES[system], resident_peak() // 2 if level == "half" else 2 * resident_peak())
+    engine = started(STRATEGIES[system], budget_of(level))
     assert isinstance(engine, ManagedEngine)
     device, runtime = engine.parts.device, engine.runtime
     for _ in range(WARM_STEPS):

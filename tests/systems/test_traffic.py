@@ -12,8 +12,10 @@ from models import registry as models_registry
 from models.loss import token_loss
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, Tier
-from systems.planning.step.demand import Residence, demand_of, gradient_profile
+from systems.planning.step.demand import demand_of
 from systems.planning.step.operations import LaneOperation, Work
+from systems.planning.step.profiles import gradient_profile
+from systems.planning.step.residence import Residence
 from systems.substrate.engine import ManagedEngine
 from tests.systems.running import Run, elixir, settings
 from tests.systems.setups import SYSTEMS, Setup, budget_of, reference

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from systems.device.lanes.compute import ComputeLane
 from systems.device.lanes.lane import Lane
 from systems.device.lanes.ticket import Ticket
 from systems.device.watch.events import EventLog, Extent
@@ -37,13 +38,6 @@ class Memory:
     def tickets(self) -> list[Ticket]:
         """Everybody the next owner of this memory has to wait for."""
         return self.readers if self.writer is None else [self.writer, *self.readers]
-
-
-class ComputeLane:
-    """The lane of the caller. `order(ticket)` puts later compute behind it, `mark(id)` gives a ticket for all so far."""
-
-    def __init__(self, order: Callable[[Ticket], None], mark: Callable[[int], Ticket]) -> None:
-        self.order, self.mark = order, mark
 
 
 class Transfers:

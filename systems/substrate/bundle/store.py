@@ -58,7 +58,7 @@ class Store:
                 if size:
                     self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
             for part, mapping in self._mappings.items():
-                device.exempt(mapping.storage)
+                device.meter.exempt(mapping.storage)
                 if part in TAKEN_FIRST:
                     mapping.touch()
             for segment in layout.segments:

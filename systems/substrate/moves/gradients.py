@@ -90,7 +90,7 @@ class Gradients:
                 target.add_(value.reshape(-1))
             else:
                 target.copy_(value.reshape(-1))
-            self.device.hand_over(value.nbytes)
+            self.device.meter.hand_over(value.nbytes)
         gradient.fire(parameter)
 
     def park(self, bundle: ManagedBundle) -> None:

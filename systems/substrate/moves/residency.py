@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.device.device import Device
 from systems.device.lanes.transfers import Memory
+from systems.device.memory.account import uncounted
 from systems.device.watch.labels import labelled
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
@@ -70,7 +70,7 @@ class Residency:
         """From the disk as a copy, which waits for what is on its way there."""
         if run.state:
             return run.master
-        with _disable_current_modes():  # the emulated device would count it as an activation
+        with uncounted():
             return torch.cat([self._values.part(each, "master") for each in run.stored])
 
     def hold(self, indices: Sequence[int], key: object) -> None:
