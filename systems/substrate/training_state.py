@@ -6,24 +6,26 @@ import torch
 
 from systems.checkpoint import Described, ParameterState, Part
 from systems.planning.layout import ModelIndex
-from systems.substrate.planner import Parts
+from systems.recipe.step.control import StepControl
+from systems.substrate.bundle.store import Store
+from systems.substrate.moves.residency import Residency
 
 
 class ManagedState:
     """Call only when drained, outside a step."""
 
-    def __init__(self, index: ModelIndex, parts: Parts) -> None:
-        self._parts, self.control = parts, parts.control
+    def __init__(self, index: ModelIndex, *, store: Store, residency: Residency, control: StepControl) -> None:
+        self._store, self._residency, self.control = store, residency, control
         self.parameters = [Described(p.name, tuple(p.shape), p.trainable) for p in index.parameters]
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
-        store, shape = self._parts.store, self.parameters[parameter].shape
+        store, shape = self._store, self.parameters[parameter].shape
         return store.parameter_values(parameter, shape) if part == "value" else store.moment(parameter, part).view(shape)
 
     def write(self, parameter: int, state: ParameterState) -> None:
-        self._parts.residency.overwrite(parameter, state.value)
+        self._residency.overwrite(parameter, state.value)
         if state.exp_avg is not None and state.exp_avg_sq is not None:
             self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)
 
     def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        self._parts.store.overwrite_moments(parameter, exp_avg.reshape(-1), exp_avg_sq.reshape(-1))
+        self._store.overwrite_moments(parameter, exp_avg.reshape(-1), exp_avg_sq.reshape(-1))

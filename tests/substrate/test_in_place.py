@@ -20,8 +20,8 @@ from tests.systems.running import (
     Run,
     assert_equal,
     evict_at_once,
+    managed,
     parameters_of,
-    parts_of,
     settings,
     start,
     train,
@@ -65,7 +65,7 @@ def test_a_simple_step_has_no_range_but_for_tied_parameters(model: str, recomput
     run = train_as(RANDOM, build_small(model), ids, OPTIONS, recompute=recompute, log_events=True)
     assert_equal(expected, run)
     assert run.counters.get("gradient_detours", 0) == 0
-    layout = run.engine.parts.layout  # type: ignore[attr-defined]
+    layout = run.engine.layout  # type: ignore[attr-defined]
     made = {e.label for e in run.engine.log.bytes if e.label.startswith("gradient of bundle")}  # type: ignore[attr-defined]
     ranged = {f"gradient of bundle {b.index}" for b in layout.bundles if b.index not in layout.in_place}
     assert made == ranged
@@ -92,7 +92,7 @@ def test_a_unit_that_enters_again_gets_its_parameters_back() -> None:
         leave(unit)
         if held and unit == 3:
             runtime.backward_enter(unit)
-            seen.append(set(filter(parts_of(engine).gradients.in_place.written, runtime._bundles(unit))))
+            seen.append(set(filter(managed(engine).gradients.in_place.written, runtime._bundles(unit))))
             leave(unit)
 
     runtime.backward_exit = leave_and_return
@@ -108,7 +108,7 @@ def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() 
     """As where that wants room; here the runtime is told so by hand."""
     ids = tokens(STEPS, 1)
     engine = start(RANDOM, build_small("opt"), settings(clip=0.5, log_events=True), OPTIONS)
-    runtime, gradients, sent = engine.runtime, parts_of(engine).gradients, set[int]()  # type: ignore[attr-defined]
+    runtime, gradients, sent = engine.runtime, managed(engine).gradients, set[int]()  # type: ignore[attr-defined]
     assemble, busy = gradients.in_place.assemble, list[int]()
 
     def assemble_and_send_others(bundle: int, gradient: BundleGradient) -> None:
@@ -116,7 +116,7 @@ def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() 
         others = {b for b in gradients.bundles if b != bundle and gradients.in_place.written(b)}
         if others and not busy:
             busy.append(bundle)
-            runtime._relieve()
+            runtime.relieve()
             busy.clear()
             sent.update(b for b in others if gradients.complete(bundle) and not gradients.in_place.written(b))
 
@@ -140,8 +140,8 @@ def test_an_exception_in_backward_leaves_the_parameters_as_they_were() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         engine.backward(engine(input_ids=ids[0, 0]).logits.float().sum())
     handle.remove()
-    written = parts_of(engine).gradients.in_place.written
-    assert not any(written(bundle.index) for bundle in parts_of(engine).layout.bundles)
+    written = managed(engine).gradients.in_place.written
+    assert not any(written(bundle.index) for bundle in managed(engine).layout.bundles)
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
     assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), train(engine, ids))
 

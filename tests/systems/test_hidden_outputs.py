@@ -278,7 +278,7 @@ def test_a_gradient_that_nobody_began_says_so_where_no_operation_is_seen(system:
     """As in a planned step on CUDA: what was read too late is NaN, and never reaches a parameter."""
     chosen, options = SYSTEMS[system]
     with start(chosen, UnseenStack(how), settings(), options) as engine:
-        engine.parts.device.meter._check = None  # type: ignore[attr-defined]
+        engine.device.meter._check = None  # type: ignore[attr-defined]
         evict_at_once(engine)
         before = parameters_of(engine)
         for _ in range(2):
@@ -294,7 +294,7 @@ def test_after_a_hidden_gradient_one_whole_step_is_watched(system: str) -> None:
     model = UnseenStack("function")
     with start(chosen, model, settings(), options) as engine:
         runtime = engine.runtime  # type: ignore[attr-defined]
-        engine.parts.device.meter._check = None  # type: ignore[attr-defined]
+        engine.device.meter._check = None  # type: ignore[attr-defined]
         with pytest.raises(HiddenUseError):
             one_step(engine, tokens(1, 1)[0], squared_error)
         assert runtime.doubtful

@@ -35,7 +35,7 @@ class SteppingEngine(Engine):
     """
 
     settings: Settings
-    _control: StepControl
+    control: StepControl
     _watch: ParameterWatch
     _trains: bool
     _access: Access
@@ -108,7 +108,7 @@ class SteppingEngine(Engine):
         with self._recovering():
             self._watch.check()
             try:
-                self._control.check()
+                self.control.check()
             except UnsupportedError as error:  # nothing was done: the step can still be taken, or dropped
                 refused = error
             else:
@@ -130,7 +130,7 @@ class SteppingEngine(Engine):
         try:
             yield
         except BaseException as error:
-            self._control.told.add(in_words(error))
+            self.control.told.add(in_words(error))
             (recover or self._abort)()
             self._broken_off = False
             raise
@@ -146,7 +146,7 @@ class SteppingEngine(Engine):
 
     def set_lr(self, lr: float) -> None:
         self._access.check_process()
-        self._control.set_lr(lr)
+        self.control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
         return self._state("checkpoint or export")
@@ -161,7 +161,7 @@ class SteppingEngine(Engine):
             raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         (self._watch.check_names if overwrites else self._watch.check)()
         self.drain()
-        self._control.check_whole()
+        self.control.check_whole()
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         """After an error that is the one that is told, whatever closing meets."""
@@ -181,9 +181,9 @@ class SteppingEngine(Engine):
             if is_running(self):
                 raise ValueError("close: a pass of this engine is running, which needs its weights: close it after that")
         self._closed = True
-        lost, told, amid = self._watch.lost(), frozenset(self._control.told), sys.exception() is not None
+        lost, told, amid = self._watch.lost(), frozenset(self.control.told), sys.exception() is not None
         if self._states is not None:
-            self._states.end(used=any(self._control.updates))
+            self._states.end(used=any(self.control.updates))
         if self._failed:
             self._leave_without("an error ended its engine")
             self._let_go()

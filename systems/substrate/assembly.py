@@ -1,0 +1,294 @@
+"""The mechanism of an engine: what is made, in which order, from what, and who undoes it.
+
+What has to be undone is handed to `cleanup` in the step that did it, so that closing, or a start that breaks off, undoes it
+in the opposite order.
+
+    what                                     made from                                   undone by
+ 1  found: units and parameters              the model                                   -
+ 2  device: lanes, pool, kernels             `make_device`, a log                        device.close, then the disk's (6)
+ 3  strategy and layout                      budgets, found                              -
+ 4  recomputation, and units whose           found, strategy                             blocks run their own forward again
+    inputs may leave
+ 5  buffers beside the weights               found, device                               they go back where they came from
+ 6  host and disk: accounts, files           budgets, layout                             disk.close, after the device's
+ 7  control: the step's decision; moments    settings, found                             -
+    that the user's optimizer shows
+ 8  store: slots and optimizer states        layout, device, host, disk                  store.close
+ 9  poison and residency: bundles            layout, store, device                       residency.close
+10  parameters: views of the bundles         found, residency                            given back by the engine
+11  gradients, and the updates they end in   store, residency, device, control           gradients.finish_step
+12  inputs that wait on the host             device, host                                inputs.close
+13  planner: a position in a plan, and       strategy, store, residency, gradients       -
+    plans; what never moves comes now
+14  runtime: a recorder, how a step ends,    all of these                                -
+    and the runtime itself
+15  what asks upwards: room, and whether     planner, runtime                            -
+    inputs are the step's
+16  recovery                                 all of these                                -
+17  the model's blocks leave their inputs    inputs, found                               blocks are as before
+18  calls of modules                         runtime, recovery                           calls.detach
+19  unit events, and who reads what          runtime, calls, parameters                  hooks.remove
+20  watch: edits past the engine             the model, parameters                       watch.end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from systems.device.device import Device
+from systems.device.memory.disk import Disk, disk_lanes
+from systems.device.memory.host import HostSlots, host_account
+from systems.device.watch.events import EventLog
+from systems.planning.layout import Layout
+from systems.planning.plan import UpdateRule
+from systems.planning.policy.homes import within_host
+from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
+from systems.recipe.model.adoption import initial_values, place_beside, refuse_mixed_dtypes
+from systems.recipe.model.calls import Calls
+from systems.recipe.model.giving_back import remember_buffers
+from systems.recipe.model.parameter_watch import ParameterWatch
+from systems.recipe.model.parameters import MovingParameter
+from systems.recipe.model.units import find_units
+from systems.recipe.recomputation.recompute import recomputed_units, switchable
+from systems.recipe.step.control import StepControl
+from systems.recipe.step.optimizer_states import states_of
+from systems.settings import TORCH_DTYPE, Settings
+from systems.substrate.bundle.poison import Poison
+from systems.substrate.bundle.store import Store
+from systems.substrate.cursor import Cursor
+from systems.substrate.handover import adopt_parameters
+from systems.substrate.hooks import UnitHooks
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
+from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.updates import Updates
+from systems.substrate.past_engine import CallsPastEngine
+from systems.substrate.planner import Planner
+from systems.substrate.reads import Reads
+from systems.substrate.recorder import Recorder
+from systems.substrate.recovery import Recovery
+from systems.substrate.runtime import Runtime
+from systems.substrate.step_ending import StepEnding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes of the host's memory and of the disk; the device has its own."""
+
+    host: int
+    disk: int
+
+
+class Assembly:
+    """Assembly is the mechanism of one engine as it is made, each object under the name that it has in the engine.
+
+    Raises BudgetError or UnsupportedError if the request cannot be met; then `cleanup` undoes what was done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        *,
+        make_strategy: Callable[[PlanningContext], Strategy],
+        make_device: Callable[[EventLog], Device],
+        budgets: Budgets,
+        log: EventLog,
+        cleanup: ExitStack,
+    ) -> None:
+        self._model, self._settings, self._budgets, self._log, self._cleanup = model, settings, budgets, log, cleanup
+        self._dtype = TORCH_DTYPE[settings.dtype]
+        self._cut_model(make_strategy, make_device)
+        self._lay_out_memory()
+        self._make_moves()
+        self._make_steps()
+        self._follow_model()
+
+    def _cut_model(
+        self, make_strategy: Callable[[PlanningContext], Strategy], make_device: Callable[[EventLog], Device]
+    ) -> None:
+        """Steps 1 to 5."""
+        settings, cleanup = self._settings, self._cleanup
+        self.found = found = find_units(self._model, self._dtype)
+        refuse_mixed_dtypes(found, settings.dtype)
+        self.device = make_device(self._log)
+        self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
+        cleanup.callback(self.device.close)
+        context = self._context()
+        self.strategy = strategy = make_strategy(context)
+        check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
+        self.layout = within_host(strategy.layout(found.index).named(found.index), context, strategy.update_rule)
+        self.recomputation, undo = switchable(found, strategy.rematerialised, settings.recompute)
+        cleanup.callback(undo)
+        recomputed = recomputed_units(found, settings.recompute) | self.recomputation.units
+        self._offloaded = offloadable(found, strategy.offloaded_inputs, recomputed)
+        cleanup.callback(remember_buffers(self._model, found.carried.values()))
+        place_beside(self._model, found, self.device)
+
+    def _context(self) -> PlanningContext:
+        """What the strategy may know of this run."""
+        settings, device = self._settings, self.device
+        return PlanningContext(
+            device_budget=device.plannable_bytes,
+            host_budget=self._budgets.host,
+            itemsize=self._dtype.itemsize,
+            ranks=settings.ranks,
+            accumulate=settings.accumulate,
+            seed=settings.seed,
+            recompute=settings.recompute,
+            allowance=device.allowance,
+            device_name=device.name,
+            disk_budget=self._budgets.disk,
+        )
+
+    def _lay_out_memory(self) -> None:
+        """Steps 6 to 10."""
+        found, layout, device, settings = self.found, self.layout, self.device, self._settings
+        self.host = host_account(self._budgets.host, self._log)
+        self.disk = self._make_disk() if layout.on_disk else None
+        self.control = StepControl(settings, found.index, found.parameters)
+        self.states = states_of(settings.optimizer, found.index, found.parameters)
+        self.store = Store(
+            layout,
+            device,
+            self.host,
+            self._dtype,
+            accumulate=settings.accumulate,
+            shapes=[p.shape for p in found.index.parameters],
+            initial=initial_values(found, settings),
+            disk=self.disk,
+        )
+        self._cleanup.callback(self.store.close)
+        self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
+        self.residency = Residency(layout, self.store, device, self.poison, write_back=self.strategy.write_back)
+        self._cleanup.callback(self.residency.close)
+        self.parameters = adopt_parameters(found, layout, self.residency, self._dtype)
+
+    def _make_disk(self) -> Disk:
+        assert self._settings.disk is not None
+        disk = Disk(self._settings.disk, self.layout, budget=self._budgets.disk, host=self.host, log=self._log)
+        self._files.callback(disk.close)
+        self.device.exempt(disk.buffers[0].parts[0].untyped_storage())
+        self.device.lanes.update(disk_lanes(self.device.jitter))
+        return disk
+
+    def _make_moves(self) -> None:
+        """Steps 11 and 12."""
+        layout, device, store, residency = self.layout, self.device, self.store, self.residency
+        user = {p: unit.index for unit in self.found.index.units for p in unit.parameters}
+        self.gradients = Gradients(layout, store, residency, device, accumulate=self._settings.accumulate, user=user)
+        self._cleanup.callback(self.gradients.finish_step)
+        self.updates = Updates(layout, store, residency, self.gradients, device, self.control)
+        self.input_slots = HostSlots("host-input", self.host)
+        self.inputs = OffloadedInputs(device, self.input_slots)
+        self._cleanup.callback(self.inputs.close)
+
+    def _make_steps(self) -> None:
+        """Steps 13 to 16."""
+        strategy, accumulate = self.strategy, self._settings.accumulate
+        layout, device, residency = self.layout, self.device, self.residency
+        gradients, updates, inputs, recomputation = self.gradients, self.updates, self.inputs, self.recomputation
+        self.cursor = cursor = Cursor()
+        self.planner = planner = Planner(
+            strategy,
+            layout=layout,
+            device=device,
+            store=self.store,
+            residency=residency,
+            gradients=gradients,
+            updates=updates,
+            cursor=cursor,
+        )
+        recorder = Recorder(device, gradients.adopted_bytes)
+        self.ending = ending = StepEnding(
+            self.control,
+            layout=layout,
+            device=device,
+            poison=self.poison,
+            residency=residency,
+            gradients=gradients,
+            updates=updates,
+            recomputation=recomputation,
+            early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1,
+        )
+        self.runtime = runtime = Runtime(
+            strategy,
+            accumulate=accumulate,
+            layout=layout,
+            device=device,
+            residency=residency,
+            gradients=gradients,
+            inputs=inputs,
+            recomputation=recomputation,
+            cursor=cursor,
+            recorder=recorder,
+            planner=planner,
+            ending=ending,
+        )
+        residency.choose, residency.demote = planner.choose, partial(planner.moving, runtime.relieve)
+        inputs.active, inputs.left = runtime.is_observing, recorder.input_left
+        self.recovery = Recovery(
+            runtime,
+            parameters=self.parameters,
+            planner=planner,
+            ending=ending,
+            control=self.control,
+            device=device,
+            store=self.store,
+            residency=residency,
+            gradients=gradients,
+            updates=updates,
+            inputs=inputs,
+        )
+
+    def _follow_model(self) -> None:
+        """Steps 17 to 20."""
+        found, device, residency, runtime = self.found, self.device, self.residency, self.runtime
+        self._cleanup.callback(self.inputs.attach(found, self._offloaded))
+        past = CallsPastEngine(runtime, planner=self.planner, device=device)
+        self.calls = Calls(past.around, self.recovery.interrupted)
+        self._cleanup.callback(self.calls.detach)
+        hooks = UnitHooks(found, runtime, self.layout, self.calls)
+        self._cleanup.callback(hooks.remove)
+        reads = Reads(
+            found,
+            layout=self.layout,
+            residency=residency,
+            gradients=self.gradients,
+            cursor=self.cursor,
+            planner=self.planner,
+            runtime=runtime,
+            hooks=hooks,
+        )
+        for managed in residency.bundles:
+            device.exempt(managed.storage.untyped)
+        device.guard(residency.make_room, reads.check, reads.watches)
+        hooks.watch(self.parameters)
+        self.watch = ParameterWatch(
+            self._model,
+            found,
+            self.parameters,
+            partial(_gradients_pending, runtime),
+            MovingParameter,
+            readable=partial(_is_readable, self.layout, residency, self.gradients),
+            restore=self.poison.restore,
+        )
+        past.casting = self.watch.call
+        self._cleanup.callback(self.watch.end)
+
+
+def _is_readable(layout: Layout, residency: Residency, gradients: Gradients, parameter: int) -> bool:
+    """Its values are on the device, and no gradient is written over them."""
+    bundle = layout.bundle_of_parameter[parameter]
+    there = residency.bundles[bundle].storage.resident
+    return there and not gradients.in_place.overwrote(bundle, parameter)
+
+
+def _gradients_pending(runtime: Runtime, in_place: bool) -> bool:
+    """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
+    return runtime.in_step and (not in_place if runtime.in_backward else runtime.micro_step > 0)

@@ -1,0 +1,40 @@
+"""Calls of the model that come past the engine: `model(...)`, `model.generate()`, `model.encoder(x)`.
+
+They get what a call of the engine has about it. One with gradients belongs to the step in progress, if that takes any; every
+other one is a pass without gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+
+from systems.device.device import Device, ambient
+from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.planner import Planner
+from systems.substrate.runtime import Runtime
+
+
+class CallsPastEngine:
+    """casting: around each, lets modules cast their weights; ParameterWatch.call, once the parameters are watched."""
+
+    def __init__(self, runtime: Runtime, *, planner: Planner, device: Device) -> None:
+        self._runtime, self._planner, self._device = runtime, planner, device
+        self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    @contextmanager
+    def around(self, given: object) -> Iterator[None]:
+        """given: what the outermost module is called with."""
+        runtime, device = self._runtime, self._device
+        device.access.check_process()
+        with ExitStack() as stack:
+            if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
+                self._planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
+                stack.enter_context(runtime.aside())
+            stack.enter_context(self.casting())
+            stack.enter_context(ambient())
+            stack.enter_context(device.metered())
+            yield
