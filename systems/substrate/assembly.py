@@ -18,17 +18,17 @@ in the opposite order.
 10  parameters: views of the bundles         found, residency                            given back by the engine
 11  gradients, and the updates they end in   store, residency, device, control           gradients.finish_step
 12  inputs that wait on the host             device, host                                inputs.close
-13  planner: a position in a plan, and       strategy, store, residency, gradients       -
-    plans; what never moves comes now
-14  runtime: a recorder, how a step ends,    all of these                                -
-    and the runtime itself
-15  what asks upwards: room, and whether     planner, runtime                            -
-    inputs are the step's
-16  recovery                                 all of these                                -
-17  the model's blocks leave their inputs    inputs, found                               blocks are as before
-18  calls of modules                         runtime, recovery                           calls.detach
-19  unit events, and who reads what          runtime, calls, parameters                  hooks.remove
-20  watch: edits past the engine             the model, parameters                       watch.end
+13  progress, cursor, plan in force,         strategy, store, gradients, updates         -
+    planner; what never moves comes now
+14  recorder, moments; how a step ends       cursor, gradients, control, updates         -
+15  flushes, and the runtime itself          all of these                                -
+16  what asks upwards: residency for room,   planner, flushes, progress, recorder        -
+    inputs whether they are the step's
+17  recovery                                 all of these                                -
+18  the model's blocks leave their inputs    inputs, found                               blocks are as before
+19  calls of modules                         runtime, recovery                           calls.detach
+20  unit events, and who reads what          runtime, calls, parameters                  hooks.remove
+21  watch: edits past the engine             the model, parameters                       watch.end
 """
 
 from __future__ import annotations
@@ -61,14 +61,18 @@ from systems.settings import TORCH_DTYPE, Settings
 from systems.substrate.bundle.poison import Poison
 from systems.substrate.bundle.store import Store
 from systems.substrate.cursor import Cursor
+from systems.substrate.flushes import Flushes
 from systems.substrate.handover import adopt_parameters
 from systems.substrate.hooks import UnitHooks
+from systems.substrate.moments import Moments
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.updates import Updates
 from systems.substrate.past_engine import CallsPastEngine
+from systems.substrate.plan_in_force import PlanInForce
 from systems.substrate.planner import Planner
+from systems.substrate.progress import Progress
 from systems.substrate.reads import Reads
 from systems.substrate.recorder import Recorder
 from systems.substrate.recovery import Recovery
@@ -106,7 +110,9 @@ class Assembly:
         self._cut_model(make_strategy, make_device)
         self._lay_out_memory()
         self._make_moves()
+        self._make_plans()
         self._make_steps()
+        self._connect()
         self._follow_model()
 
     def _cut_model(
@@ -188,72 +194,95 @@ class Assembly:
         self.inputs = OffloadedInputs(device, self.input_slots)
         self._cleanup.callback(self.inputs.close)
 
-    def _make_steps(self) -> None:
-        """Steps 13 to 16."""
-        strategy, accumulate = self.strategy, self._settings.accumulate
-        layout, device, residency = self.layout, self.device, self.residency
-        gradients, updates, inputs, recomputation = self.gradients, self.updates, self.inputs, self.recomputation
-        self.cursor = cursor = Cursor()
-        self.planner = planner = Planner(
+    def _make_plans(self) -> None:
+        """Step 13."""
+        strategy, layout, device = self.strategy, self.layout, self.device
+        self.progress, self.cursor = Progress(self._settings.accumulate), Cursor()
+        self.in_force = PlanInForce(
             strategy,
             layout=layout,
             device=device,
             store=self.store,
-            residency=residency,
-            gradients=gradients,
-            updates=updates,
-            cursor=cursor,
+            residency=self.residency,
+            gradients=self.gradients,
+            updates=self.updates,
+            inputs=self.inputs,
+            recomputation=self.recomputation,
+            cursor=self.cursor,
         )
-        recorder = Recorder(device, gradients.adopted_bytes)
-        self.ending = ending = StepEnding(
+        self.planner = Planner(strategy, layout=layout, device=device, cursor=self.cursor, in_force=self.in_force)
+        self.in_force.begin()
+
+    def _make_steps(self) -> None:
+        """Steps 14 and 15."""
+        device, residency, gradients, recomputation = self.device, self.residency, self.gradients, self.recomputation
+        self.recorder = Recorder(device, gradients.adopted_bytes)
+        moments = Moments(self.cursor, recorder=self.recorder, progress=self.progress, residency=residency, device=device)
+        self.ending = StepEnding(
             self.control,
-            layout=layout,
+            layout=self.layout,
             device=device,
             poison=self.poison,
             residency=residency,
             gradients=gradients,
-            updates=updates,
+            updates=self.updates,
             recomputation=recomputation,
-            early=strategy.update_rule is UpdateRule.WHEN_REDUCED and accumulate == 1,
+            early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED and self._settings.accumulate == 1,
         )
-        self.runtime = runtime = Runtime(
-            strategy,
-            accumulate=accumulate,
-            layout=layout,
+        self.flushes = Flushes(
+            gradients,
+            residency=residency,
+            recorder=self.recorder,
+            ending=self.ending,
+            in_force=self.in_force,
+            planner=self.planner,
+        )
+        self.runtime = Runtime(
+            self.progress,
+            layout=self.layout,
             device=device,
             residency=residency,
             gradients=gradients,
-            inputs=inputs,
+            inputs=self.inputs,
             recomputation=recomputation,
-            cursor=cursor,
-            recorder=recorder,
-            planner=planner,
-            ending=ending,
+            recorder=self.recorder,
+            cursor=self.cursor,
+            moments=moments,
+            in_force=self.in_force,
+            planner=self.planner,
+            flushes=self.flushes,
+            ending=self.ending,
         )
-        residency.choose, residency.demote = planner.choose, partial(planner.moving, runtime.relieve)
-        inputs.active, inputs.left = runtime.is_observing, recorder.input_left
+
+    def _connect(self) -> None:
+        """Steps 16 and 17."""
+        self.residency.choose, self.residency.demote = self.planner.choose, self.flushes.relieve
+        self.inputs.active, self.inputs.left = self.progress.is_observed, self.recorder.input_left
         self.recovery = Recovery(
-            runtime,
+            self.runtime,
             parameters=self.parameters,
-            planner=planner,
-            ending=ending,
+            progress=self.progress,
+            in_force=self.in_force,
+            ending=self.ending,
             control=self.control,
-            device=device,
+            device=self.device,
             store=self.store,
-            residency=residency,
-            gradients=gradients,
-            updates=updates,
-            inputs=inputs,
+            residency=self.residency,
+            gradients=self.gradients,
+            updates=self.updates,
+            inputs=self.inputs,
         )
 
     def _follow_model(self) -> None:
-        """Steps 17 to 20."""
-        found, device, residency, runtime = self.found, self.device, self.residency, self.runtime
+        """Steps 18 to 21."""
+        found, device, residency, progress = self.found, self.device, self.residency, self.progress
         self._cleanup.callback(self.inputs.attach(found, self._offloaded))
-        past = CallsPastEngine(runtime, planner=self.planner, device=device)
+        past = CallsPastEngine(self.runtime, progress=progress, planner=self.planner, device=device)
         self.calls = Calls(past.around, self.recovery.interrupted)
         self._cleanup.callback(self.calls.detach)
-        hooks = UnitHooks(found, runtime, self.layout, self.calls)
+        hooks = UnitHooks(
+            found, self.runtime, progress=progress, calls=self.calls, bundle_of=self.layout.bundle_of_parameter.__getitem__
+        )
         self._cleanup.callback(hooks.remove)
         reads = Reads(
             found,
@@ -262,7 +291,7 @@ class Assembly:
             gradients=self.gradients,
             cursor=self.cursor,
             planner=self.planner,
-            runtime=runtime,
+            progress=progress,
             hooks=hooks,
         )
         for managed in residency.bundles:
@@ -273,7 +302,7 @@ class Assembly:
             self._model,
             found,
             self.parameters,
-            partial(_gradients_pending, runtime),
+            partial(_gradients_pending, progress),
             MovingParameter,
             readable=partial(_is_readable, self.layout, residency, self.gradients),
             restore=self.poison.restore,
@@ -289,6 +318,6 @@ def _is_readable(layout: Layout, residency: Residency, gradients: Gradients, par
     return there and not gradients.in_place.overwrote(bundle, parameter)
 
 
-def _gradients_pending(runtime: Runtime, in_place: bool) -> bool:
+def _gradients_pending(progress: Progress, in_place: bool) -> bool:
     """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
-    return runtime.in_step and (not in_place if runtime.in_backward else runtime.micro_step > 0)
+    return progress.in_step and (not in_place if progress.in_backward else progress.micro_step > 0)

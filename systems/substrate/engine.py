@@ -87,8 +87,8 @@ class ManagedEngine(ManagedReports):
         self.store, self.poison, self.residency, self.gradients = made.store, made.poison, made.residency, made.gradients
         self.control, self.updates, self._states = made.control, made.updates, made.states
         self.inputs, self.input_slots = made.inputs, made.input_slots
-        self.cursor, self.planner, self.ending = made.cursor, made.planner, made.ending
-        self.runtime, self.recovery = made.runtime, made.recovery
+        self.progress, self.cursor, self.in_force, self.planner = made.progress, made.cursor, made.in_force, made.planner
+        self.flushes, self.ending, self.runtime, self.recovery = made.flushes, made.ending, made.runtime, made.recovery
         self._calls, self._watch = made.calls, made.watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class ManagedEngine(ManagedReports):
         recover = None if trains else self.recovery.leave_aside
         with self._recovering(recover), self._watch.call(), self._calls.of_engine():
             if trains:
-                first = not runtime.in_step
+                first = not self.progress.in_step
                 if first:
                     self._watch.check()
                 self.planner.meet(batch_shape_of((args, kwargs)), first=first)
@@ -112,24 +112,24 @@ class ManagedEngine(ManagedReports):
                     args, kwargs = cast_inputs(args, kwargs, dtype)
                     return self.module(*args, **kwargs)
             self._watch.check()
-            self.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=runtime.in_step)
+            self.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=self.progress.in_step)
             with runtime.aside(), ambient(), torch.no_grad(), device.metered(), record_function("forward (no grad)"):
                 args, kwargs = cast_inputs(args, kwargs, dtype)
                 return self.module(*args, **kwargs)
 
     @property
     def _passes(self) -> int:
-        return self.runtime.micro_step if self.runtime.in_step else 0
+        return self.progress.micro_step if self.progress.in_step else 0
 
     def backward(self, loss: torch.Tensor) -> None:
         self._check_open()
         refuse_training_nothing(self._trains, "backward")
-        if not self.runtime.in_step:
+        if not self.progress.in_step:
             raise ValueError(NO_LOSS)
         super().backward(loss)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self.runtime.in_backward = True
+        self.progress.begin_backward()
         scale, device = self.control.scale, self.device
         with (
             self._calls.of_engine(),
@@ -151,7 +151,7 @@ class ManagedEngine(ManagedReports):
 
     def _discard(self) -> None:
         self.recovery.dropped = None
-        if not self.runtime.in_step:
+        if not self.progress.in_step:
             return
         if self.ending.updated:
             raise UnsupportedError(
@@ -170,7 +170,7 @@ class ManagedEngine(ManagedReports):
             raise
 
     def _state(self, what: str) -> ManagedState:
-        self._settle(what, in_step=self.runtime.in_step)
+        self._settle(what, in_step=self.progress.in_step)
         return ManagedState(self.index, store=self.store, residency=self.residency, control=self.control)
 
     def _host_room(self) -> int:
@@ -179,7 +179,7 @@ class ManagedEngine(ManagedReports):
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
-        self._settle("summon", in_step=self.runtime.in_step, overwrites=write)
+        self._settle("summon", in_step=self.progress.in_step, overwrites=write)
         with torch.inference_mode(False):  # what is made within it has no version
             values = {p.name: self.store.parameter_values(p.index, p.shape) for p in self.index.parameters}
         with self._access.writing(write):
@@ -194,7 +194,7 @@ class ManagedEngine(ManagedReports):
         """Values stay where they are, in the slots, which are the parameters' own from now on."""
         store = self.store
         try:
-            if self.runtime.in_step or self._broken_off:
+            if self.progress.in_step or self._broken_off:
                 self.recovery.abort()
             self.drain()
             self.control.check_whole()
@@ -216,7 +216,7 @@ class ManagedEngine(ManagedReports):
     def _let_go(self) -> None:
         with contextlib.suppress(Exception):
             self.device.drain()
-        self.runtime.in_step = self.runtime.in_backward = False
+        self.progress.leave()
         self.residency.release_all()
         self._cleanup.close()
         assert self.device.account.pool == 0, "device pool not empty after close"

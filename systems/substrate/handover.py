@@ -36,7 +36,6 @@ def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dt
     return tuple(final)
 
 
-
 def values_in_slots(store: Store, residency: Residency) -> list[list[torch.Tensor]]:
     """Every parameter's values in the compute dtype, flat, as one piece or several of the slots' memory.
 

@@ -15,25 +15,26 @@ import torch
 from systems.device.device import Device, ambient
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.planner import Planner
+from systems.substrate.progress import Progress
 from systems.substrate.runtime import Runtime
 
 
 class CallsPastEngine:
     """casting: around each, lets modules cast their weights; ParameterWatch.call, once the parameters are watched."""
 
-    def __init__(self, runtime: Runtime, *, planner: Planner, device: Device) -> None:
-        self._runtime, self._planner, self._device = runtime, planner, device
+    def __init__(self, runtime: Runtime, *, progress: Progress, planner: Planner, device: Device) -> None:
+        self._runtime, self._progress, self._planner, self._device = runtime, progress, planner, device
         self.casting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     @contextmanager
     def around(self, given: object) -> Iterator[None]:
         """given: what the outermost module is called with."""
-        runtime, device = self._runtime, self._device
+        progress, device = self._progress, self._device
         device.access.check_process()
         with ExitStack() as stack:
-            if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
-                self._planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
-                stack.enter_context(runtime.aside())
+            if not (torch.is_grad_enabled() and progress.wants_more):
+                self._planner.meet_aside(batch_shape_of(given), in_step=progress.in_step)
+                stack.enter_context(self._runtime.aside())
             stack.enter_context(self.casting())
             stack.enter_context(ambient())
             stack.enter_context(device.metered())

@@ -30,7 +30,7 @@ from systems.substrate.hooks import UnitHooks
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.residency import BundleState, Residency
 from systems.substrate.planner import Planner
-from systems.substrate.runtime import Runtime
+from systems.substrate.progress import Progress
 
 
 class Reads:
@@ -45,10 +45,10 @@ class Reads:
         gradients: Gradients,
         cursor: Cursor,
         planner: Planner,
-        runtime: Runtime,
+        progress: Progress,
         hooks: UnitHooks,
     ) -> None:
-        self._index, self._runtime, self._hooks, self._cursor, self._planner = found.index, runtime, hooks, cursor, planner
+        self._index, self._hooks, self._progress, self._cursor, self._planner = found.index, hooks, progress, cursor, planner
         self._layout, self._residency, self._gradients = layout, residency, gradients
         root = next(m for unit, m in zip(found.index.units, found.modules, strict=True) if unit.name == ROOT)
         self._names = {id(module): name or ROOT for name, module in root.named_modules()}
@@ -89,7 +89,7 @@ class Reads:
             where += f", in module {name}"
         if edited:
             raise HiddenUseError(f"{where}, and edits it: edit parameters inside engine.summon(write=True)")
-        if self._runtime.in_backward:
+        if self._progress.in_backward:
             owner = self._index.units[self._hooks.users[parameter][0]].name
             raise HiddenUseError(
                 f"{where}, in a backward pass in which module {owner} was not seen to be at work: what a module makes has to "
@@ -114,15 +114,15 @@ class Reads:
         if not held:
             self._layout.add_user(bundle, unit)
             self._gradients.in_place.allowed -= {bundle}
-            self._planner.uses_changed(moments=late and self._runtime.in_step and not self._runtime.is_aside)
+            self._planner.uses_changed(moments=late and self._progress.in_step and not self._progress.aside)
         self._hooks.add_use(unit, parameter)
 
     def watches(self) -> bool:
         """Where it costs time to be told: now is a time to. Each kind of step is seen once, the first evaluation,
         and the next whole step after a gradient that nobody was seen to have read the parameter for."""
-        if self._cursor.plan is None or self._runtime.doubtful:
+        if self._cursor.plan is None or self._progress.doubtful:
             return True
-        first, self._saw_aside = self._runtime.is_aside and not self._saw_aside, self._saw_aside or self._runtime.is_aside
+        first, self._saw_aside = self._progress.aside and not self._saw_aside, self._saw_aside or self._progress.aside
         return first
 
     def _reader(self) -> tuple[nn.Module | None, bool]:

@@ -28,7 +28,8 @@ from systems.substrate.moves.in_place import HOLD
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.updates import Updates
-from systems.substrate.planner import Planner
+from systems.substrate.plan_in_force import PlanInForce
+from systems.substrate.progress import Progress
 from systems.substrate.runtime import Runtime
 from systems.substrate.step_ending import StepEnding
 
@@ -50,7 +51,8 @@ class Recovery:
         runtime: Runtime,
         *,
         parameters: Sequence[nn.Parameter],
-        planner: Planner,
+        progress: Progress,
+        in_force: PlanInForce,
         ending: StepEnding,
         control: StepControl,
         device: Device,
@@ -60,7 +62,8 @@ class Recovery:
         updates: Updates,
         inputs: OffloadedInputs,
     ) -> None:
-        self._runtime, self._planner, self._ending, self._control = runtime, planner, ending, control
+        self._runtime, self._progress, self._in_force = runtime, progress, in_force
+        self._ending, self._control = ending, control
         self._device, self._store, self._residency = device, store, residency
         self._gradients, self._updates, self._inputs = gradients, updates, inputs
         self._parameters = parameters
@@ -73,17 +76,17 @@ class Recovery:
 
     def interrupted(self) -> None:
         """Ctrl-C, in a call that no call of the engine is around of. Told by each module on the way out of it."""
-        (self._leave_step if self._runtime.is_aside else self.abort)()
+        (self._leave_step if self._progress.aside else self.abort)()
 
     def leave_aside(self) -> None:
         """A pass without gradients broke off. A step in progress stays as it is, unless it was being changed."""
-        self._runtime.is_aside = False
+        self._progress.end_aside()
         self._leave_step()
 
     def _leave_step(self) -> None:
-        runtime = self._runtime
-        if not runtime.in_step or self._planner.halfway:
-            self.dropped = DROPPED if runtime.in_step else self.dropped
+        in_step = self._progress.in_step
+        if not in_step or self._in_force.halfway:
+            self.dropped = DROPPED if in_step else self.dropped
             self.abort()
             return
         with contextlib.suppress(Exception):  # a lane's, which is told again
@@ -97,9 +100,8 @@ class Recovery:
 
         Unless some of its updates had begun: those cannot be taken back, and no further step may be run.
         """
-        runtime = self._runtime
         self._ending.give_up()
-        runtime.in_step = runtime.in_backward = runtime.is_aside = False
+        self._progress.leave()
         with contextlib.suppress(Exception):  # a lane's, which is told again
             self._device.drain()  # Ctrl-C may have come before an operation that was issued left its ticket
         self._residency.release_all()
@@ -108,12 +110,12 @@ class Recovery:
         self._gradients.finish_step()
         for parameter in self._parameters:
             take_gradient(parameter)
-        runtime.forget()
+        self._runtime.forget()
         self._settle()
         control = self._control
         before, control.ruined = control.ruined, control.ruined or STATES_APART
         with contextlib.suppress(Exception):  # then that is what the next step says
-            self._planner.recover()
+            self._in_force.recover()
             control.ruined = before
 
     def _settle(self) -> None:

@@ -108,7 +108,7 @@ def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() 
     """As where that wants room; here the runtime is told so by hand."""
     ids = tokens(STEPS, 1)
     engine = start(RANDOM, build_small("opt"), settings(clip=0.5, log_events=True), OPTIONS)
-    runtime, gradients, sent = engine.runtime, managed(engine).gradients, set[int]()  # type: ignore[attr-defined]
+    flushes, gradients, sent = managed(engine).flushes, managed(engine).gradients, set[int]()
     assemble, busy = gradients.in_place.assemble, list[int]()
 
     def assemble_and_send_others(bundle: int, gradient: BundleGradient) -> None:
@@ -116,7 +116,7 @@ def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() 
         others = {b for b in gradients.bundles if b != bundle and gradients.in_place.written(b)}
         if others and not busy:
             busy.append(bundle)
-            runtime.relieve()
+            flushes.relieve()
             busy.clear()
             sent.update(b for b in others if gradients.complete(bundle) and not gradients.in_place.written(b))
 

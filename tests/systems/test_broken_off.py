@@ -118,7 +118,7 @@ def test_a_step_that_an_evaluation_could_not_leave_is_refused(system: str) -> No
     module: Any = engine.module
 
     def fail(*_: Any) -> None:
-        engine.planner.halfway = True
+        engine.in_force.halfway = True
         raise KeyboardInterrupt
 
     handle = module.blocks[1].up.register_forward_hook(fail)
