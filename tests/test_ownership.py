@@ -89,5 +89,6 @@ def test_no_reason_outlives_what_it_excuses() -> None:
 
 def test_a_foreign_write_is_seen() -> None:
     owner = ast.parse("class A:\n    b: int\n    def __init__(self) -> None:\n        self.c, self.d = 0, {}\n")
-    writer = ast.parse("a.b = 1\na.c += 1\na.d[2] = 3\ndel a.d[2]\nx, a.c = 1, 2\nclass B:\n    def f(self) -> None:\n        self.b = a.e\n")
+    its_own = "class B:\n    def f(self) -> None:\n        self.b = a.e\n"
+    writer = ast.parse("a.b = 1\na.c += 1\na.d[2] = 3\ndel a.d[2]\nx, a.c = 1, 2\n" + its_own)
     assert sorted(line for _, _, line in foreign_writes({"owner": owner, "writer": writer})) == [2, 3, 4, 5]

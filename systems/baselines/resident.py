@@ -97,9 +97,9 @@ class ResidentEngine(SteppingEngine):
         states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
-        self._control = StepControl(settings, found.index, found.parameters)
+        self.control = StepControl(settings, found.index, found.parameters)
         self._states = states_of(settings.optimizer, found.index, found.parameters)
-        self.outcomes = self._control.outcomes
+        self.outcomes = self.control.outcomes
         self._place(found, settings, TORCH_DTYPE[settings.dtype])
         self._cleanup.callback(_forget_states, self)
         self.device.account.add_pool(states, "model states")
@@ -145,7 +145,7 @@ class ResidentEngine(SteppingEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        self._control.check_whole()
+        self.control.check_whole()
         if not self._trains:
             refuse_wanted_gradients((args, kwargs))
         trains = self._trains and torch.is_grad_enabled()
@@ -199,7 +199,7 @@ class ResidentEngine(SteppingEngine):
         super().backward(loss)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        scale = self._control.scale
+        scale = self.control.loop.loss_scale
         with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
             loss_scale.backward(loss, scale, self.parameters)
@@ -216,10 +216,10 @@ class ResidentEngine(SteppingEngine):
                     self.device.kernel.accumulate(accumulator, gradient.reshape(-1))
 
     def _abort(self) -> None:
-        control = self._control
+        control = self.control
         if self._updating and control.loop.steps == self._steps:
-            control.ruined = HALF_UPDATED
-        control.begun = {}
+            control.ruin(HALF_UPDATED)
+        control.forget_updates()
         self._discard()
 
     def _discard(self) -> None:
@@ -248,23 +248,23 @@ class ResidentEngine(SteppingEngine):
             values = self.device.partials([kernel.sum_squares_all(list(gradients.values())), *same])()
             if same:
                 alike.check(values.pop())
-            outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
+            outcome = self.control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
             self.log.count("skipped_steps")
         else:
-            self._control.begin_updates(list(gradients))
+            self.control.begin_updates(list(gradients))
             tasks = []
             for number, gradient in gradients.items():
                 master, moments = self._masters[number], self._moments[number]
                 assert master is not None and moments is not None
                 out = data_of(self.parameters[number]).reshape(-1)
-                ranges = [self._control.adam_range(number, 0, master.numel())]
+                ranges = [self.control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
             update, factor = kernel.prepare_all(tasks), loss_scale.multiplier(outcome)
-            self._steps, self._updating = self._control.loop.steps, True
+            self._steps, self._updating = self.control.loop.steps, True
             with labelled("update"):
                 update(factor)
-        self._control.record(outcome)
+        self.control.record(outcome)
         self._discard()
 
     def drain(self) -> None:
@@ -290,7 +290,7 @@ class ResidentEngine(SteppingEngine):
     def _state(self, what: str) -> ResidentState:
         self._settle(what, in_step=self._in_step)
         parameters = list(zip(self._names, self.parameters, strict=True))
-        return ResidentState(parameters, self._masters, self._moments, self._control)
+        return ResidentState(parameters, self._masters, self._moments, self.control)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -315,7 +315,7 @@ class ResidentEngine(SteppingEngine):
         try:
             self._discard()
             self.drain()
-            self._control.check_whole()
+            self.control.check_whole()
             if keep:
                 self._watch.undo(partial(_restore, self))
             values = on_the_host([data_of(parameter) for parameter in self.parameters]) if keep else []

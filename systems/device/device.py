@@ -25,7 +25,7 @@ from systems.device.memory.account import Account
 from systems.device.memory.pool import Pool
 from systems.device.meter import Check, Meter
 from systems.device.watch.events import EventLog
-from systems.device.watch.phases import NoPhases, Phases
+from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
 from systems.planning.allowance import EXACT
 from systems.planning.plan import LaneKind, Tier
@@ -68,6 +68,11 @@ class Device(ABC):
         self.lanes = {kind: Lane(kind, stream=self._stream(), jitter=jitter) for kind in COPY_LANES}
         self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter, threads=self.cpu_lane_threads)
         self.transfers = Transfers(self.lanes, self.compute, self.log)
+
+    def watch_phases(self, clock: PhaseClock | None) -> None:
+        """Steps are phased from here on (Note [Phased steps] in phases.py); None: they are not."""
+        self.phases = NoPhases() if clock is None else clock
+        self.transfers.watch(clock)
 
     @property
     def plannable_bytes(self) -> int:

@@ -44,7 +44,7 @@ class Logged:
             begin = len(engine.log.operations)
             one_step(engine, batch)
         engine.drain()
-        ((trace, plan),) = engine.runtime.planner.plans.values()
+        ((trace, plan),) = engine.planner.plans.values()
         assert plan is not None
         self.plan: Plan = plan
         self.trace = trace
@@ -52,7 +52,7 @@ class Logged:
         self.last_step = self.operations[begin:]
         strategy = engine.strategy
         assert isinstance(strategy, H3T)
-        self.context, self.layout = strategy._context, engine.parts.layout
+        self.context, self.layout = strategy._context, engine.layout
         self.host_syncs = engine.counters()["host_syncs"]
         self.barriers_told = strategy.statistics().barriers_per_step  # type: ignore[attr-defined]
         engine.close()

@@ -132,15 +132,15 @@ def started(system: str, level: str) -> ManagedEngine:
     given = settings(dtype="bf16", device_memory=budget_of(level), initial_weights=weights, log_events=False)
     engine = start(STRATEGIES[system], models_registry.build(shape), given)
     assert isinstance(engine, ManagedEngine)
-    for lane in engine.parts.device.lanes.values():
+    for lane in engine.device.lanes.values():
         wait_for_each_job(lane)
-    make_moments_equal(engine.parts.device.stopwatch)
+    make_moments_equal(engine.device.stopwatch)
     return engine
 
 
 def moved_bytes(engine: ManagedEngine) -> dict[tuple[str, str], int]:
     """Of one step, by lane; of the CPU lane those that it passes over."""
-    device = engine.parts.device
+    device = engine.device
     kernel, before = device.host_kernel, engine.counters()
     spied: Any = SpiedKernel(kernel)
     device.host_kernel = spied
@@ -173,10 +173,10 @@ def costs_of(system: str, level: str) -> Costs:
     engine = started(system, level)
     for _ in range(STEPS_TO_SETTLE):
         one_step(engine, batch(), next_token_loss)
-    plan = engine.runtime.cursor.plan
+    plan = engine.cursor.plan
     assert plan is not None and not plan.provisional, "void: not settled"
     found = {**moved_bytes(engine), **counted_calls(engine)}
-    assert engine.runtime.cursor.plan is plan, "void: not a steady step"
+    assert engine.cursor.plan is plan, "void: not a steady step"
     engine.close()
     return found
 

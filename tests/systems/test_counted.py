@@ -164,7 +164,7 @@ def counting(call: Callable[[int], None], name: str, events: Counter[str], calls
 def steady(system: str, level: str) -> Step:
     engine = started(STRATEGIES[system], budget_of(level))
     assert isinstance(engine, ManagedEngine)
-    device, runtime = engine.parts.device, engine.runtime
+    device, runtime = engine.device, engine.runtime
     for _ in range(WARM_STEPS):
         one_step(engine, batch(), next_token_loss)
     engine.drain()
@@ -177,10 +177,10 @@ def steady(system: str, level: str) -> Step:
         setattr(runtime, name, counting(getattr(runtime, name), name, events, calls))
     one_step(engine, batch(), next_token_loss)
     engine.drain()
-    after, plan = engine.counters(), runtime.cursor.plan
+    after, plan = engine.counters(), engine.cursor.plan
     assert plan is not None
     step = Step(
-        layout=engine.parts.layout,
+        layout=engine.layout,
         plan=plan,
         units=sum(bool(unit.parameters) for unit in engine.index.units),
         counters={name: after[name] - before.get(name, 0) for name in after},

@@ -161,19 +161,19 @@ def check(seed: int) -> None:
     options = ElixirOptions(prefetch=luck.randrange(4), variant=luck.choice(("master-shard", "write-back")))
     for budget in (AMPLE, 600_000 if given["dtype"] == "fp32" else 400_000):
         loop = Loop(seed, elixir(), given | log | {"device_memory": budget}, options)
-        run = loop.run(lambda engine: check_segments(engine.parts))  # type: ignore[attr-defined]
+        run = loop.run(check_segments)
         assert_equal(expected, run)
         assert find_races(issued_operations(run.engine.log.operations)) == []  # type: ignore[attr-defined]
     switches = h3t().Options(solver="drawn" if seed % 2 else "best")
     loop = Loop(seed, h3t(), given | log | {"device_memory": 600_000 if given["dtype"] == "fp32" else 400_000}, switches)
-    assert_equal(expected, loop.run(lambda engine: check_segments(engine.parts)))  # type: ignore[attr-defined]
+    assert_equal(expected, loop.run(check_segments))
     assert find_races(issued_operations(loop.engine.log.operations)) == []  # type: ignore[attr-defined]
     if seed % 2:
         given["recompute"] = "full"
     moving = RandomOptions(chunk_parameters=luck.choice((1, 3, 7)), activations="host" if seed % 2 else "device")
     loop = Loop(seed, RANDOM, given, moving)
     evict_at_once(loop.engine, seed=seed)
-    assert_equal(expected, loop.run(lambda engine: check_segments(engine.parts)))  # type: ignore[attr-defined]
+    assert_equal(expected, loop.run(check_segments))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -52,6 +52,9 @@ class Transfers:
         self._last: dict[LaneKind, Ticket] = {}  # of the device's lanes
         self._owed: dict[LaneKind, Ticket] = {}  # what a lane's next operation waits for since the last barrier
 
+    def watch(self, clock: PhaseClock | None) -> None:
+        self.clock = clock
+
     def issue(
         self,
         operation: LaneOperation,

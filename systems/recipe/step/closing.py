@@ -32,7 +32,7 @@ class ClosingEngine(Engine):
     optimizer, None without one.
     """
 
-    _control: StepControl
+    control: StepControl
     _watch: ParameterWatch
     _access: Access
     _states: OptimizerStates | None = None
@@ -68,9 +68,9 @@ class ClosingEngine(Engine):
             if is_running(self):
                 raise ValueError("close: a pass of this engine is running, which needs its weights: close it after that")
         self._closed = True
-        lost, told, amid = self._watch.lost(), frozenset(self._control.told), sys.exception() is not None
+        lost, told, amid = self._watch.lost(), frozenset(self.control.told), sys.exception() is not None
         if self._states is not None:
-            self._states.end(used=any(self._control.updates))
+            self._states.end(used=any(self.control.updates))
         if self._failed:
             self._leave_without("an error ended its engine")
             self._let_go()

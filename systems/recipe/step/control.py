@@ -57,22 +57,17 @@ class StepControl:
         self.told: set[str] = set()
         self._groups = ParameterGroups(settings, index, parameters)
 
-    @property
-    def scale(self) -> float:
-        """Of the loss; constant 1 unless fp16."""
-        return self._loop.loss_scale
-
     def decide(self, partials: Mapping[int, float]) -> StepOutcome:
         """partials: parameter index to fp64 sum of squares of its (scaled) gradient, for parameters that have one."""
-        total = 0.0
+        total, scale = 0.0, self._loop.loss_scale
         for parameter in sorted(partials):
             total += partials[parameter]
-        norm = float(np.float32(math.sqrt(total) / self.scale)) if math.isfinite(total) else math.nan
+        norm = float(np.float32(math.sqrt(total) / scale)) if math.isfinite(total) else math.nan
         skipped = not math.isfinite(norm)
         factor = 1.0
         if self.clip > 0 and not skipped:
             factor = min(1.0, float(np.float32(self.clip) / (np.float32(norm) + np.float32(1e-6))))
-        return StepOutcome(self._loop.steps + 1, norm, factor, self.scale, skipped)
+        return StepOutcome(self._loop.steps + 1, norm, factor, scale, skipped)
 
     @property
     def loop(self) -> LoopState:
@@ -118,6 +113,14 @@ class StepControl:
                 f"step: {changed} changed after backward, which updates weights already where nonfinite=stop: set it back, "
                 "step, and change it before the next backward, or use `options=dict(nonfinite='skip')`"
             )
+
+    def ruin(self, why: str | None) -> None:
+        """No step may follow. None: one may."""
+        self.ruined = why
+
+    def forget_updates(self) -> None:
+        """The step in progress is none: what it began to count does not."""
+        self.begun = {}
 
     def begin_updates(self, fired: Sequence[int]) -> None:
         """Of every parameter about to be updated, the count for this step; the groups' hyperparameters are read once a step."""

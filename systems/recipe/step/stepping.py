@@ -16,6 +16,7 @@ from systems.machine.budgets import host_budget
 from systems.messages import in_words
 from systems.recipe.model.inputs import refuse_training_nothing
 from systems.recipe.step.closing import ClosingEngine
+from systems.recipe.step.control import StepControl
 from systems.recipe.step.in_progress import is_running
 from systems.recipe.step.optimizer_states import Moments
 from systems.settings import Settings
@@ -29,6 +30,7 @@ class SteppingEngine(ClosingEngine):
     """
 
     settings: Settings
+    control: StepControl
     _trains: bool
     _broken_off = False
 
@@ -86,7 +88,7 @@ class SteppingEngine(ClosingEngine):
         with self._recovering():
             self._watch.check()
             try:
-                self._control.check()
+                self.control.check()
             except UnsupportedError as error:  # nothing was done: the step can still be taken, or dropped
                 refused = error
             else:
@@ -108,7 +110,7 @@ class SteppingEngine(ClosingEngine):
         try:
             yield
         except BaseException as error:
-            self._control.told.add(in_words(error))
+            self.control.told.add(in_words(error))
             (recover or self._abort)()
             self._broken_off = False
             raise
@@ -124,7 +126,7 @@ class SteppingEngine(ClosingEngine):
 
     def set_lr(self, lr: float) -> None:
         self._access.check_process()
-        self._control.set_lr(lr)
+        self.control.set_lr(lr)
 
     def training_state(self) -> TrainingState:
         return self._state("checkpoint or export")
@@ -139,4 +141,4 @@ class SteppingEngine(ClosingEngine):
             raise UnsupportedError(f"{what}: a step is in progress: do it before the forward pass or after step()")
         (self._watch.check_names if overwrites else self._watch.check)()
         self.drain()
-        self._control.check_whole()
+        self.control.check_whole()

@@ -43,6 +43,14 @@ class InPlace:
         self._ranges, self._residency, self._device = ranges, residency, ranges.device
         self.allowed, self._user, self._several = allowed, user, several
 
+    def allow(self, bundles: frozenset[int]) -> None:
+        """A plan comes into force, or there is none."""
+        self.allowed = bundles
+
+    def forbid(self, bundle: int) -> None:
+        """Another unit reads it."""
+        self.allowed -= {bundle}
+
     def takes(self, bundle: ManagedBundle, gradient: BundleGradient) -> bool:
         """True if gradients that come now take their parameters' place. See Note [Detours] for when they do not."""
         free = gradient.range is None and gradient.state in FREE and bundle.block is not None

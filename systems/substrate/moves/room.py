@@ -10,17 +10,23 @@ from systems.substrate.bundle.bundle import ManagedBundle
 
 
 class Room:
-    """choose: which of these un-held bundles is evicted. demote: asked as a last resort to free optimizer state; it returns
-    False when there is nothing left that it could move off the device. evict: sends one away.
-
-    limit: pool bytes beyond which `allocate` evicts; lifted by a plan.
-    """
+    """evict: sends a bundle away. limit: pool bytes beyond which `allocate` evicts; lifted by a plan."""
 
     def __init__(self, device: Device, bundles: Sequence[ManagedBundle], evict: Callable[[int], None]) -> None:
         self._device, self._bundles, self._evict = device, bundles, evict
-        self.choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
-        self.demote: Callable[[], bool] = lambda: False
+        self._choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
+        self._relieve: Callable[[], bool] = lambda: False
         self.limit = device.plannable_bytes
+
+    def ask(self, *, choose: Callable[[Sequence[int]], int], relieve: Callable[[], bool]) -> None:
+        """choose: which of these un-held bundles is evicted. relieve: asked as a last resort to send a gradient off early, or
+        optimizer state home; it returns False when there is nothing left that it could move off the device.
+        """
+        self._choose, self._relieve = choose, relieve
+
+    def limit_to(self, nbytes: int) -> None:
+        """Of the pool."""
+        self.limit = nbytes
 
     def evictable(self) -> list[int]:
         return [m.index for m in self._bundles if m.block is not None and not m.holds and not m.pinned]
@@ -31,8 +37,8 @@ class Room:
             candidates = self.evictable()
             if candidates:
                 self._device.log.count("evictions")
-                self._evict(self.choose(candidates))
-            elif not self.demote():
+                self._evict(self._choose(candidates))
+            elif not self._relieve():
                 return fits()  # once more: what an allocator refuses once it may grant the next time
         return True
 
