@@ -30,7 +30,8 @@ in the opposite order.
 18  the model's blocks leave their inputs    inputs, found                               blocks are as before
 19  calls of modules                         runtime, recovery                           calls.detach
 20  unit events, and who reads what          runtime, calls, parameters                  hooks.remove
-21  watch: edits past the engine             the model, parameters                       watch.end
+21  watch: edits past the engine, and the    the model, parameters                       watch.end
+    casts of modules called past it
 """
 
 from __future__ import annotations
