@@ -23,17 +23,6 @@ EXEMPT = {
     "systems/system.py:Engine": "the protocol every system obeys",
     "systems/baselines/": "they stand alone on purpose",
 }
-# Classes of systems/substrate that are wider than its cap, each with the methods that it has: to be made narrower.
-WIDE_IN_SUBSTRATE = {
-    "Gradients": 20,
-    "InPlace": 19,
-    "ManagedEngine": 18,
-    "Planner": 18,
-    "Residency": 19,
-    "Runtime": 20,
-    "Store": 20,
-    "UnitHooks": 16,
-}
 NOT_FOR_STRATEGIES = ("torch.cuda", "torch.distributed")
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -69,8 +58,6 @@ def most_lines(path: str) -> int:
 
 
 def most_methods(path: str, name: str) -> int:
-    if path.startswith("systems/substrate/") and name in WIDE_IN_SUBSTRATE:
-        return WIDE_IN_SUBSTRATE[name]
     narrow = path.startswith("systems/") and exemption(f"{path}:{name}") is None
     return MAX_SYSTEMS_METHODS if narrow else MAX_METHODS
 
@@ -115,13 +102,6 @@ def needless_entries() -> Iterator[str]:
     needed = {exemption(path) for path, text in sources().items() if text.count("\n") > MAX_SYSTEMS_FILE_LINES}
     needed |= {exemption(place) for place, count in methods().items() if count > MAX_SYSTEMS_METHODS}
     yield from (f"EXEMPT: nothing needs {entry}, take it out" for entry in EXEMPT.keys() - needed)
-    for name, most in WIDE_IN_SUBSTRATE.items():
-        here = [n for place, n in methods().items() if place.startswith("systems/substrate/") and place.endswith(f":{name}")]
-        count = max(here, default=0)
-        if count <= MAX_SYSTEMS_METHODS:
-            yield f"WIDE_IN_SUBSTRATE: {name} has {count} methods, take it out"
-        elif count < most:
-            yield f"WIDE_IN_SUBSTRATE: {name} has {count} methods, put that in place of {most}"
 
 
 def empty_names() -> Iterator[str]:

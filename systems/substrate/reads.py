@@ -114,7 +114,8 @@ class Reads:
             raise OutOfMemoryError(words, tier=error.tier, need=error.need, have=error.have) from error
         if not held:
             self._layout.add_user(bundle, unit)
-            self._gradients.in_place.forbid(bundle)
+            in_place = self._gradients.in_place
+            in_place.allow(in_place.allowed - {bundle})
             self._planner.uses_changed(moments=late and self._progress.in_step and not self._progress.aside)
         self._hooks.add_use(unit, parameter)
 

@@ -31,6 +31,10 @@ class IssueOrder:
         self.flaws: list[Flaw] = []
         self.late: list[tuple[int, int]] = []
 
+    def begin(self, moment: int) -> None:
+        """What is added from here on is issued at it."""
+        self.moment = moment
+
     def flaw(self, bundle: int, what: str) -> None:
         self.flaws.append(Flaw(self.moment, bundle, what))
 

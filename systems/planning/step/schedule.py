@@ -123,7 +123,7 @@ class _Expansion:
 
     def step(self, moment: int) -> None:
         """See Note [What happens at a moment]."""
-        self.order.moment = moment
+        self.order.begin(moment)
         entering = self.trace.moments[moment]
         bundles = self.layout.bundles_of_unit.get(entering.unit, ()) if entering.unit != NO_UNIT else ()
         if moment in self.plan.barriers:

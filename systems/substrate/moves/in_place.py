@@ -44,12 +44,8 @@ class InPlace:
         self.allowed, self._user, self._several = allowed, user, several
 
     def allow(self, bundles: frozenset[int]) -> None:
-        """A plan comes into force, or there is none."""
+        """Those of a plan that comes into force, or of the layout where there is none, and that one unit alone reads."""
         self.allowed = bundles
-
-    def forbid(self, bundle: int) -> None:
-        """Another unit reads it."""
-        self.allowed -= {bundle}
 
     def takes(self, bundle: ManagedBundle, gradient: BundleGradient) -> bool:
         """True if gradients that come now take their parameters' place. See Note [Detours] for when they do not."""
