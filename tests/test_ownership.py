@@ -22,6 +22,7 @@ ALLOWED: Mapping[tuple[str, str], str] = {
     ("systems/recipe/step/optimizer_states.py", "updates"): "counts of a user's state dict, parameter by parameter",
     ("systems/recipe/step/optimizer_states.py", "state"): "torch's optimizer, which shows the user what the engine has",
     ("systems/recipe/model/parameter_watch.py", "_watched"): "a live parameter whose class is exchanged, as its identity stays",
+    ("systems/substrate/hooks.py", "given"): "in every forward: what the hooks keep of a call, which is theirs",
     ("systems/substrate/step_ending.py", "updates"): "one statement that calls nothing: Note [When a step is done]",
     ("systems/substrate/step_ending.py", "begun"): "the same statement",
 }

@@ -152,7 +152,7 @@ class UnitHooks:
                 inputs = wanted((args, kwargs))
             except TooManyValuesError:  # then what it passes through is taken for its own, and is held the longer
                 inputs = []
-            self.calls.open[-1].keep(Given(inputs))
+            self.calls.open[-1].given = Given(inputs)
             if inputs:
                 self._end_backward_with(unit, first_of(inputs))
                 if self._frozen[unit]:

@@ -74,10 +74,10 @@ class Runtime:
             self._inputs.settle()
             self._moments.reach(Phase.FORWARD_ENTER, unit)
             self._moments.carry_out_plan()
-        self._residency.hold(self._bundles(unit), ("forward", unit))
+        self._residency.hold(self._layout.bundles_of_unit.get(unit, ()), ("forward", unit))
 
     def forward_exit(self, unit: int) -> None:
-        self._residency.release(self._bundles(unit), ("forward", unit))
+        self._residency.release(self._layout.bundles_of_unit.get(unit, ()), ("forward", unit))
         if self._progress.is_observed():
             self._pending[unit] = self._pending.get(unit, 0) + 1
             self._moments.reach(Phase.FORWARD_EXIT, unit)
@@ -95,7 +95,7 @@ class Runtime:
         bundles = self._managed(unit)
         for bundle in bundles:
             self._gradients.enter(bundle, unit)
-        self._residency.hold(self._bundles(unit), ("backward", unit))
+        self._residency.hold([bundle.index for bundle in bundles], ("backward", unit))
         for bundle in bundles:
             self._gradients.reserve(bundle)
 
@@ -103,7 +103,7 @@ class Runtime:
         if not self.holds_backward(unit):
             return
         bundles = self._managed(unit)
-        self._residency.release(self._bundles(unit), ("backward", unit))
+        self._residency.release([bundle.index for bundle in bundles], ("backward", unit))
         self._pending[unit] = max(self._pending.get(unit, 0) - 1, 0)
         if not self._pending[unit]:
             for bundle in bundles:
@@ -132,9 +132,6 @@ class Runtime:
         if parameter not in managed.gradients.fired_in_step:
             self._recorder.produced(gradient.nbytes)
         self._gradients.accept(managed, parameter, gradient)
-
-    def _bundles(self, unit: int) -> tuple[int, ...]:
-        return self._layout.bundles_of_unit.get(unit, ())
 
     def _managed(self, unit: int) -> list[ManagedBundle]:
         bundles = self._residency.bundles
@@ -199,7 +196,8 @@ class Runtime:
         trained = self._gradients.bundles
         if not partial:
             for bundle in trained.values():
-                bundle.gradients.learn()
+                if bundle.gradients.fired_in_step != bundle.gradients.expected:
+                    bundle.gradients.learn()
         self._gradients.finish_step()
         self._moments.carry_out_plan()
         progress.end_step()

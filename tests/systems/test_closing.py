@@ -17,7 +17,7 @@ import systems
 from systems import export
 from systems.baselines import resident
 from systems.errors import BudgetError, UnsupportedError
-from systems.recipe.model import giving_back, parameter_watch
+from systems.recipe.model import casts, giving_back
 from systems.recipe.model.calls import Calls
 from systems.recipe.model.parameter_watch import ParameterWatch
 from systems.strategies.elixir.options import ElixirOptions
@@ -240,7 +240,7 @@ def test_values_on_a_device_that_the_host_has_no_room_for(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("place", [(Calls, "attach"), (ParameterWatch, "accept"), (parameter_watch, "_Conversion")])
+@pytest.mark.parametrize("place", [(Calls, "attach"), (ParameterWatch, "accept"), (casts, "_Conversion")])
 def test_a_start_that_fails_after_the_values_were_taken(
     system: str, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,19 +29,19 @@ class Allocation:
         self.granule, self.start, self.nbytes, self.reserved = granule, start, nbytes, reserved
         self.data = granule.memory[start : start + nbytes]
         self.memory = Memory(Extent(granule.space, start, start + reserved), tickets)
-        self._views: dict[int, torch.Tensor] = {}
+        self.views: dict[int, torch.Tensor] = {}  # of parameters, made once
 
     def view(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
         """`numel` elements from element `offset` on, as a flat tensor."""
         size = dtype.itemsize
         return self.data[offset * size : (offset + numel) * size].view(dtype)
 
-    def view_of(self, parameter: int, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
-        """The same, made once: the parameter has its place there as long as the block lasts."""
-        found = self._views.get(parameter)
-        if found is None:
-            found = self._views[parameter] = self.view(dtype, offset, numel)
+    def make_view(self, parameter: int, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """The same, kept in `views`: the parameter has its place there as long as the block lasts."""
+        size = dtype.itemsize
+        found = self.views[parameter] = self.data[offset * size : (offset + numel) * size].view(dtype)
         return found
+
 
 
 class Pool:

@@ -48,10 +48,6 @@ class _Call:
         self.region: ExitStack | None = None
         self.given: Any = None
 
-    def keep(self, given: Any) -> None:
-        """Until the call ends."""
-        self.given = given
-
 
 class Calls:
     """around: made for the outermost call that comes past the engine, of its arguments. None: there is no engine.

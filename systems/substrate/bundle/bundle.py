@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate as running_sums
+from typing import cast
 
 import torch
 
@@ -18,13 +19,15 @@ from systems.substrate.bundle.storage import RebindableStorage
 
 
 class ManagedBundle:
-    """What it is: `bundle` (the layout's), nbytes of its parameters, its segments on every tier, and these as few runs.
+    """ManagedBundle is a bundle of the layout with what is true of it now.
 
-    Parameters: the permanent storage, the device block behind it while there is one, who holds it there and how often.
-    updated: on the host, since it was last on the device.
-    Optimizer states: states_on_device, how many of its segments have theirs there. pinned: it stays on the device: it never
-    moves by layout, or is updated there. updated_on_host: all of it is.
-    Gradient: None where no parameter is trained. stays_in_autograd: until the device updates it.
+    What it is      bundle: the layout's. nbytes: of its parameters. segments: on every tier. runs: the same, as few as can be.
+    Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
+                    there, and how often. updated: on the host, since it was last on the device.
+    States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
+                    are updated on the host. pinned: it stays on the device, as it never moves by layout or is updated there.
+    Gradient        gradient: None where no parameter is trained. gradients: the same, for who knows that one is.
+                    stays_in_autograd: until the device updates it.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ManagedBundle:
         if bundle.trainable:
             mine = (number for number, place in layout.places.items() if place.bundle == bundle.index)
             self.gradient = BundleGradient(tuple(mine))
+        self.gradients = cast(BundleGradient, self.gradient)
         self._alone = accumulate == 1 and segments[0].segment.space.ranks == 1
         self.count_states()
 
@@ -55,12 +59,6 @@ class ManagedBundle:
         if self.block is None:
             return ParameterState.ABSENT
         return ParameterState.RESIDENT if self.storage.resident else ParameterState.FETCHING
-
-    @property
-    def gradients(self) -> BundleGradient:
-        """Of a bundle that is trained."""
-        assert self.gradient is not None, f"bundle {self.index} is frozen"
-        return self.gradient
 
     def count_states(self) -> int:
         """Of its segments, those whose optimizer state is on the device. To be called whenever one has moved."""
@@ -92,11 +90,6 @@ class ManagedBundle:
             states.check(PARAMETER_MOVES, self.state, ParameterState.FETCHING)
         self.block, self.updated = block, False
 
-    def use(self) -> None:
-        """Compute was ordered behind what fills the block: whoever reads the parameters finds them."""
-        if self.block is not None and not self.storage.resident:
-            self.storage.point_at(self.block.data.data_ptr())
-
     def leave(self) -> Allocation | None:
         """The device. The block is the caller's to free."""
         assert not self.holds, f"bundle {self.index} dropped while held"
@@ -110,19 +103,24 @@ class ManagedBundle:
 
     # ---- who needs it there
 
-    def hold(self, key: object) -> None:
-        self.holds[key] = self.holds.get(key, 0) + 1
-
     def hold_once(self, key: object) -> None:
         """However often it is said."""
         self.holds[key] = 1
 
-    def release(self, key: object) -> None:
-        """One of the holds of that key."""
-        self.holds[key] -= 1
-        if not self.holds[key]:
-            del self.holds[key]
-
     def release_all(self, key: object) -> None:
         """Of that key, if there is one."""
         self.holds.pop(key, None)
+
+
+def hold(bundles: Iterable[ManagedBundle], key: object) -> None:
+    """Once more."""
+    for bundle in bundles:
+        bundle.holds[key] = bundle.holds.get(key, 0) + 1
+
+
+def release(bundles: Iterable[ManagedBundle], key: object) -> None:
+    """One of the holds of that key."""
+    for bundle in bundles:
+        bundle.holds[key] -= 1
+        if not bundle.holds[key]:
+            del bundle.holds[key]

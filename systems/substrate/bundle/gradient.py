@@ -50,12 +50,7 @@ class BundleGradient:
         """There are gradients that no flush has taken yet."""
         if self.range is not None or self.state is GradientState.PARKED:
             return True
-        return bool(self.fired) and not self.left
-
-    @property
-    def left(self) -> bool:
-        """A flush took it."""
-        return self.state in LEFT
+        return bool(self.fired) and self.state not in LEFT
 
     @property
     def complete(self) -> bool:
@@ -63,33 +58,36 @@ class BundleGradient:
         return self.fired >= self.expected and self.open
 
     def to(self, state: GradientState) -> None:
-        if states.CHECKED and state is not self.state:
-            states.check(GRADIENT_MOVES, self.state, state)
+        if states.CHECKED:
+            self._check(state)
         self.state = state
+
+    def _check(self, state: GradientState) -> None:
+        if state is not self.state:
+            states.check(GRADIENT_MOVES, self.state, state)
 
     def sum_ahead(self) -> None:
         """Its sums of squares are left before it is flushed."""
         self.summed = True
 
-    def fire(self, parameter: int) -> None:
-        self.fired.add(parameter)
-        self.fired_in_step.add(parameter)
-
     def wait(self, parameter: int, value: torch.Tensor) -> None:
         """In autograd's buffer."""
         self.waiting[parameter] = value
         if self.state is GradientState.NONE:
-            self.to(GradientState.IN_AUTOGRAD)
+            self.state = GradientState.IN_AUTOGRAD
 
     def write(self, parameters: Iterable[int]) -> None:
         """Over these parameters, in the bundle's block."""
+        if states.CHECKED:
+            self._check(GradientState.IN_PLACE)
         self.written.update(parameters)
-        self.to(GradientState.IN_PLACE)
+        self.state = GradientState.IN_PLACE
 
     def collect(self, block: Allocation) -> None:
         """In this range from now on."""
-        self.range = block
-        self.to(GradientState.COLLECTING)
+        if states.CHECKED:
+            self._check(GradientState.COLLECTING)
+        self.range, self.state = block, GradientState.COLLECTING
 
     def let_go(self) -> Allocation | None:
         """Of the range, which is the caller's to free."""
@@ -98,8 +96,9 @@ class BundleGradient:
 
     def leave(self, state: GradientState) -> None:
         """A flush took it. Sums that were left ahead are its own now."""
-        self.summed = False
-        self.to(state)
+        if states.CHECKED:
+            self._check(state)
+        self.summed, self.state = False, state
 
     def begin_micro_step(self) -> None:
         self.fired.clear()

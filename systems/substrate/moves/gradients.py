@@ -13,6 +13,7 @@ from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.gradient import LEFT
 from systems.substrate.bundle.segments import slots_take_gradients
 from systems.substrate.bundle.states import GradientState
 from systems.substrate.moves.accumulators import Accumulators
@@ -59,7 +60,7 @@ class Gradients:
     def reserve(self, bundle: ManagedBundle) -> None:
         """A unit's backward begins: have a range for each of its gradients."""
         gradient = bundle.gradient
-        if gradient is None or gradient.range is not None or bundle.stays_in_autograd or gradient.left:
+        if gradient is None or gradient.range is not None or bundle.stays_in_autograd or gradient.state in LEFT:
             return
         if not self.in_place.takes(bundle, gradient):
             self._ranges.open(bundle, gradient)
@@ -91,7 +92,8 @@ class Gradients:
             else:
                 target.copy_(value.reshape(-1))
             self.device.meter.hand_over(value.nbytes)
-        gradient.fire(parameter)
+        gradient.fired.add(parameter)
+        gradient.fired_in_step.add(parameter)
 
     def park(self, bundle: ManagedBundle) -> None:
         """Free an incomplete gradient's range if its bytes can wait elsewhere."""
@@ -152,8 +154,9 @@ class Gradients:
             if not bundle.stays_in_autograd:
                 self.in_place.assemble(bundle, gradient)
             together.append(bundle)
-        if self.accumulate == 1:
-            self.squares.leave([b for b in together if b.gradients.range is not None or b.gradients.written])
+        there = [b for b in together if b.gradients.range is not None or b.gradients.written]
+        if there and self.accumulate == 1:
+            self.squares.leave(there)
 
     def on_device(self, parameter: int) -> torch.Tensor:
         """The flat gradient of a parameter that is on the device: autograd's, in its range, or in its own place."""
@@ -202,7 +205,8 @@ class Gradients:
         for bundle in self.bundles.values():
             if bundle.gradients.written:
                 self.in_place.let_go(bundle, bundle.gradients)
-            bundle.gradients.begin_micro_step()
+            if bundle.gradients.fired or bundle.gradients.state is not GradientState.NONE:
+                bundle.gradients.begin_micro_step()
 
     def finish_step(self) -> None:
         """The update has taken the gradients (or they were thrown away)."""

@@ -54,8 +54,11 @@ class Ranges:
 
     def view(self, block: Allocation, parameter: int) -> torch.Tensor:
         """The parameter's place in a block of its bundle, flat."""
+        found = block.views.get(parameter)
+        if found is not None:
+            return found
         place = self.layout.places[parameter]
-        return block.view_of(parameter, self._dtype, place.offset, place.numel)
+        return block.make_view(parameter, self._dtype, place.offset, place.numel)
 
     def offload(self, bundle: ManagedBundle, block: Allocation) -> None:
         """Copy a gradient into the host slots of its parameters."""

@@ -17,7 +17,7 @@ from systems.device.watch.labels import labelled
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
-from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.bundle import ManagedBundle, hold, release
 from systems.substrate.bundle.segments import Run
 from systems.substrate.bundle.values import StoredValues
 from systems.substrate.moves.room import Room
@@ -76,28 +76,26 @@ class Residency:
     def hold(self, indices: Sequence[int], key: object) -> None:
         """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""
         held = [self.bundles[i] for i in indices]
-        for managed in held:
-            managed.hold(key)
+        hold(held, key)
         try:
             for managed in held:
                 if managed.block is None:
                     self.device.log.count("on_demand_fetches")
                     self.fetch(managed.index)
         except BaseException:
-            for managed in held:
-                managed.release(key)
+            release(held, key)
             raise
         blocks = [managed.block for managed in held if managed.block is not None]
         with labelled("wait for bundles"):
             self.device.transfers.order_compute(reads=[b.memory for b in blocks], label=f"hold for {key}")
         for managed in held:
-            managed.use()
+            if managed.block is not None and not managed.storage.resident:
+                managed.storage.point_at(managed.block.data.data_ptr())
 
     def release(self, indices: Sequence[int], key: object) -> None:
         """Compute has read the bundles."""
         held = [m for m in map(self.bundles.__getitem__, indices) if key in m.holds]
-        for managed in held:
-            managed.release(key)
+        release(held, key)
         used = [m.block.memory for m in held if m.block is not None]
         self.device.transfers.compute(reads=used, label=f"release by {key}")
 

@@ -29,11 +29,10 @@ class Squares:
     def leave(self, bundles: Sequence[ManagedBundle]) -> None:
         """Of gradients that are there and about to be flushed, in one pass."""
         wanted = [(bundle.index, sorted(bundle.gradients.fired)) for bundle in bundles]
-        if wanted:
-            with labelled("norm of gradients"):
-                self.partials |= _sums(self._device.kernel, wanted, self._gradient)
-            for bundle in bundles:
-                bundle.gradients.sum_ahead()
+        with labelled("norm of gradients"):
+            self.partials |= _sums(self._device.kernel, wanted, self._gradient)
+        for bundle in bundles:
+            bundle.gradients.sum_ahead()
 
     def leave_waiting(self, bundles: Iterable[ManagedBundle]) -> None:
         """Of gradients in autograd's buffers, in one pass."""
