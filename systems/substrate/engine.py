@@ -107,7 +107,8 @@ class ManagedEngine(ManagedReports):
                     self._watch.check()
                 self.planner.meet(batch_shape_of((args, kwargs)), first=first)
                 if first:
-                    self.recovery.check()
+                    if self.recovery.dropped is not None:
+                        self.recovery.refuse()
                     runtime.begin_step()
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     args, kwargs = cast_inputs(args, kwargs, dtype)

@@ -62,8 +62,12 @@ class PlanInForce:
         plan, strategy = self._cursor.plan, self._strategy
         rematerialise = strategy.rematerialised if plan is None or plan.rematerialise is None else plan.rematerialise
         inputs = strategy.offloaded_inputs if plan is None or plan.offload_inputs is None else plan.offload_inputs
-        self._recomputation.switch(rematerialise or frozenset())
-        self._inputs.switch(inputs if rematerialise is None else inputs & rematerialise)
+        recomputed = rematerialise or frozenset()
+        leaving = inputs if rematerialise is None else inputs & rematerialise
+        if recomputed != self._recomputation.units:
+            self._recomputation.switch(recomputed)
+        if leaving != self._inputs.units:
+            self._inputs.switch(leaving)
 
     def moving(self, move: Callable[[], Moved]) -> Moved:
         """move: sends states or gradients off. If it breaks off the step cannot go on."""

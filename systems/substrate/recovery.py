@@ -71,10 +71,9 @@ class Recovery:
         """The caller knows."""
         self.dropped = None
 
-    def check(self) -> None:
-        """Before a step begins."""
-        if self.dropped is not None:
-            raise RuntimeError(self.dropped)
+    def refuse(self) -> None:
+        """Where another step would begin."""
+        raise RuntimeError(self.dropped)
 
     def interrupted(self) -> None:
         """Ctrl-C, in a call that no call of the engine is around of. Told by each module on the way out of it."""
