@@ -27,6 +27,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -38,6 +39,7 @@ import pytest
 
 from models import registry as models_registry
 from systems import registry
+from systems.adam.kernel import AdamKernel
 from systems.device.lanes.lane import Lane
 from systems.device.meter import ActivationMeter
 from systems.planning.plan import LaneKind
@@ -138,26 +140,22 @@ def started(system: str, level: str) -> ManagedEngine:
     return engine
 
 
-def moved_bytes(engine: ManagedEngine) -> dict[tuple[str, str], int]:
-    """Of one step, by lane; of the CPU lane those that it passes over."""
-    device = engine.device
-    kernel, before = device.host_kernel, engine.counters()
-    spied: Any = SpiedKernel(kernel)
-    device.host_kernel = spied
-    one_step(engine, batch(), next_token_loss)
-    engine.drain()
-    device.host_kernel = kernel
-    grown = {name: count - before.get(name, 0) for name, count in engine.counters().items()}
-    assert not any(grown[name] for name in ("fallbacks", "evictions", "on_demand_fetches")), "void: not a steady step"
-    found = {name.removesuffix("_bytes"): count for name, count in grown.items() if name.endswith("_bytes")}
-    found[LaneKind.CPU.value] = spied.bytes.total()
-    return {(name, "bytes"): count for name, count in found.items() if count}
+class KernelOfLane:
+    """The kernel itself, but for the CPU lane's thread, where what it passes over is counted."""
+
+    def __init__(self, kernel: AdamKernel) -> None:
+        self._kernel, self.spied = kernel, SpiedKernel(kernel)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.spied if threading.current_thread().name == "lane-cpu" else self._kernel, name)
 
 
-def counted_calls(engine: ManagedEngine) -> Counter[tuple[str, str]]:
-    counter = CallCounter()
+def counted_step(engine: ManagedEngine) -> Costs:
+    counter, before = CallCounter(), engine.counters()
     for event in EVENTS:
         counter.follow(engine.runtime, event)
+    kernel: Any = KernelOfLane(engine.device.host_kernel)
+    engine.device.host_kernel = kernel
     gc.disable()
     sys.setprofile(counter.note)
     try:
@@ -165,7 +163,12 @@ def counted_calls(engine: ManagedEngine) -> Counter[tuple[str, str]]:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return counter.costs
+    engine.drain()
+    grown = {name: count - before.get(name, 0) for name, count in engine.counters().items()}
+    assert not any(grown[name] for name in ("fallbacks", "evictions", "on_demand_fetches")), "void: not a steady step"
+    moved = {name.removesuffix("_bytes"): count for name, count in grown.items() if name.endswith("_bytes")}
+    moved[LaneKind.CPU.value] = kernel.spied.bytes.total()
+    return {**{(lane, "bytes"): count for lane, count in moved.items() if count}, **counter.costs}
 
 
 @cache
@@ -175,7 +178,7 @@ def costs_of(system: str, level: str) -> Costs:
         one_step(engine, batch(), next_token_loss)
     plan = engine.cursor.plan
     assert plan is not None and not plan.provisional, "void: not settled"
-    found = {**moved_bytes(engine), **counted_calls(engine)}
+    found = counted_step(engine)
     assert engine.cursor.plan is plan, "void: not a steady step"
     engine.close()
     return found
