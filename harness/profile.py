@@ -24,6 +24,7 @@ from harness.roofs.device import Devices, DeviceSizes
 from harness.roofs.host import HostSizes
 from harness.spec import BadInputError, Device
 from systems.adam.cpu import cpu_kernel
+from systems.machine.durable import prove_writable, write_whole
 from systems.machine.limits import Limits, in_memory, read_limits
 from systems.messages import one_line
 from systems.planning.hardware import HardwareProfile
@@ -189,6 +190,12 @@ def _check(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
             raise BadInputError(f"--out {out} is there already, and measured numbers are never overwritten: name another file")
         if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
             raise BadInputError(f"--out {out}: {out.parent} is no folder that this user may write to: name another file")
+        prove_writable(_behind_links(out), over="nothing")
+
+
+def _behind_links(out: Path) -> Path:
+    """Where the profile comes to be: a link to what is not there yet leads there."""
+    return Path(os.path.realpath(out))
 
 
 def take_profile(spec: ProfileSpec, host_sizes: HostSizes | None = None, device_sizes: DeviceSizes | None = None) -> int:
@@ -220,7 +227,8 @@ def take_profile(spec: ProfileSpec, host_sizes: HostSizes | None = None, device_
     say(json.dumps(content))
     if spec.out is not None:
         try:
-            Path(spec.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            made = json.dumps(content, indent=1) + "\n"
+            write_whole(_behind_links(Path(spec.out)), made.encode(), over="nothing")
         except OSError as error:
             raise BadInputError(f"--out {spec.out} cannot be written: {error.strerror}: the profile is on stdout") from None
     return 0

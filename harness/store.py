@@ -1,14 +1,13 @@
 """The results folder: one JSON file a run, written once, never edited, never overwritten.
 
-A file appears whole or not at all: it is written beside its place, flushed to the disk, and linked to its name, which
-fails if the name is taken. What is wrong with a folder is found by `prepare`, before any work.
+A file appears whole or not at all, and only under a name that is not taken (`systems.machine.durable`). What is wrong with a
+folder is found by `prepare`, before any work.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from pydantic import ValidationError
 
 from harness.record import SCHEMA_VERSION, Record, to_json
 from harness.spec import BadInputError
-from systems.machine.durable import flush
+from systems.machine.durable import flush, prove_folder, write_whole
 from systems.machine.reading import read_json
 from systems.messages import invalid_value, one_line
 
@@ -56,15 +55,11 @@ def prepare(folder: Path) -> None:
     """Create the folder if need be and prove that a record can be written there. Raises StoreError."""
     if folder.name.endswith(".json"):
         raise StoreError(f"--results {folder} names a file, records go one a file into a folder: use {folder.parent}")
-    probe = folder / f".probe-{secrets.token_hex(4)}"
     try:
         if folder.exists() and not folder.is_dir():
             raise StoreError(f"--results {folder} is a file, not a folder: name another folder")
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            _write_flushed(probe, b"\0" * _ROOM_BYTES)
-        finally:
-            probe.unlink(missing_ok=True)
+        prove_folder(folder, room_bytes=_ROOM_BYTES)
     except OSError as error:
         raise StoreError(_explain(folder, error)) from None
 
@@ -88,48 +83,21 @@ def _explain(folder: Path, error: OSError) -> str:
     return f"--results {folder} {cause}: name a folder that takes a file of {_ROOM_BYTES >> 20} MiB"
 
 
-def _write_flushed(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write(record: Record, folder: Path) -> Path:
     """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
-    path, beside = folder / f"{record.run_id}.json", folder / f".{record.run_id}.{secrets.token_hex(4)}.tmp"
+    path = folder / f"{record.run_id}.json"
     try:
         _make(folder)
     except OSError as error:
         raise StoreError(_explain(folder, error)) from None
     try:
-        try:
-            _write_flushed(beside, to_json(record).encode() + b"\n")
-            _name_once(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_whole(path, to_json(record).encode() + b"\n", over="nothing", mode=0o644)
         flush(folder)
     except FileExistsError:
         raise StoreError(f"{path} exists already, and records are never overwritten") from None
     except OSError as error:
         raise StoreError(_explain(folder, error)) from None
     return path
-
-
-def _name_once(beside: Path, path: Path) -> None:
-    """Give the file its name unless that is taken: a rename would overwrite, a link does not."""
-    try:
-        os.link(beside, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        if path.exists():  # a file system without links: unique run ids make this enough
-            raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
-        beside.rename(path)
 
 
 def upgrade(tree: dict[str, Any]) -> dict[str, Any]:

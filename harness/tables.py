@@ -23,6 +23,7 @@ from harness.output import complain, say
 from harness.record import Reason, Record
 from harness.spec import BadInputError, RunSpec
 from harness.stats import Figure
+from systems.machine.durable import write_whole
 from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line, printable
 from systems.sizes import format_size
@@ -281,7 +282,7 @@ def write_tables(spec: TablesSpec, folder: Path = FOLDER) -> int:
         complain(f"{readme} is not what the records in {results} say: run harness tables")
         return STALE
     try:
-        readme.write_text(made, encoding="utf-8")
+        write_whole(readme, made.encode())
     except OSError as error:
         raise BadInputError(f"--readme {readme} cannot be written: {error.strerror}") from None
     return UP_TO_DATE

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from harness.spec import BadInputError
+from systems.machine.durable import beside, prove_writable, remove_unfinished, write_whole
 
 SUFFIXES = (".json", ".json.gz")
 UNIT_SPAN = re.compile(r"(forward|backward) of .+")
@@ -33,28 +32,18 @@ def prepare(path: Path) -> None:
     """Prove that the file can be written, before any work, and leave nothing behind. Raises BadInputError."""
     if not path.name.endswith(SUFFIXES):
         raise BadInputError(f"--trace {path}: name a file that ends in {' or '.join(SUFFIXES)}")
-    probe = _beside(path)
     try:
         if path.is_dir():
             raise BadInputError(f"--trace {path} is a folder: name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not os.access(path, os.W_OK):
-            raise PermissionError(0, "the file is there and must not be written")
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        prove_writable(path)
     except OSError as error:
         raise BadInputError(f"--trace {path} cannot be written: {error.strerror}: name another file") from None
 
 
-def _beside(path: Path) -> Path:
-    """A name for what is not finished yet, in the same folder; torch writes plain JSON where it ends in .json."""
-    return path.parent / f".{os.getpid()}-{secrets.token_hex(4)}.json"
-
-
 def clear(path: Path, pid: int) -> None:
     """Remove what a process that is gone did not finish."""
-    for left in path.parent.glob(f".{pid}-*.json"):
-        left.unlink(missing_ok=True)
+    remove_unfinished(path, pid=pid)
 
 
 def take(step: Callable[[], None], path: Path, device: str) -> None:
@@ -66,23 +55,18 @@ def take(step: Callable[[], None], path: Path, device: str) -> None:
     every_thread = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=activities, experimental_config=every_thread) as profiler:
         step()
-    raw = _beside(path)
-    try:
+
+    def export(raw: Path) -> str:
         profiler.export_chrome_trace(str(raw))
-        trace = arranged(json.loads(raw.read_text(encoding="utf-8")))
-    finally:
-        raw.unlink(missing_ok=True)
-    write(path, json.dumps(trace))
+        return raw.read_text(encoding="utf-8")
+
+    write(path, json.dumps(arranged(json.loads(beside(path, export)))))
 
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all, compressed where the name says so. Raises OSError."""
-    data, unfinished = text.encode(), _beside(path)
-    try:
-        unfinished.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    data = text.encode()
+    write_whole(path, gzip.compress(data) if path.name.endswith(".gz") else data)
 
 
 def arranged(trace: dict[str, Any]) -> dict[str, Any]:

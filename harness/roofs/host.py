@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from harness.roofs.clock import median_s
 from harness.spec import BadInputError
 from systems.adam.cpu import cpu_kernel
 from systems.adam.kernel import AdamKernel, AdamRange, AdamTask
+from systems.machine.durable import beside
 from systems.sizes import format_size
 from systems.substrate.bundle.poison import Poison
 from systems.substrate.bundle.storage import RebindableStorage
@@ -114,12 +114,8 @@ def disk(folder: Path, sizes: HostSizes, flags: int = os.O_DIRECT) -> Disk:
     if free < sizes.disk:
         raise BadInputError(f"--disk {folder} has {format_size(free)} free, {format_size(sizes.disk)} are needed: make room")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".roofs-", dir=folder)
-        os.close(descriptor)
-        try:
-            opened = os.open(name, os.O_RDWR | flags)
-        finally:
-            os.unlink(name)
+        created = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        opened = beside(folder / "roofs", lambda name: os.open(name, created | flags, 0o600))
     except OSError as error:
         raise BadInputError(
             f"--disk {folder} takes no file opened past the page cache ({error.strerror}): name a folder on a local disk"

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from systems.checkpoint.state import (
 )
 from systems.checkpoint.tensors import Writer
 from systems.errors import BudgetError, DivergedError
-from systems.machine.durable import flush
+from systems.machine.durable import flush, write_whole
 from systems.sizes import format_need, format_size
 
 OVERHEAD_BYTES = 1024  # of a parameter, for what says where it is; and of the rest
@@ -101,10 +100,7 @@ def _replace(state: TrainingState, more: Mapping[str, dict[str, torch.Tensor]], 
             writer.write(name, {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()})
         hashes = writer.finish()
     content = sealed(Manifest(**vars(state.control.loop), data=fresh.name, parameters=entries, hashes=hashes))
-    (fresh / MANIFEST).write_bytes(content)
-    flush(fresh / MANIFEST)
-    flush(fresh)
-    (fresh / MANIFEST).replace(target / MANIFEST)
+    write_whole(target / MANIFEST, content, over="file", aside=fresh / MANIFEST)  # what is in a subfolder goes with that
     flush(target)
     flush(target.parent)
 
@@ -174,11 +170,20 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
             raise ValueError(f"{target} is there and is no checkpoint: name a new folder, or one that a checkpoint is in")
         where = target if target.exists() else target.parent
         where.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=where, prefix="data-"):
-            pass
+        _prove_subfolder(where)
     except OSError as error:
         raise ValueError(f"no checkpoint can be written in {target}: {error.strerror}") from None
     return target
+
+
+def _prove_subfolder(folder: Path) -> None:
+    """What will be made there is a folder, so one is tried, by a name that anybody else takes for what a killed save left."""
+    probe = folder / f"data-{secrets.token_hex(8)}"
+    try:
+        probe.mkdir()
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            probe.rmdir()
 
 
 def _may_take(target: Path) -> bool:

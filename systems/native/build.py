@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from systems.machine.durable import open_regular
+from systems.machine.durable import beside, open_regular, write_whole
 
 CSRC = Path(__file__).parent / "csrc"
 PROJECT = "offload-bench"  # not read from a pyproject.toml: the one above an installed package is someone else's
@@ -159,14 +159,11 @@ def _is_sound(library: Path) -> bool:
 
 def _compile(command: list[str], flags: list[str], library: Path) -> None:
     """The source is the command's last word."""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=library.stem, suffix=".tmp", dir=library.parent)
-        os.close(handle)
-    except OSError as error:
-        raise BuildError(f"building {command[-1]} failed: {error}") from error
-    try:
+
+    def compiled(made: Path) -> bytes:
+        made.touch(exist_ok=False)  # where that cannot be, the compiler need not be asked
         result = subprocess.run(
-            [*command, *flags, "-o", temporary],
+            [*command, *flags, "-o", str(made)],
             capture_output=True,
             text=True,
             errors="replace",
@@ -176,12 +173,10 @@ def _compile(command: list[str], flags: list[str], library: Path) -> None:
         if result.returncode != 0:
             last = " | ".join(line.strip() for line in result.stderr.strip().splitlines()[-3:])
             raise BuildError(f"{command[0]} could not build {command[-1]} (exit {result.returncode}): {last[-600:]}")
-        content = Path(temporary).read_bytes()
-        with open(temporary, "ab") as file:
-            file.write(hashlib.sha256(content).digest())
-        os.chmod(temporary, 0o755)
-        os.replace(temporary, library)
+        return made.read_bytes()
+
+    try:
+        content = beside(library, compiled)
+        write_whole(library, content + hashlib.sha256(content).digest(), over="file", mode=0o755)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"building {command[-1]} failed: {error}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)

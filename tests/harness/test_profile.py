@@ -60,6 +60,23 @@ def test_a_host_alone_is_a_profile_like_another(tmp_path: Path, capsys: pytest.C
     assert loaded.cpu_adam_bytes_per_s.value == content["cpu_adam_bytes_per_s"]["value"]
 
 
+def test_what_was_written_meanwhile_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to what is not there yet leads there, the first time."""
+    path, link = tmp_path / "host.json", tmp_path / "link.json"
+    link.symlink_to(path.name)
+    monkeypatch.setattr(profile, "measure_host", lambda *_: None)
+    assert cli.main(["profile", "--device", "cpu", "--out", str(link)]) == 0
+    written = path.read_text()
+    assert link.is_symlink() and json.loads(capsys.readouterr().out) == json.loads(written)
+    path.unlink()
+    monkeypatch.setattr(profile, "measure_host", lambda *_: path.write_text("mine"))
+    assert cli.main(["profile", "--device", "cpu", "--out", str(path)]) == 2
+    assert "cannot be written: File exists: the profile is on stdout" in capsys.readouterr().err
+    assert path.read_text() == "mine" and set(tmp_path.iterdir()) == {path, link}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

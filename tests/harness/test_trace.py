@@ -16,6 +16,7 @@ import pytest
 from harness import cli, trace
 from harness.record import Record
 from harness.spec import BadInputError
+from systems.machine.durable import beside
 from tests.harness.conftest import make_spec
 
 NAME = re.compile(r" \([\w. ]+\)$")  # of the units
@@ -137,6 +138,20 @@ def test_preparing_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_link_leads_to_where_a_trace_is_written(tmp_path: Path) -> None:
+    link, file = tmp_path / "step.json", tmp_path / "disk" / "big.json"
+    link.symlink_to(file)
+    with pytest.raises(BadInputError, match="cannot be written: No such file or directory: name another file"):
+        trace.prepare(link)
+    file.parent.mkdir()
+    trace.prepare(link)
+    assert not list(file.parent.iterdir())
+    for text in ("{}", "[]"):
+        trace.write(link, text)
+        assert link.is_symlink() and file.read_text() == text
+    assert len(list(tmp_path.rglob("*"))) == 3
+
+
 def gpu_event(cat: str, name: str, stream: int) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": 1.0, "dur": 1.0}
 
@@ -162,8 +177,14 @@ def test_streams_are_called_what_they_carry() -> None:
 
 
 def test_what_a_killed_process_did_not_finish_is_removed(tmp_path: Path) -> None:
-    mine, other = trace._beside(tmp_path / "step.json"), tmp_path / ".1-0123abcd.json"
-    for path in (mine, other):
-        path.touch()
-    trace.clear(tmp_path / "step.json", os.getpid())
-    assert list(tmp_path.iterdir()) == [other]
+    """Beside the trace, and beside the file that it is a link to; what is another process's, or another file's, stays."""
+    path, disk = tmp_path / "step.json", tmp_path / "disk"
+    disk.mkdir()
+    path.symlink_to(disk / "big.json")
+    left = [beside(place, lambda unfinished: unfinished) for place in (path, disk / "big.json")]
+    other = beside(tmp_path / "other.json", lambda unfinished: unfinished)
+    foreign = tmp_path / left[0].name.replace(f".{os.getpid()}-", f".{os.getpid()}0-")
+    for each in (*left, other, foreign):
+        each.touch()
+    trace.clear(path, os.getpid())
+    assert set(tmp_path.iterdir()) == {path, disk, other, foreign} and not list(disk.iterdir())

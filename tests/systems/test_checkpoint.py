@@ -364,6 +364,23 @@ def test_what_a_killed_save_left_goes_with_the_next_and_all_else_stays(
         systems.load_checkpoint(engine, link)
 
 
+def test_two_may_look_at_once_whether_a_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one tries it with is not taken for somebody's file by the other, and is gone when both are done."""
+    rmdir, seen = Path.rmdir, list[str]()
+
+    def look(path: Path) -> None:
+        if not seen:
+            seen.append(path.name)
+            assert checkpoint.check_folder(tmp_path) == tmp_path
+            checkpoint.remove_unfinished(tmp_path)
+            tmp_path.mkdir()
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", look)
+    assert checkpoint.check_folder(tmp_path) == tmp_path
+    assert len(seen) == 1 and os.listdir(tmp_path) == []
+
+
 class Interrupt:
     """Ctrl-C at the first line of a function that runs under `save`, at its call `number`."""
 

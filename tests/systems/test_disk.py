@@ -373,11 +373,14 @@ def test_a_folder_that_will_not_do_is_refused(case: str, tmp_path: Path, monkeyp
         monkeypatch.setattr(disk_module.os, "posix_fallocate", fallocate)
         said = "are free: make room there"
     elif case == "read-only":
+        plain_open = os.open
 
-        def mkstemp(**_: Any) -> Any:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        def refuses(name: Any, flags: int, *more: Any, **named: Any) -> int:
+            if flags & os.O_CREAT:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return plain_open(name, flags, *more, **named)
 
-        monkeypatch.setattr(disk_module.tempfile, "mkstemp", mkstemp)
+        monkeypatch.setattr(disk_module.os, "open", refuses)
         said = "can be written to"
     host_memory, opened = short_of_host(SETUPS[0], "angel-ptm", "tight"), os.listdir("/proc/self/fd")
     with pytest.raises(BudgetError, match=said) as refused:

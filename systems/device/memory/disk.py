@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from systems.device.memory.account import Account, uncounted
 from systems.device.memory.host import HostMapping
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError
+from systems.machine.durable import beside
 from systems.planning.disk_layout import BLOCK, BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
@@ -113,18 +113,18 @@ class Disk:
 
     def _open(self, folder: Path, role: str, size: int) -> None:
         """A file of zeros, whose room is taken and whose name is gone."""
-        descriptor, name = tempfile.mkstemp(prefix=f"{role}-", dir=folder)
-        self._files.append(descriptor)
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-            direct = _open_direct(name)
-        finally:
-            os.unlink(name)
+
+        def make(name: Path) -> int | None:
+            self._files.append(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.posix_fallocate(self._files[-1], 0, size)
+            return _open_direct(name)
+
+        direct = beside(folder / role, make)
         if direct is None:
             self.direct = False
         else:
-            self._files[-1] = direct
-            os.close(descriptor)
+            buffered, self._files[-1] = self._files[-1], direct
+            os.close(buffered)
 
     def _buffer(self, mapping: HostMapping, longest: int, number: int) -> Buffer:
         taken = [mapping.take(torch.float32, longest // 4) for _ in ROLES]
@@ -215,7 +215,7 @@ def disk_lanes(jitter: Callable[[], None] | None) -> dict[LaneKind, Lane]:
     return {kind: Lane(kind, jitter=jitter) for kind in (LaneKind.DISK_READ, LaneKind.DISK_WRITE)}
 
 
-def _open_direct(name: str) -> int | None:
+def _open_direct(name: Path) -> int | None:
     """A file for reading and writing past the page cache, tried with one block; None where the file system cannot do that."""
     file = None
     try:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+from systems.machine.durable import prove_writable, write_whole
 from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line
 from systems.planning.policy.windows import kept_bytes, windows
@@ -109,18 +110,16 @@ def _write(path: Path, found: Iterable[Measured]) -> None:
     content = {"format": FORMAT, "steps": [_plain(each) for each in found]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content), encoding="utf-8")
+        write_whole(path, json.dumps(content).encode())
     except OSError as error:
         raise ValueError(f"profile {path}: cannot be written: {error.strerror or error}") from None
 
 
 def prepare(path: Path) -> None:
     """Prove that the file can be written, before any step, and leave nothing but its folder. ValueError, one line, if not."""
-    probe = path.with_name(f".{path.name}.probe")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        prove_writable(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"profile {path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
