@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from systems.machine.limits import in_memory
+from systems.substrate.bundle import states
+
+states.CHECKED = True  # a bundle's states follow each other as they may, in every test
 
 THREADS = 1  # tiny models: a second thread costs more than it brings, and milliseconds a call on a busy machine
 TEMPORARY_IN_MEMORY = in_memory(tempfile.gettempdir()) is not None

@@ -39,9 +39,10 @@ from systems.recipe.model.units import ROOT, FoundModel, find_units, take
 from systems.recipe.recomputation.recompute import apply_recompute, recomputation_in_words
 from systems.recipe.recomputation.repeats import Repeats
 from systems.recipe.step import loss_scale
+from systems.recipe.step.closing import starting
 from systems.recipe.step.control import HALF_UPDATED, StepControl
 from systems.recipe.step.optimizer_states import states_of
-from systems.recipe.step.stepping import NO_LOSS, SteppingEngine, starting
+from systems.recipe.step.stepping import NO_LOSS, SteppingEngine
 from systems.reports import MemoryReport
 from systems.settings import TORCH_DTYPE, Settings
 from systems.sizes import format_need, format_size
@@ -96,9 +97,9 @@ class ResidentEngine(SteppingEngine):
         states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
-        self._control = StepControl(settings, found.index, found.parameters)
+        self.control = StepControl(settings, found.index, found.parameters)
         self._states = states_of(settings.optimizer, found.index, found.parameters)
-        self.outcomes = self._control.outcomes
+        self.outcomes = self.control.outcomes
         self._place(found, settings, TORCH_DTYPE[settings.dtype])
         self._cleanup.callback(_forget_states, self)
         self.device.account.add_pool(states, "model states")
@@ -140,17 +141,17 @@ class ResidentEngine(SteppingEngine):
             self._moments.append(None if flat is None else (torch.zeros_like(flat), torch.zeros_like(flat)))
             many = flat is not None and settings.accumulate > 1
             self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
-            self.device.exempt(compute.untyped_storage())
+            self.device.meter.exempt(compute.untyped_storage())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        self._control.check_whole()
+        self.control.check_whole()
         if not self._trains:
             refuse_wanted_gradients((args, kwargs))
         trains = self._trains and torch.is_grad_enabled()
         with (
             self._recovering(None if trains else _nothing),
-            self._watch.call(),
+            self._watch.casts.call(),
             self._calls.of_engine(),
             ambient(),
             torch.set_grad_enabled(trains),
@@ -198,7 +199,7 @@ class ResidentEngine(SteppingEngine):
         super().backward(loss)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        scale = self._control.scale
+        scale = self.control.loop.loss_scale
         with self._calls.of_engine(), ambient(), self.device.metered(), record_function("backward"), recomputation_in_words():
             self._in_backward = True
             loss_scale.backward(loss, scale, self.parameters)
@@ -215,10 +216,10 @@ class ResidentEngine(SteppingEngine):
                     self.device.kernel.accumulate(accumulator, gradient.reshape(-1))
 
     def _abort(self) -> None:
-        control = self._control
+        control = self.control
         if self._updating and control.loop.steps == self._steps:
-            control.ruined = HALF_UPDATED
-        control.begun = {}
+            control.ruin(HALF_UPDATED)
+        control.forget_updates()
         self._discard()
 
     def _discard(self) -> None:
@@ -247,23 +248,23 @@ class ResidentEngine(SteppingEngine):
             values = self.device.partials([kernel.sum_squares_all(list(gradients.values())), *same])()
             if same:
                 alike.check(values.pop())
-            outcome = self._control.decide(dict(zip(gradients, values, strict=True)))
+            outcome = self.control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
             self.log.count("skipped_steps")
         else:
-            self._control.begin_updates(list(gradients))
+            self.control.begin_updates(list(gradients))
             tasks = []
             for number, gradient in gradients.items():
                 master, moments = self._masters[number], self._moments[number]
                 assert master is not None and moments is not None
                 out = data_of(self.parameters[number]).reshape(-1)
-                ranges = [self._control.adam_range(number, 0, master.numel())]
+                ranges = [self.control.adam_range(number, 0, master.numel())]
                 tasks.append(AdamTask(master, *moments, gradient, out, ranges))
-            update, factor = kernel.prepare_all(tasks), self._control.multiplier(outcome)
-            self._steps, self._updating = self._control.loop.steps, True
+            update, factor = kernel.prepare_all(tasks), loss_scale.multiplier(outcome)
+            self._steps, self._updating = self.control.loop.steps, True
             with labelled("update"):
                 update(factor)
-        self._control.record(outcome)
+        self.control.record(outcome)
         self._discard()
 
     def drain(self) -> None:
@@ -275,7 +276,7 @@ class ResidentEngine(SteppingEngine):
     def memory(self) -> MemoryReport:
         account = self.device.account
         return MemoryReport(
-            device_peak_bytes=self.device.peak_bytes(),
+            device_peak_bytes=self.device.meter.peak_bytes(),
             device_budget_bytes=account.budget,
             device_model_peak_bytes=account.pool_peak,
             host_peak_bytes=0,
@@ -289,7 +290,7 @@ class ResidentEngine(SteppingEngine):
     def _state(self, what: str) -> ResidentState:
         self._settle(what, in_step=self._in_step)
         parameters = list(zip(self._names, self.parameters, strict=True))
-        return ResidentState(parameters, self._masters, self._moments, self._control)
+        return ResidentState(parameters, self._masters, self._moments, self.control)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -314,7 +315,7 @@ class ResidentEngine(SteppingEngine):
         try:
             self._discard()
             self.drain()
-            self._control.check_whole()
+            self.control.check_whole()
             if keep:
                 self._watch.undo(partial(_restore, self))
             values = on_the_host([data_of(parameter) for parameter in self.parameters]) if keep else []
@@ -359,7 +360,7 @@ def _seen(given: object) -> dict[int, Seen]:
 
 @contextmanager
 def _past_the_engine(engine: ResidentEngine, given: object) -> Iterator[None]:
-    with engine._watch.call(), ambient(), engine.device.metered():
+    with engine._watch.casts.call(), ambient(), engine.device.metered():
         yield
 
 
@@ -369,7 +370,7 @@ def _gradients_pending(engine: ResidentEngine, there: bool) -> bool:
 
 
 class _Rounded:
-    """Gradients of parameters that were read in another dtype, rounded as they come: see parameter_watch.py's note on casts."""
+    """Gradients of parameters that were read in another dtype, rounded as they come: see the note in casts.py."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, in_backward: Callable[[], bool]) -> None:
         self._parameters, self._dtype, self._in_backward = parameters, dtype, in_backward

@@ -11,8 +11,8 @@ import torch
 from systems.adam.cuda import cuda_kernel
 from systems.adam.kernel import AdamKernel
 from systems.device.device import Device
-from systems.device.lanes.ticket import CudaTicket, Ticket
-from systems.device.meter import Check, ReadWatch
+from systems.device.lanes.compute import CudaCompute
+from systems.device.meter import AllocatorMeter, Check, ReadWatch
 from systems.device.watch.events import EventLog
 from systems.device.watch.stopwatch import CudaStopwatch
 from systems.errors import UnsupportedError
@@ -26,6 +26,7 @@ STAGE_BYTES = 64 << 20
 class CudaDevice(Device):
     """budget: bytes that torch's allocator may reserve on the current CUDA device; granules come out of it too."""
 
+    meter: AllocatorMeter
     label = "cuda"
     granule_bytes = 32 << 20
     allowance = CUDA
@@ -39,15 +40,16 @@ class CudaDevice(Device):
         self.name = torch.cuda.get_device_name(self.torch_device)
         self._kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
         self._watches: Callable[[], bool] = lambda: False
-        self._handed_over = self._reserved_peak = self._interval_peak = 0
+        self.compute = CudaCompute(self.torch_device, self.stopwatch)
         super().__init__(budget, log)
+        self.meter = AllocatorMeter(self.torch_device, self.pool)
         self.start_lanes(jitter)
 
     def prepare(self, pool_bytes: int, largest: int, others: int | None = None) -> int:
         """One slab: the allocator would round and scatter single blocks. What it has no hole for lets the pool grow as far as
         activations leave it room, and evicts beyond."""
         self.drain()
-        self._take_in_peak()
+        self.meter.take_in_peak()
         self.pool.trim()
         torch.cuda.empty_cache()
         slab = self.allowance.slab(pool_bytes, largest, self.account.budget)
@@ -65,18 +67,9 @@ class CudaDevice(Device):
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)
 
-    def _order(self, ticket: Ticket) -> None:
-        with self.stopwatch.waiting():
-            ticket.order(torch.cuda.current_stream(self.torch_device))
-
-    def _mark(self, id: int) -> Ticket:
-        event, stream = torch.cuda.Event(), torch.cuda.current_stream(self.torch_device)
-        event.record(stream)
-        return CudaTicket(id, event, stream)
-
     def _new_granule(self, nbytes: int) -> torch.Tensor | None:
         size = max(self.granule_bytes, nbytes)
-        self._take_in_peak()
+        self.meter.take_in_peak()
         try:
             with torch.inference_mode(False):  # what is made within it cannot be written outside
                 return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
@@ -88,22 +81,6 @@ class CudaDevice(Device):
 
     def metered(self) -> AbstractContextManager[object]:
         return self._read_watch if self._watches() else contextlib.nullcontext()
-
-    def start_interval(self) -> tuple[int, int]:
-        self._take_in_peak()
-        peak, self._interval_peak = self._interval_peak, 0
-        kept, self._handed_over = peak + self._handed_over, 0
-        return peak, kept
-
-    def _take_in_peak(self) -> None:
-        """Peak of what is not the pool's since the last call; called before the pool grows or shrinks."""
-        other = torch.cuda.max_memory_allocated(self.torch_device) - self.pool.reserved_bytes
-        self._interval_peak = max(self._interval_peak, other)
-        self._reserved_peak = self.peak_bytes()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    def hand_over(self, nbytes: int) -> None:
-        self._handed_over += nbytes
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Through a pinned piece at a time: a copy to plain memory runs at a tenth of the link's speed."""
@@ -129,9 +106,6 @@ class CudaDevice(Device):
             return values.tolist()
 
         return read
-
-    def peak_bytes(self) -> int:
-        return max(self._reserved_peak, torch.cuda.max_memory_reserved(self.torch_device))
 
     def drain(self) -> None:
         super().drain()

@@ -18,14 +18,14 @@ import torch
 from systems.adam.cpu import cpu_kernel
 from systems.adam.kernel import AdamKernel
 from systems.device.lanes.access import Access
+from systems.device.lanes.compute import ComputeLane
 from systems.device.lanes.lane import Lane, UpdateLane
-from systems.device.lanes.ticket import Ticket
-from systems.device.lanes.transfers import ComputeLane, Transfers
+from systems.device.lanes.transfers import Transfers
 from systems.device.memory.account import Account
 from systems.device.memory.pool import Pool
-from systems.device.meter import Check
+from systems.device.meter import Check, Meter
 from systems.device.watch.events import EventLog
-from systems.device.watch.phases import NoPhases, Phases
+from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
 from systems.planning.allowance import EXACT
 from systems.planning.plan import LaneKind, Tier
@@ -37,16 +37,18 @@ class Device(ABC):
     """One rank's device with its lanes, pool and accounts.
 
     name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: Adam where the device's own
-    memory is updated. host_kernel: Adam on the CPU lane, whose jobs cpu_lane_threads threads take.
+    memory is updated. host_kernel: Adam on the CPU lane, whose jobs cpu_lane_threads threads take. compute: the caller's lane.
+    meter: measures what is not the pool's.
     """
 
     torch_device: torch.device
     label: str
     name: str
     stopwatch: Stopwatch
+    compute: ComputeLane
+    meter: Meter
     allowance = EXACT
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
-    activations: Callable[[], int] | None = None  # reckons their bytes anew, where the device itself does not count them
     evicts_for_activations = False  # while they are made: else there has to be room for them before
     cpu_lane_threads = 1
 
@@ -55,7 +57,7 @@ class Device(ABC):
         self.account = Account(Tier.DEVICE, budget, log)
         self.phases: Phases = NoPhases()
         self.host_kernel: AdamKernel = cpu_kernel(threads=self._update_threads())
-        self.pool = Pool(self.account, self._new_granule, lambda: self._mark(log.next_ticket()))
+        self.pool = Pool(self.account, self._new_granule, lambda: self.compute.mark(log.next_ticket()))
 
     def _update_threads(self) -> int | None:
         """Threads of CPU Adam; None for all cores."""
@@ -65,7 +67,12 @@ class Device(ABC):
         self.jitter = jitter
         self.lanes = {kind: Lane(kind, stream=self._stream(), jitter=jitter) for kind in COPY_LANES}
         self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter, threads=self.cpu_lane_threads)
-        self.transfers = Transfers(self.lanes, ComputeLane(self._order, self._mark), self.log)
+        self.transfers = Transfers(self.lanes, self.compute, self.log)
+
+    def watch_phases(self, clock: PhaseClock | None) -> None:
+        """Steps are phased from here on (Note [Phased steps] in phases.py); None: they are not."""
+        self.phases = NoPhases() if clock is None else clock
+        self.transfers.watch(clock)
 
     @property
     def plannable_bytes(self) -> int:
@@ -89,25 +96,11 @@ class Device(ABC):
     def _stream(self) -> torch.cuda.Stream | None: ...
 
     @abstractmethod
-    def _order(self, ticket: Ticket) -> None: ...
-
-    @abstractmethod
-    def _mark(self, id: int) -> Ticket: ...
-
-    @abstractmethod
     def _new_granule(self, nbytes: int) -> torch.Tensor | None: ...
 
     @abstractmethod
     def metered(self) -> AbstractContextManager[object]:
         """Forward and backward run inside this."""
-
-    @abstractmethod
-    def start_interval(self) -> tuple[int, int]:
-        """Peak non-model bytes since the last call, and the same had gradients been kept in autograd's buffers."""
-
-    @abstractmethod
-    def hand_over(self, nbytes: int) -> None:
-        """A gradient was copied out of autograd's buffer."""
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """target (host, contiguous) = source (device), of the same type; done on return. For start-up, not for a step."""
@@ -117,9 +110,6 @@ class Device(ABC):
     def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
         """Partial sums of squares as numbers, in order; the host waits, once a step, when the result is called for."""
 
-    @abstractmethod
-    def peak_bytes(self) -> int: ...
-
     def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
         """From here on activations that need room may evict, and `check` is told of operations.
 
@@ -128,10 +118,6 @@ class Device(ABC):
         The emulated device sees every operation and can do both; CUDA's allocator asks nobody, and there operations are shown
         while `watches()`, asked as a pass begins: it takes time.
         """
-        return
-
-    def exempt(self, storage: torch.UntypedStorage) -> None:
-        """These bytes are in the account as model data already: never count them as activations."""
         return
 
     def drain(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from systems.adam.kernel import AdamKernel
 from systems.device.device import Device
-from systems.device.lanes.ticket import DoneTicket, Ticket
+from systems.device.lanes.compute import HostCompute
 from systems.device.meter import ActivationMeter, Check
 from systems.device.watch.events import EventLog
 from systems.device.watch.stopwatch import HostStopwatch
@@ -23,15 +23,16 @@ MAX_ADDRESSES = 1 << 44  # bytes: a budget above this is more than any machine h
 class EmulatedDevice(Device):
     """budget: bytes of the emulated device. jitter: called before every job of a lane (tests put random sleeps there)."""
 
+    meter: ActivationMeter
     torch_device = torch.device("cpu")
     label = name = "cpu-emulated"
     measures_always = evicts_for_activations = True
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
         self.stopwatch = HostStopwatch()
+        self.compute = HostCompute(self.stopwatch)
         super().__init__(budget, log)
         self.meter = ActivationMeter(self.account, self._no_room)
-        self.activations = self.meter.live_bytes
         self.start_lanes(jitter)
 
     def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
@@ -40,9 +41,6 @@ class EmulatedDevice(Device):
                 raise self.pool.out_of_memory(nbytes, "an activation")
 
         self.meter.attend(have_room, check)
-
-    def exempt(self, storage: torch.UntypedStorage) -> None:
-        self.meter.exempt(storage)
 
     def _no_room(self, nbytes: int) -> None:
         raise self.pool.out_of_memory(nbytes, "an activation")
@@ -53,13 +51,6 @@ class EmulatedDevice(Device):
 
     def _stream(self) -> None:
         return None
-
-    def _order(self, ticket: Ticket) -> None:
-        with self.stopwatch.waiting():
-            ticket.wait()
-
-    def _mark(self, id: int) -> Ticket:
-        return DoneTicket(id)
 
     def _new_granule(self, nbytes: int) -> torch.Tensor | None:
         """Address space of twice the budget, so that holes between blocks never matter; only touched pages cost memory."""
@@ -72,18 +63,9 @@ class EmulatedDevice(Device):
     def metered(self) -> AbstractContextManager[object]:
         return self.meter
 
-    def start_interval(self) -> tuple[int, int]:
-        return self.meter.start_interval()
-
-    def hand_over(self, nbytes: int) -> None:
-        self.meter.hand_over(nbytes)
-
     def partials(self, sums: list[list[float] | torch.Tensor]) -> Callable[[], list[float]]:
         def read() -> list[float]:
             self.log.count("host_syncs")
             return [float(number) for part in sums for number in part]
 
         return read
-
-    def peak_bytes(self) -> int:
-        return self.account.peak

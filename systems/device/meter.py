@@ -1,6 +1,6 @@
-"""Counts the activations of the emulated device, tensor by tensor, and shows who reads which parameter.
+"""Measures what of a device's memory is not the pool's, and shows who reads which parameter.
 
-On CUDA the caching allocator counts; a CPU has no such thing. So forward and backward run under a dispatch mode that sees
+On CUDA the caching allocator counts; a CPU has no such thing. So there forward and backward run under a dispatch mode that sees
 every operation's outputs: a new storage is added to the device's account, and given back when the storage dies. Memory that a
 kernel takes and frees inside one operation is not seen.
 """
@@ -10,19 +10,41 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from systems.device.memory.account import Account
+from systems.device.memory.pool import Pool
 
 Check = Callable[[Any, Sequence[torch.Tensor]], None]
 _SHAPE_ALONE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_")
 
 
+class Meter(Protocol):
+    """Activations, temporaries and gradients in autograd's buffers, from interval to interval, and the whole device's peak."""
+
+    def start_interval(self) -> tuple[int, int]:
+        """Peak non-model bytes since the last call, and the same had the gradients handed over in it been kept."""
+
+    def hand_over(self, nbytes: int) -> None:
+        """A gradient of this many bytes has been copied out of autograd's buffer, which is about to be freed."""
+
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        """These bytes are in the account as model data already: never count them as activations."""
+
+    def live_bytes(self) -> int | None:
+        """Of activations, reckoned anew; None where the device itself counts them."""
+
+    def peak_bytes(self) -> int:
+        """The most that the device had in use at once, the pool included."""
+
+
 class ActivationMeter(TorchDispatchMode):
-    """make_room(nbytes): called when the account has less room than that; it evicts or raises OutOfMemoryError.
+    """The emulated device's, which sees every operation that runs inside it.
+
+    make_room(nbytes): called when the account has less room than that; it evicts or raises OutOfMemoryError.
 
     check(func, tensors): called with the input tensors of every operation that reads its inputs' bytes.
     kept: what the interval's peak would be if gradients handed over in it had stayed where autograd put them.
@@ -45,7 +67,7 @@ class ActivationMeter(TorchDispatchMode):
         self._make_room, self._check = make_room, check
 
     def exempt(self, storage: torch.UntypedStorage) -> None:
-        """Never count this storage: its bytes are in the account already. When it dies, another may get its address."""
+        """When the storage dies, another may get its address."""
         key = storage._cdata
         self._exempt.add(key)
         weakref.finalize(storage, self._exempt.discard, key)
@@ -84,18 +106,51 @@ class ActivationMeter(TorchDispatchMode):
             self._account.return_other(nbytes)
 
     def live_bytes(self) -> int:
-        """Of the storages that are there, reckoned anew."""
         return sum(list(self._known.values()))
 
+    def peak_bytes(self) -> int:
+        return self._account.peak
+
     def hand_over(self, nbytes: int) -> None:
-        """A gradient of this many bytes has been copied out of autograd's buffer, which is about to be freed."""
         self._handed_over += nbytes
 
     def start_interval(self) -> tuple[int, int]:
-        """(peak bytes, peak bytes had the gradients been kept) since the last call."""
         peak, kept = self._account.start_interval(), self.kept_peak
         self._handed_over, self.kept_peak = 0, self._account.other
         return peak, max(peak, kept)
+
+
+class AllocatorMeter:
+    """A CUDA device's: torch's caching allocator counts by itself, the pool's granules included."""
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        self._device, self._pool = device, pool
+        self._handed_over = self._reserved_peak = self._interval_peak = 0
+
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        return
+
+    def live_bytes(self) -> None:
+        return None
+
+    def peak_bytes(self) -> int:
+        return max(self._reserved_peak, torch.cuda.max_memory_reserved(self._device))
+
+    def hand_over(self, nbytes: int) -> None:
+        self._handed_over += nbytes
+
+    def start_interval(self) -> tuple[int, int]:
+        self.take_in_peak()
+        peak, self._interval_peak = self._interval_peak, 0
+        kept, self._handed_over = peak + self._handed_over, 0
+        return peak, kept
+
+    def take_in_peak(self) -> None:
+        """Peak of what is not the pool's since the last call; called before the pool grows or shrinks."""
+        other = torch.cuda.max_memory_allocated(self._device) - self._pool.reserved_bytes
+        self._interval_peak = max(self._interval_peak, other)
+        self._reserved_peak = self.peak_bytes()
+        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class ReadWatch(TorchDispatchMode):

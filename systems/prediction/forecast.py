@@ -25,7 +25,7 @@ from systems.planning.plan import Plan
 from systems.planning.policy.homes import PAGE, within_host
 from systems.planning.policy.homes import host_need as host_bytes
 from systems.planning.policy.windows import leaving, under
-from systems.planning.step.demand import Residence, unmovable
+from systems.planning.step.residence import Residence, unmovable
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy, check_update_rule
 from systems.planning.trace import Trace

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from systems.errors import UnsupportedError
 from systems.planning.clock.work import Interval, StepWork
-from systems.planning.layout import Layout, ModelIndex
+from systems.planning.layout import ModelIndex
 from systems.planning.trace import NO_UNIT, Phase
 from systems.prediction.attention import FusedAttention
 from systems.prediction.meta_copy import on_meta
@@ -32,7 +31,7 @@ from systems.recipe.model.calls import Calls
 from systems.recipe.model.units import COMPUTED, find_units
 from systems.recipe.recomputation.recompute import Recomputation, recomputed_units
 from systems.substrate.hooks import UnitHooks
-from systems.substrate.runtime import Runtime
+from systems.substrate.progress import Progress
 
 _aten = torch.ops.aten
 _ROWS = (_aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor)
@@ -60,11 +59,10 @@ def observe(
             parameter.data = torch.empty_like(parameter, dtype=dtype)
     found = find_units(module, dtype)
     recomputation = Recomputation(found, found.index.blocks)
-    recomputation.units = recomputed_units(found, recompute)
+    recomputation.switch(recomputed_units(found, recompute))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
     observer = _Observer(_Meter(module, batch_bytes=2 * ids.nbytes))  # ids and labels
-    layout = cast(Layout, SimpleNamespace(bundle_of_parameter=range(1 << 62)))
-    hooks = UnitHooks(found, cast(Runtime, observer), layout, Calls())
+    hooks = UnitHooks(found, observer, progress=observer.progress, calls=Calls(), bundle_of=lambda parameter: parameter)
     hooks.watch(found.parameters)
     try:
         with observer.meter, FusedAttention(observer.meter.attend):
@@ -105,8 +103,7 @@ class _Observer:
 
     def __init__(self, meter: _Meter) -> None:
         self.meter = meter
-        self.in_backward = self.is_aside = False
-        self.steps_begun = 1
+        self.progress = Progress(accumulate=1)
         self._events: list[tuple[Phase, int]] = []
         self._left: list[int] = []  # pending calls of the event's unit
         self._intervals: list[Interval] = []
@@ -143,12 +140,12 @@ class _Observer:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        self.in_backward = True
+        self.progress.begin_backward()
         yield
         for unit in list(self._pending):
             self.backward_exit(unit)
         self._event(Phase.BACKWARD_END, NO_UNIT)
-        self.in_backward = False
+        self.progress.end_backward()
 
     def _event(self, phase: Phase, unit: int) -> None:
         self._intervals.append(self.meter.interval())

@@ -29,6 +29,10 @@ class Cursor:
     def start(self) -> None:
         self.following, self.position = self.plan is not None, -1
 
+    def leave(self) -> None:
+        """The rest of the step is on its own, whatever comes."""
+        self.following = False
+
     def advance(self, moment: Moment) -> bool:
         """Step on to `moment`. False if the plan did not expect it (then, and from then on, nothing is planned)."""
         self.position += 1

@@ -7,6 +7,8 @@ Note [Identity of parameters]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -14,17 +16,20 @@ from systems.planning.layout import Layout
 from systems.planning.plan import Tier
 from systems.recipe.model.parameters import set_data
 from systems.recipe.model.units import FoundModel
+from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import follows, joined
 from systems.substrate.bundle.store import Store
-from systems.substrate.moves.residency import Residency
+from systems.substrate.bundle.values import StoredValues
 
 
-def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dtype: torch.dtype) -> tuple[nn.Parameter, ...]:
+def adopt_parameters(
+    found: FoundModel, layout: Layout, bundles: Sequence[ManagedBundle], dtype: torch.dtype
+) -> tuple[nn.Parameter, ...]:
     """Make every parameter a view of its bundle's storage. Returns the final parameter objects, in index order."""
     final: list[nn.Parameter] = list(found.parameters)
     for number, place in layout.places.items():
         old = found.parameters[number]
-        view = residency.bundles[place.bundle].storage.view(dtype, place.offset, tuple(old.shape))
+        view = bundles[place.bundle].storage.view(dtype, place.offset, tuple(old.shape))
         if old.is_meta:
             new = nn.Parameter(view, requires_grad=old.requires_grad)
             for module, attribute in found.owners[number]:
@@ -37,25 +42,24 @@ def adopt_parameters(found: FoundModel, layout: Layout, residency: Residency, dt
 
 
 
-def values_in_slots(store: Store, residency: Residency) -> list[list[torch.Tensor]]:
+def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: StoredValues) -> list[list[torch.Tensor]]:
     """Every parameter's values in the compute dtype, flat, as one piece or several of the slots' memory.
 
     That is theirs from then on. Call only when drained, outside a step, as the last thing.
     """
-    for managed in residency.bundles:
-        if store.states_on_device[managed.index]:
+    for managed in bundles:
+        if managed.states_on_device:
             assert managed.block is not None, "a segment updated on the device is always resident"
-            segments = [store.segments[s] for s in managed.bundle.segments]
-            for stored, piece in zip(segments, store.pieces(managed.index, managed.block), strict=True):
+            for stored, piece in zip(managed.segments, managed.pieces(managed.block), strict=True):
                 if stored.tier is Tier.DEVICE:
                     stored.slot.copy_(piece)
-    return [slot_pieces(store, number) for number in sorted(store.layout.places)]
+    return [slot_pieces(store, values, number) for number in sorted(store.layout.places)]
 
 
-def slot_pieces(store: Store, parameter: int) -> list[torch.Tensor]:
+def slot_pieces(store: Store, values: StoredValues, parameter: int) -> list[torch.Tensor]:
     """The slots of a parameter, neighbours as one; see HostMapping.own."""
     groups: list[list[torch.Tensor]] = []
-    for stored, p in store.pieces_of(parameter):
+    for stored, p in values.pieces_of(parameter):
         piece = stored.slot[p.here]
         if groups and follows(groups[-1][-1], piece):
             groups[-1].append(piece)

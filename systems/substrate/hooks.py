@@ -26,58 +26,71 @@ Note [Recomputation]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 from systems.errors import HiddenUseError
-from systems.planning.layout import Layout
 from systems.recipe.model.calls import Calls, outer_modules
 from systems.recipe.model.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled, refuse_transformed
 from systems.recipe.model.parameters import refuse_sparse, take_gradient
-from systems.recipe.model.unit_tensors import SEEN, Kept, Seen, TooManyValuesError, base_of, first_of, too_many, wanted
+from systems.recipe.model.unit_tensors import SEEN, TooManyValuesError, base_of, first_of, wanted
 from systems.recipe.model.units import ROOT, FoundModel
-from systems.substrate.runtime import Runtime
+from systems.substrate.progress import Progress
+from systems.substrate.unit_outputs import NOTHING, Given, UnitOutputs
 
 
-class _Given:
-    """What a unit's call in progress was given. since: autograd's count of nodes made, as the call began."""
+class UnitEvents(Protocol):
+    """UnitEvents is who is told what the units of a running model do, unit by unit: the runtime, or who only looks on."""
 
-    __slots__ = ("inputs", "since")
+    def forward_enter(self, unit: int) -> None: ...
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self.inputs = {id(t): Seen(t) for t in inputs}
-        self.since = torch.autograd._get_sequence_nr()
+    def forward_exit(self, unit: int) -> None: ...
 
-    def passed_through(self, tensor: torch.Tensor) -> bool:
-        seen = self.inputs.get(id(tensor))
-        return seen is not None and seen.still(tensor)
+    def backward_enter(self, unit: int) -> None:
+        """Nothing, while the unit's backward is in progress."""
 
+    def backward_exit(self, unit: int) -> None:
+        """Nothing, unless the unit's backward is in progress."""
 
-_NOTHING = _Given(())
+    def backward_continues(self, unit: int) -> None:
+        """A later call's backward ends where an earlier call's begins."""
+
+    def holds_backward(self, unit: int) -> bool: ...
+
+    def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None: ...
 
 
 class UnitHooks:
     """Installs the hooks on construction; `remove` takes them off again.
 
+    events: told of what is seen. bundle_of: a parameter's bundle.
     A unit with no parameters (the root of a model that owns none) has no events, until it is found to read some.
     """
 
-    def __init__(self, found: FoundModel, runtime: Runtime, layout: Layout, calls: Calls) -> None:
-        self._runtime, self._layout, self.calls = runtime, layout, calls
+    def __init__(
+        self,
+        found: FoundModel,
+        events: UnitEvents,
+        *,
+        progress: Progress,
+        calls: Calls,
+        bundle_of: Callable[[int], int],
+    ) -> None:
+        self._events, self._progress, self.calls, self._bundle_of = events, progress, calls, bundle_of
         units, self._index = found.index.units, found.index
-        self._outputs: dict[int, list[Seen]] = {}  # of the last call
-        self._waiting = [{p for p in unit.parameters if self._trainable(p)} for unit in units]
+        self._outputs = UnitOutputs(found.index)
+        self._trainable = [parameter.trainable for parameter in found.index.parameters]
+        self._waiting = [{p for p in unit.parameters if self._trainable[p]} for unit in units]
         self._missing = [set(parameters) for parameters in self._waiting]
         self._frozen = [len(mine) < len(u.parameters) for mine, u in zip(self._waiting, units, strict=True)]
         self._passes_on: set[int] = set()  # units with frozen parameters that hand a gradient on to an input
         self._to_the_end: set[int] = set()  # units whose gradients may come again and again
         self._began: set[int] = set()  # units whose backward has, in this pass
         self._active = [bool(unit.parameters) for unit in units]
-        self._kept: dict[int, Kept] = {}
         self._handles: list[Any] = []
         self.users: dict[int, list[int]] = {}
         mine = {id(module) for module in found.modules}
@@ -89,9 +102,6 @@ class UnitHooks:
         root = next(unit.index for unit in units if unit.name == ROOT)
         for module in outer_modules(found):  # each may read what its children own, as the root may
             calls.attach(module, root, self._before_forward(root), self._after_forward(root), stands_in=True)
-
-    def _trainable(self, parameter: int) -> bool:
-        return self._index.parameters[parameter].trainable
 
     def watch(self, parameters: tuple[nn.Parameter, ...]) -> None:
         """Hook the gradients of the model's (final) parameter objects."""
@@ -106,7 +116,7 @@ class UnitHooks:
             self._encloses[unit] and not torch.is_grad_enabled()
         ):  # a reentrant checkpoint, of which there may be many, or might be
             self._to_the_end.add(unit)
-        if self._trainable(parameter):
+        if self._trainable[parameter]:
             self._waiting[unit].add(parameter)
         else:
             self._frozen[unit] = True
@@ -114,7 +124,7 @@ class UnitHooks:
                 self._passes_on.add(unit)
         if not self._active[unit]:
             self._active[unit] = True
-            self._runtime.forward_enter(unit)
+            self._events.forward_enter(unit)
 
     def is_active(self, unit: int) -> bool:
         return self._active[unit]
@@ -124,26 +134,25 @@ class UnitHooks:
         users = self.users[parameter]
         if any(call.unit in users for call in self.calls.open):
             return True
-        return self._runtime.in_backward and any(map(self._runtime.holds_backward, users))
+        return self._progress.in_backward and any(map(self._events.holds_backward, users))
 
     def _before_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            runtime = self._runtime
             refuse_compiled(module)
             refuse_transformed()
-            if runtime.in_backward:
+            if self._progress.in_backward:
                 self._enter_backward(unit)
             else:
                 self._began.clear()
                 if self._active[unit]:
-                    runtime.forward_enter(unit)
+                    self._events.forward_enter(unit)
             if not torch.is_grad_enabled():
                 return
             try:
                 inputs = wanted((args, kwargs))
             except TooManyValuesError:  # then what it passes through is taken for its own, and is held the longer
                 inputs = []
-            self.calls.open[-1].given = _Given(inputs)
+            self.calls.open[-1].given = Given(inputs)
             if inputs:
                 self._end_backward_with(unit, first_of(inputs))
                 if self._frozen[unit]:
@@ -153,50 +162,38 @@ class UnitHooks:
 
     def _end_backward_with(self, unit: int, tensor: torch.Tensor) -> None:
         """See Note [Where a unit's backward begins and ends]."""
-        runtime = self._runtime
+        events = self._events
 
         def end(gradient: torch.Tensor) -> None:
-            runtime.backward_exit(unit)
+            events.backward_exit(unit)
 
         def end_later(gradient: torch.Tensor) -> None:
-            Variable._execution_engine.queue_callback(lambda: runtime.backward_exit(unit))
+            Variable._execution_engine.queue_callback(lambda: events.backward_exit(unit))
 
         def go_on(gradient: torch.Tensor) -> None:
-            runtime.backward_continues(unit)
+            events.backward_continues(unit)
 
-        if any(seen.still(tensor) for seen in self._outputs.get(unit, ())):
+        if any(seen.still(tensor) for seen in self._outputs.last.get(unit, ())):
             tensor.register_hook(go_on)
         else:
             tensor.register_hook(end_later if tensor.is_leaf else end)
 
     def _after_forward(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            runtime = self._runtime
-            given = self.calls.open[-1].given or _NOTHING
+            given = self.calls.open[-1].given or NOTHING
             if not self._active[unit]:
                 return
             try:
                 if torch.is_grad_enabled():
-                    self._begin_backward_with(unit, self._made(unit, module, given, (output, args, kwargs)), given)
+                    self._begin_backward_with(unit, self._outputs.of_call(unit, module, given, (output, args, kwargs)), given)
             finally:
-                if not runtime.in_backward:
-                    runtime.forward_exit(unit)
+                if not self._progress.in_backward:
+                    self._events.forward_exit(unit)
 
         return hook
 
-    def _made(self, unit: int, module: nn.Module, given: _Given, places: tuple[Any, ...]) -> list[torch.Tensor]:
-        """What a call has made that wants a gradient: returned, left in what it was given, or kept on the unit."""
-        kept = self._kept.get(unit)
-        if kept is None:
-            kept = self._kept[unit] = Kept(module)
-        try:
-            found = wanted(places) + kept.fresh()
-        except TooManyValuesError:
-            raise too_many(f"module {self._index.units[unit].name}", "returns, is given or keeps") from None
-        return [t for t in {id(t): t for t in found}.values() if not given.passed_through(t)]
-
-    def _begin_backward_with(self, unit: int, made: Sequence[torch.Tensor], given: _Given) -> None:
-        outside, step = self._runtime.is_aside, self._runtime.steps_begun
+    def _begin_backward_with(self, unit: int, made: Sequence[torch.Tensor], given: Given) -> None:
+        outside, step = self._progress.aside, self._progress.steps_begun
 
         def begin(gradient: Any) -> None:
             if outside:
@@ -204,7 +201,7 @@ class UnitHooks:
                     "this loss was made by calling the model itself: call the engine instead, loss = engine(...), and then "
                     "engine.backward(loss)"
                 )
-            if step != self._runtime.steps_begun:
+            if step != self._progress.steps_begun:
                 raise RuntimeError(STALE_LOSS)
             self._enter_backward(unit)
 
@@ -217,21 +214,19 @@ class UnitHooks:
                 nodes.append(node)
         for node in nodes:
             node.register_prehook(begin)
-        self._outputs[unit] = [Seen(t) for t in made]
 
     def _enter_backward(self, unit: int) -> None:
-        runtime = self._runtime
-        if not runtime.in_backward:
+        if not self._progress.in_backward:
             raise RuntimeError(FOREIGN_BACKWARD)
         if not self._active[unit]:
             return
-        if not runtime.holds_backward(unit):
+        if not self._events.holds_backward(unit):
             self._missing[unit] = set(self._waiting[unit])
             self._began.add(unit)
-            runtime.backward_enter(unit)
+            self._events.backward_enter(unit)
 
     def _take_gradient(self, number: int) -> Any:
-        bundle = self._layout.bundle_of_parameter[number]
+        bundle = self._bundle_of(number)
         users, name = self.users[number], self._index.parameters[number].name
 
         def hook(parameter: torch.Tensor) -> None:
@@ -239,18 +234,18 @@ class UnitHooks:
             gradient = take_gradient(parameter)
             if gradient is None:
                 return
-            if not self._runtime.in_backward:
+            if not self._progress.in_backward:
                 raise RuntimeError("call engine.backward(loss) instead of loss.backward()")
             if self._began.isdisjoint(users):
-                self._runtime.doubtful = True
+                self._progress.doubt()
                 raise self._unseen(number)
-            self._runtime.gradient(number, bundle, gradient.detach())
+            self._events.gradient(number, bundle, gradient.detach())
             del gradient
             for unit in users:
                 missing = self._missing[unit]
                 missing.discard(number)
-                if not missing and not self._outlasts(unit) and self._runtime.holds_backward(unit):
-                    self._runtime.backward_exit(unit)
+                if not missing and not self._outlasts(unit) and self._events.holds_backward(unit):
+                    self._events.backward_exit(unit)
 
         return hook
 

@@ -13,65 +13,44 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from systems.device.device import ambient
 from systems.errors import HiddenUseError, OutOfMemoryError
-from systems.recipe.model.calls import NO_UNIT, Calls
+from systems.planning.layout import Layout
+from systems.recipe.model.calls import NO_UNIT
 from systems.recipe.model.unit_tensors import SEEN
 from systems.recipe.model.units import ROOT, FoundModel
-from systems.substrate.batch_shape import batch_shape_of
+from systems.substrate.bundle.states import ParameterState
+from systems.substrate.cursor import Cursor
 from systems.substrate.hooks import UnitHooks
-from systems.substrate.moves.residency import BundleState
-from systems.substrate.recovery import Recovery
-from systems.substrate.runtime import Runtime
-
-
-def follow_uses(found: FoundModel, runtime: Runtime, recovery: Recovery, cleanup: ExitStack) -> UnitHooks:
-    """Everything that tells the runtime what the model does: its calls, its units' events, who reads what.
-
-    cleanup: takes it off the model, however far it came.
-    """
-    parts = runtime.parts
-    calls = Calls(partial(_past_the_engine, runtime), recovery.interrupted)
-    cleanup.callback(calls.detach)
-    hooks = UnitHooks(found, runtime, parts.layout, calls)
-    cleanup.callback(hooks.remove)
-    reads = Reads(found, runtime, hooks)
-    for managed in parts.residency.bundles:
-        parts.device.exempt(managed.storage.untyped)
-    parts.device.guard(parts.residency.make_room, reads.check, lambda: reads.watches)
-    return hooks
-
-
-@contextmanager
-def _past_the_engine(runtime: Runtime, given: object) -> Iterator[None]:
-    """Around a call that is none of the engine's. One with gradients belongs to the step in progress, if that takes any."""
-    device = runtime.parts.device
-    device.access.check_process()
-    with ExitStack() as stack:
-        if not (torch.is_grad_enabled() and runtime.in_step and runtime.micro_step < runtime.accumulate):
-            runtime.planner.meet_aside(batch_shape_of(given), in_step=runtime.in_step)
-            stack.enter_context(runtime.aside())
-        stack.enter_context(runtime.casting())
-        stack.enter_context(ambient())
-        stack.enter_context(device.metered())
-        yield
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.residency import Residency
+from systems.substrate.planner import Planner
+from systems.substrate.progress import Progress
 
 
 class Reads:
     """check: to be told of every operation that reads its inputs' bytes. See the module's docstring."""
 
-    def __init__(self, found: FoundModel, runtime: Runtime, hooks: UnitHooks) -> None:
-        self._index, self._runtime, self._hooks = found.index, runtime, hooks
-        self._layout, self._residency = layout, residency = runtime.parts.layout, runtime.parts.residency
+    def __init__(
+        self,
+        found: FoundModel,
+        *,
+        layout: Layout,
+        residency: Residency,
+        gradients: Gradients,
+        cursor: Cursor,
+        planner: Planner,
+        progress: Progress,
+        hooks: UnitHooks,
+    ) -> None:
+        self._index, self._hooks, self._progress, self._cursor, self._planner = found.index, hooks, progress, cursor, planner
+        self._layout, self._residency, self._gradients = layout, residency, gradients
         root = next(m for unit, m in zip(found.index.units, found.modules, strict=True) if unit.name == ROOT)
         self._names = {id(module): name or ROOT for name, module in root.named_modules()}
         self._unit_of = {id(module): unit.index for unit, module in zip(found.index.units, found.modules, strict=True)}
@@ -111,7 +90,7 @@ class Reads:
             where += f", in module {name}"
         if edited:
             raise HiddenUseError(f"{where}, and edits it: edit parameters inside engine.summon(write=True)")
-        if self._runtime.in_backward:
+        if self._progress.in_backward:
             owner = self._index.units[self._hooks.users[parameter][0]].name
             raise HiddenUseError(
                 f"{where}, in a backward pass in which module {owner} was not seen to be at work: what a module makes has to "
@@ -119,7 +98,7 @@ class Reads:
             )
         own = self._unit_of.get(id(reader), NO_UNIT)
         if not reading or (hook and own != NO_UNIT and not any(call.unit == own for call in reading)):
-            if self._residency.bundles[bundle].state is BundleState.RESIDENT:
+            if self._residency.bundles[bundle].state is ParameterState.RESIDENT:
                 return  # a look at what is there
             raise HiddenUseError(f"{where}, before or after its forward: read it in a forward, or inside engine.summon()")
         unit = next(call.unit for call in reversed(reading) if call.unit != NO_UNIT)
@@ -135,17 +114,17 @@ class Reads:
             raise OutOfMemoryError(words, tier=error.tier, need=error.need, have=error.have) from error
         if not held:
             self._layout.add_user(bundle, unit)
-            self._runtime.parts.gradients.in_place.allowed -= {bundle}
-            self._runtime.planner.uses_changed(moments=late and self._runtime.in_step and not self._runtime.is_aside)
+            in_place = self._gradients.in_place
+            in_place.allow(in_place.allowed - {bundle})
+            self._planner.uses_changed(moments=late and self._progress.in_step and not self._progress.aside)
         self._hooks.add_use(unit, parameter)
 
-    @property
     def watches(self) -> bool:
         """Where it costs time to be told: now is a time to. Each kind of step is seen once, the first evaluation,
         and the next whole step after a gradient that nobody was seen to have read the parameter for."""
-        if self._runtime.cursor.plan is None or self._runtime.doubtful:
+        if self._cursor.plan is None or self._progress.doubtful:
             return True
-        first, self._saw_aside = self._runtime.is_aside and not self._saw_aside, self._saw_aside or self._runtime.is_aside
+        first, self._saw_aside = self._progress.aside and not self._saw_aside, self._saw_aside or self._progress.aside
         return first
 
     def _reader(self) -> tuple[nn.Module | None, bool]:

@@ -40,7 +40,7 @@ class Recorder:
         self._measuring = measure
         self._device.stopwatch.stop()
         if measure:
-            self._device.start_interval()
+            self._device.meter.start_interval()
             self._device.stopwatch.start()
 
     def moment(self, moment: Moment) -> None:
@@ -53,7 +53,7 @@ class Recorder:
 
     def _measure(self) -> None:
         self._device.stopwatch.lap()
-        peak, kept = self._device.start_interval()
+        peak, kept = self._device.meter.start_interval()
         self._non_model.append(max(peak - self._adopted_before, 0))
         self._kept.append(max(kept - self._adopted_before, 0))
         self._adopted_before = self._adopted_bytes()

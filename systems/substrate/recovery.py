@@ -16,12 +16,21 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from systems.device.device import Device
 from systems.device.lanes.ticket import Ticket
 from systems.device.memory.pool import Allocation
 from systems.recipe.model.parameters import take_gradient
+from systems.recipe.step.control import StepControl
 from systems.substrate.bundle.segments import OptimizerState
+from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.in_place import HOLD
+from systems.substrate.moves.offloaded_inputs import OffloadedInputs
+from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.updates import Updates
+from systems.substrate.plan_in_force import PlanInForce
+from systems.substrate.progress import Progress
 from systems.substrate.runtime import Runtime
+from systems.substrate.step_ending import StepEnding
 
 STATES_APART = "optimizer states could not be brought home after a step that broke off: initialize anew from a checkpoint"
 DROPPED = (
@@ -36,34 +45,54 @@ class Recovery:
     parameters: in which Ctrl-C may leave a gradient that nobody took.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._parts = runtime, runtime.parts
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        parameters: Sequence[nn.Parameter],
+        progress: Progress,
+        in_force: PlanInForce,
+        ending: StepEnding,
+        control: StepControl,
+        device: Device,
+        residency: Residency,
+        gradients: Gradients,
+        updates: Updates,
+        inputs: OffloadedInputs,
+    ) -> None:
+        self._runtime, self._progress, self._in_force = runtime, progress, in_force
+        self._ending, self._control = ending, control
+        self._device, self._residency = device, residency
+        self._gradients, self._updates, self._inputs = gradients, updates, inputs
+        self._parameters = parameters
         self.dropped: str | None = None
-        self.parameters: Sequence[nn.Parameter] = ()
 
-    def check(self) -> None:
-        """Before a step begins."""
-        if self.dropped is not None:
-            raise RuntimeError(self.dropped)
+    def begin_anew(self) -> None:
+        """The caller knows."""
+        self.dropped = None
+
+    def refuse(self) -> None:
+        """Where another step would begin."""
+        raise RuntimeError(self.dropped)
 
     def interrupted(self) -> None:
         """Ctrl-C, in a call that no call of the engine is around of. Told by each module on the way out of it."""
-        (self._leave_step if self._runtime.is_aside else self.abort)()
+        (self._leave_step if self._progress.aside else self.abort)()
 
     def leave_aside(self) -> None:
         """A pass without gradients broke off. A step in progress stays as it is, unless it was being changed."""
-        self._runtime.is_aside = False
+        self._progress.end_aside()
         self._leave_step()
 
     def _leave_step(self) -> None:
-        runtime, parts = self._runtime, self._parts
-        if not runtime.in_step or runtime.planner.halfway:
-            self.dropped = DROPPED if runtime.in_step else self.dropped
+        in_step = self._progress.in_step
+        if not in_step or self._in_force.halfway:
+            self.dropped = DROPPED if in_step else self.dropped
             self.abort()
             return
         with contextlib.suppress(Exception):  # a lane's, which is told again
-            parts.device.drain()
-        parts.residency.release_all(but=HOLD)
+            self._device.drain()
+        self._residency.release_all(but=HOLD)
         self._settle()
 
     def abort(self) -> None:
@@ -72,40 +101,39 @@ class Recovery:
 
         Unless some of its updates had begun: those cannot be taken back, and no further step may be run.
         """
-        runtime, parts = self._runtime, self._parts
-        runtime.ending.give_up()
-        runtime.in_step = runtime.in_backward = runtime.is_aside = False
+        self._ending.give_up()
+        self._progress.leave()
         with contextlib.suppress(Exception):  # a lane's, which is told again
-            parts.device.drain()  # Ctrl-C may have come before an operation that was issued left its ticket
-        parts.residency.release_all()
-        parts.inputs.forget()
-        parts.updates.discard()
-        parts.gradients.finish_step()
-        for parameter in self.parameters:
+            self._device.drain()  # Ctrl-C may have come before an operation that was issued left its ticket
+        self._residency.release_all()
+        self._inputs.forget()
+        self._updates.discard()
+        self._gradients.finish_step()
+        for parameter in self._parameters:
             take_gradient(parameter)
-        runtime.forget()
+        self._runtime.forget()
         self._settle()
-        control = parts.control
-        before, control.ruined = control.ruined, control.ruined or STATES_APART
+        before = self._control.ruined
+        self._control.ruin(before or STATES_APART)
         with contextlib.suppress(Exception):  # then that is what the next step says
-            runtime.planner.recover()
-            control.ruined = before
+            self._in_force.recover()
+            self._control.ruin(before)
 
     def _settle(self) -> None:
         """See Note [What breaks off]."""
-        device = self._parts.device
-        other = None if device.activations is None else device.activations()
-        device.pool.settle(self.owned(), self._last(), other=other)
+        device = self._device
+        device.pool.settle(self.owned(), self._last(), other=device.meter.live_bytes())
 
     def owned(self) -> list[Allocation]:
-        blocks = [managed.block for managed in self._parts.residency.bundles]
-        blocks += [gradient.range for gradient in self._parts.gradients.bundles.values()]
-        states = [stored.state for stored in self._parts.store.segments]
+        bundles = self._residency.bundles
+        blocks = [bundle.block for bundle in bundles]
+        blocks += [bundle.gradient.range for bundle in bundles if bundle.gradient is not None]
+        states = [stored.state for bundle in bundles for stored in bundle.segments]
         blocks += [state.allocation for state in states if isinstance(state, OptimizerState)]
         return [block for block in blocks if block is not None]
 
     def _last(self) -> Ticket:
-        last = self._parts.device.pool.mark()
+        last = self._device.pool.mark()
         with contextlib.suppress(Exception):  # of a lane, which will do nothing any more
-            last = self._parts.device.transfers.barrier(label="all that broke off")
+            last = self._device.transfers.barrier(label="all that broke off")
         return last

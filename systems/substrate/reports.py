@@ -11,20 +11,21 @@ from systems.device.device import Device
 from systems.device.memory.disk import Disk
 from systems.device.memory.host import HostSlots
 from systems.device.watch.events import EventLog
-from systems.device.watch.phases import NoPhases, PhaseClock
+from systems.device.watch.phases import PhaseClock
 from systems.planning.strategy import Strategy
 from systems.recipe.step.stepping import SteppingEngine
 from systems.reports import MemoryReport, PlanReport
-from systems.substrate.planner import Parts
-from systems.substrate.runtime import Runtime
+from systems.substrate.bundle.store import Store
+from systems.substrate.cursor import Cursor
 
 
 class ManagedReports(SteppingEngine):
     """input_slots: host memory where inputs of blocks wait (activations=host). disk: None without one."""
 
     log: EventLog
-    parts: Parts
-    runtime: Runtime
+    device: Device
+    store: Store
+    cursor: Cursor
     strategy: Strategy
     input_slots: HostSlots
     disk: Disk | None
@@ -34,13 +35,13 @@ class ManagedReports(SteppingEngine):
         return dict(self.log.totals)
 
     def memory(self) -> MemoryReport:
-        device, host = self.parts.device, self.parts.store.host
+        device, host = self.device, self.store.host
         return MemoryReport(
-            device_peak_bytes=device.peak_bytes(),
+            device_peak_bytes=device.meter.peak_bytes(),
             device_budget_bytes=device.account.budget,
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,
-            host_pinned_bytes=self.parts.store.pinned_bytes + self.input_slots.pinned_bytes,
+            host_pinned_bytes=self.store.pinned_bytes + self.input_slots.pinned_bytes,
             host_activation_bytes=self.input_slots.peak_bytes,
             host_budget_bytes=host.budget,
             disk_peak_bytes=0 if self.disk is None else self.disk.account.peak,
@@ -48,7 +49,7 @@ class ManagedReports(SteppingEngine):
         )
 
     def plan_report(self) -> PlanReport:
-        plan = self.runtime.cursor.plan
+        plan = self.cursor.plan
         if plan is None:
             return PlanReport()
         return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
@@ -56,7 +57,7 @@ class ManagedReports(SteppingEngine):
     def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
         self._check_open()
         self.drain()
-        with _phased(self.parts.device) as seconds:
+        with _phased(self.device) as seconds:
             step()
         return {**seconds, "step": sum(seconds.values())}
 
@@ -70,9 +71,10 @@ class ManagedReports(SteppingEngine):
 @contextmanager
 def _phased(device: Device) -> Iterator[dict[str, float]]:
     """Steps inside are phased (Note [Phased steps]); gives the seconds of each phase."""
-    device.phases = device.transfers.clock = clock = PhaseClock(device.drain)
+    clock = PhaseClock(device.drain)
+    device.watch_phases(clock)
     try:
         with clock.of("other"):
             yield clock.seconds
     finally:
-        device.phases, device.transfers.clock = NoPhases(), None
+        device.watch_phases(None)

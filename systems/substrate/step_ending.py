@@ -9,46 +9,68 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from systems.device.device import Device
 from systems.device.watch.labels import labelled
 from systems.errors import DivergedError, UnsupportedError
-from systems.recipe.step.control import HALF_UPDATED
-from systems.substrate.planner import Parts
+from systems.planning.layout import Layout
+from systems.recipe.recomputation.recompute import Recomputation
+from systems.recipe.step import loss_scale
+from systems.recipe.step.control import HALF_UPDATED, StepControl
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.poison import Poison
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.updates import Updates
 
 
 class StepEnding:
     """early: see Note [Early updates]. updated: bundles whose update was issued in the step in progress."""
 
-    def __init__(self, parts: Parts, *, early: bool) -> None:
-        self.parts, self.early = parts, early
+    def __init__(
+        self,
+        control: StepControl,
+        *,
+        layout: Layout,
+        device: Device,
+        poison: Poison,
+        residency: Residency,
+        gradients: Gradients,
+        updates: Updates,
+        recomputation: Recomputation,
+        early: bool,
+    ) -> None:
+        self._control, self._layout, self._device, self._poison = control, layout, device, poison
+        self._residency, self._gradients, self._updates = residency, gradients, updates
+        self._recomputation, self.early = recomputation, early
         self.updated: set[int] = set()
         self._steps = 0  # recorded when the step in progress began
         self._unread: tuple[int, Callable[[], dict[int, float]]] | None = None  # and the steps recorded before it
 
     def begin(self) -> None:
-        self.updated, self._steps = set(), self.parts.control.loop.steps
+        self.updated, self._steps = set(), self._control.loop.steps
 
     def give_up(self) -> None:
         """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
-        control = self.parts.control
-        self.parts.recomputation.repeats.forget()
+        control = self._control
+        self._recomputation.repeats.forget()
         if self.updated and control.ruined is None and (self.early or control.loop.steps == self._steps):
-            control.ruined = HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else "")
-        control.begun = {}
+            control.ruin(HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else ""))
+        control.forget_updates()
 
-    def update_bundle(self, bundle: int) -> None:
+    def update_bundle(self, bundle: ManagedBundle) -> None:
         """The bundle's gradient is complete: update it now."""
-        fired = frozenset(self.parts.gradients.bundles[bundle].fired)
-        self.updated.add(bundle)  # first: an update that breaks off between two segments has begun
-        self.parts.control.begin_updates(sorted(fired))
-        self.parts.updates.prepare_bundles([bundle], fired)(1.0)
-        self.parts.gradients.consumed(bundle)
+        fired = frozenset(bundle.gradients.fired)
+        self.updated.add(bundle.index)  # first: an update that breaks off between two segments has begun
+        self._control.begin_updates(sorted(fired))
+        self._updates.prepare_bundles([bundle], fired)(1.0)
+        self._gradients.consumed(bundle)
 
     def update(self) -> None:
         """Issue what is left to update, or discard the step; then it is done."""
-        gradients, updates, control = self.parts.gradients, self.parts.updates, self.parts.control
+        gradients, updates, control = self._gradients, self._updates, self._control
         fired = gradients.fired()
         if gradients.accumulate > 1:
-            updates.norm_of_accumulated(fired)
+            gradients.squares.leave_accumulated(self._residency.bundles, fired)
         self._drop_stale()
         if self.early:
             self._update_rest(fired)
@@ -59,22 +81,22 @@ class StepEnding:
         with labelled("norm"):
             outcome = control.decide(read())
         if outcome.skipped:
-            self.parts.device.log.count("skipped_steps")
+            self._device.log.count("skipped_steps")
             updates.discard()
         else:
-            self.updated.update(self.parts.layout.bundle_of_parameter[p] for p in fired)
-            ready(control.multiplier(outcome))
+            self.updated.update(self._layout.bundle_of_parameter[p] for p in fired)
+            ready(loss_scale.multiplier(outcome))
         control.record(outcome)
         self.updated = set()
 
     def _update_rest(self, fired: list[int]) -> None:
         """See Note [Early updates]."""
-        control, bundle_of = self.parts.control, self.parts.layout.bundle_of_parameter
+        control, bundle_of = self._control, self._layout.bundle_of_parameter
         self.settle()
         unread = control.loop.steps, self._norm()
         left = [p for p in fired if bundle_of[p] not in self.updated]
         control.begin_updates(left)
-        ready = self.parts.updates.prepare(left)
+        ready = self._updates.prepare(left)
         self.updated.update(bundle_of[p] for p in left)
         ready(1.0)
         updates = control.advanced()
@@ -83,18 +105,19 @@ class StepEnding:
 
     def _norm(self) -> Callable[[], dict[int, float]]:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
-        self.parts.gradients.sum_adopted()
-        partials = list(self.parts.gradients.partials.values())
+        squares = self._gradients.squares
+        squares.leave_waiting(self._gradients.bundles.values())
+        partials = list(squares.partials.values())
         names = [parameter for parameters, _ in partials for parameter in parameters]
-        intact = self.parts.poison.intact().double().reshape(1)
-        alike = self.parts.recomputation.repeats.take()
+        intact = self._poison.intact().double().reshape(1)
+        alike = self._recomputation.repeats.take()
         same = [] if alike.same is None else [alike.same]
-        read = self.parts.device.partials([*(sums for _, sums in partials), *same, intact])
+        read = self._device.partials([*(sums for _, sums in partials), *same, intact])
 
         def norm() -> dict[int, float]:
             *sums, still_intact = read()
             if not still_intact:
-                self.parts.poison.check()
+                self._poison.check()
             if same:
                 alike.check(sums.pop())
             return dict(zip(names, sums, strict=True))
@@ -105,29 +128,29 @@ class StepEnding:
         """Read the norm of the last step that did not wait for it. Raises DivergedError if it is not finite."""
         if self._unread is None:
             return
-        (before, read), control = self._unread, self.parts.control
+        (before, read), control = self._unread, self._control
         if control.loop.steps == before:
             with labelled("norm"):
                 try:
                     sums = read()
                 except UnsupportedError as error:  # see repeats.py
-                    control.ruined, self._unread = f"{error}; its gradients are applied already (nonfinite=stop)", None
+                    control.ruin(f"{error}; its gradients are applied already (nonfinite=stop)")
+                    self._unread = None
                     raise
                 outcome = control.decide(sums)
             if outcome.skipped:
-                control.ruined = (
+                ruined = (
                     f"step {outcome.step}: a gradient is not finite and was applied already: use "
                     "`options=dict(nonfinite='skip')` to skip such steps exactly"
                 )
+                control.ruin(ruined)
                 self._unread = None
-                raise DivergedError(control.ruined)
+                raise DivergedError(ruined)
             control.record_late(outcome)
         self._unread = None
 
     def _drop_stale(self) -> None:
         """Device copies of parameters that are about to be updated on the host go now, whoever brought them back."""
-        residency, gradients = self.parts.residency, self.parts.gradients
-        for managed in residency.bundles:
-            mine = gradients.bundles.get(managed.index)
-            if mine is not None and mine.fired_in_step and not residency.pinned(managed):
-                residency.drop(managed.index)
+        for bundle in self._gradients.bundles.values():
+            if bundle.gradients.fired_in_step and not bundle.pinned:
+                self._residency.drop(bundle.index)

@@ -18,6 +18,7 @@ from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning.strategy import Strategy
 from systems.settings import Settings
 from systems.sizes import format_size
+from systems.substrate.assembly import Budgets
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.room import look
 from systems.system import Abilities, Engine, System
@@ -56,7 +57,7 @@ class ManagedSystem(System):
             return self.strategy(options, context)
 
         try:
-            return ManagedEngine(model, settings, strategy, make, host_budget(settings), disk)
+            return ManagedEngine(model, settings, strategy, make, Budgets(host=host_budget(settings), disk=disk))
         except BudgetError as error:
             if settings.disk is not None and error.tier == "host":  # with more room there it may have done
                 free = format_size(shutil.disk_usage(settings.disk).free)

@@ -6,24 +6,25 @@ import torch
 
 from systems.checkpoint import Described, ParameterState, Part
 from systems.planning.layout import ModelIndex
-from systems.substrate.planner import Parts
+from systems.recipe.step.control import StepControl
+from systems.substrate.bundle.values import StoredValues
 
 
 class ManagedState:
     """Call only when drained, outside a step."""
 
-    def __init__(self, index: ModelIndex, parts: Parts) -> None:
-        self._parts, self.control = parts, parts.control
+    def __init__(self, index: ModelIndex, *, values: StoredValues, control: StepControl) -> None:
+        self._values, self.control = values, control
         self.parameters = [Described(p.name, tuple(p.shape), p.trainable) for p in index.parameters]
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
-        store, shape = self._parts.store, self.parameters[parameter].shape
-        return store.parameter_values(parameter, shape) if part == "value" else store.moment(parameter, part).view(shape)
+        values, shape = self._values, self.parameters[parameter].shape
+        return values.parameter(parameter, shape) if part == "value" else values.moment(parameter, part).view(shape)
 
     def write(self, parameter: int, state: ParameterState) -> None:
-        self._parts.residency.overwrite(parameter, state.value)
+        self._values.overwrite_parameter(parameter, state.value)
         if state.exp_avg is not None and state.exp_avg_sq is not None:
             self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)
 
     def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        self._parts.store.overwrite_moments(parameter, exp_avg.reshape(-1), exp_avg_sq.reshape(-1))
+        self._values.overwrite_moments(parameter, exp_avg.reshape(-1), exp_avg_sq.reshape(-1))

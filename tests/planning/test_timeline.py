@@ -12,9 +12,11 @@ from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.policy.caching import CacheRequest, plan_cache
 from systems.planning.policy.nominal import nominal_trace
-from systems.planning.step.demand import Residence, demand_of, minimum_need, reusable
+from systems.planning.step.demand import demand_of, reusable
 from systems.planning.step.operations import Work
+from systems.planning.step.profiles import minimum_need
 from systems.planning.step.races import find_races
+from systems.planning.step.residence import Residence
 from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import MemTimeline, fitted, timeline, timeline_of
 from systems.planning.step.validator import circular_wait, validate

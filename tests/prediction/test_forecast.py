@@ -85,8 +85,8 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
             engine.step()
         engine.drain()
         moved = {lane: engine.counters()[f"{lane}_bytes"] - before[f"{lane}_bytes"] for lane in ("h2d", "d2h")}
-        trace, plan = list(engine.runtime.planner.plans.values())[-1]
-        layout, context = engine.parts.layout, engine.strategy._context
+        trace, plan = list(engine.planner.plans.values())[-1]
+        layout, context = engine.layout, engine.strategy._context
         live = [event for event in events[begin - 1 :] if event.tier == "device"]
     assert plan is not None
     found = simulate(layout, trace, plan, context, hardware.load("h100-80g-x1"))

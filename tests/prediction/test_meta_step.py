@@ -54,8 +54,8 @@ def traced(shape: ModelShape, dtype: DType, recompute: Any, accumulate: int) -> 
                 batch = {"input_ids": ids, "labels": ids.clone()}
                 engine.backward(token_loss(engine, batch, accumulate * BATCH * LENGTH, objective=shape.objective))
             engine.step()
-        trace, _ = list(engine.runtime.planner.plans.values())[-1]
-        return engine.parts.layout, trace
+        trace, _ = list(engine.planner.plans.values())[-1]
+        return engine.layout, trace
 
 
 STEPS = [(name, *how) for how in (("fp32", "none", 1), ("bf16", "full", 2)) for name in TINY] + [("opt-tiny", "bf16", (1,), 1)]

@@ -68,7 +68,7 @@ def trained(solver: Solver) -> tuple[Run, H3TStatistics, int]:
     run = setup.run(h3t(), budget_of(setup, "half"), H3TOptions(profile_steps=1, solver=solver, samples=50), seed=1)
     assert_equal(reference(setup), run)
     assert isinstance(run.engine, ManagedEngine)
-    told, plan = run.engine.statistics(), run.engine.runtime.cursor.plan
+    told, plan = run.engine.statistics(), run.engine.cursor.plan
     assert isinstance(told, H3TStatistics) and plan is not None
     return run, told, len(plan.barriers)
 

@@ -97,7 +97,7 @@ def test_every_solver_trains_within_its_budget(solver: str) -> None:
 
 def predicted_peak(run: Run) -> int:
     assert isinstance(run.engine, ManagedEngine)
-    plan = run.engine.runtime.cursor.plan
+    plan = run.engine.cursor.plan
     assert plan is not None and plan.predicted_device_peak_bytes is not None
     return plan.predicted_device_peak_bytes
 
@@ -117,7 +117,7 @@ def test_with_everything_off_the_global_offload_is_all_that_moves() -> None:
     setup = Setup("opt", dtype="bf16")
     run = setup.run(H3T, None, options(solver="off"))
     assert isinstance(run.engine, ManagedEngine)
-    layout = run.engine.parts.layout
+    layout = run.engine.layout
     step = run.per_step[-1]
     assert step["d2h_bytes"] == step["h2d_bytes"] == layout.param_bytes
     used = sum(s.used for s in layout.segments)
@@ -130,8 +130,8 @@ def test_the_optimizer_stays_on_the_device_where_it_fits() -> None:
     run = setup.run(H3T, None, options(variant="resident-optimizer"))
     assert_equal(reference(setup), run)
     assert (told(run).optimizer_share_on_device or 0) > 0
-    assert isinstance(run.engine, ManagedEngine) and run.engine.runtime.cursor.plan is not None
-    assert Tier.DEVICE in run.engine.runtime.cursor.plan.optimizer_tier
+    assert isinstance(run.engine, ManagedEngine) and run.engine.cursor.plan is not None
+    assert Tier.DEVICE in run.engine.cursor.plan.optimizer_tier
 
 
 def test_what_the_user_wants_recomputed_is_recomputed() -> None:
@@ -260,7 +260,7 @@ def test_a_kind_of_step_met_under_another_s_plan_is_measured_with_every_switch_o
         model.left_out = number >= 2
         before = engine.counters()["fallbacks"]
         one_step(engine, batch, squared_error)
-        plan = engine.runtime.cursor.plan
+        plan = engine.cursor.plan
         assert plan is not None
         seen.append((engine.counters()["fallbacks"] - before, plan.provisional, len(plan.rematerialise or ())))
     engine.close()

@@ -30,8 +30,8 @@ from tests.systems.running import (
     assert_equal,
     evict_at_once,
     finished,
+    managed,
     one_step,
-    parts_of,
     settings,
     start,
     train,
@@ -72,7 +72,7 @@ def told(run: Run) -> PatrickStarStatistics:
 def check_bytes(run: Run) -> None:
     """The pool of planned steps peaked where the plan said, nothing raced, the budget held."""
     engine: Any = run.engine
-    plan = engine.runtime.cursor.plan
+    plan = engine.cursor.plan
     assert plan is not None
     log = [entry for entry in engine.log.bytes if entry.tier == "device"]
     begin = max(i for i, entry in enumerate(log) if entry.label == "test: last step")
@@ -84,7 +84,7 @@ def check_bytes(run: Run) -> None:
 
 def mark_last_step(step: int, engine: Any) -> None:
     if step == STEPS - 1:
-        parts_of(engine).device.account.add_pool(0, "test: last step")
+        managed(engine).device.account.add_pool(0, "test: last step")
 
 
 @pytest.mark.parametrize("variant", ["base", "spongebob", "static-partition", "osc"])
@@ -193,7 +193,7 @@ def test_updates_during_backward_give_the_same_bits(share: float) -> None:
 def test_spilled_chunks_are_written_back_and_counted() -> None:
     run = under("gpt2", "plain", 0.36)
     assert_equal(reference("gpt2", "plain"), run)
-    statistics, layout = told(run), run.engine.parts.layout  # type: ignore[attr-defined]
+    statistics, layout = told(run), run.engine.layout  # type: ignore[attr-defined]
     assert statistics.margin_chunks is not None
     assert statistics.margin_chunks < 0 < (statistics.written_back_bytes_per_step or 0)
     gradients = sum(layout.bundle_bytes(b.index) for b in layout.bundles if b.trainable)
@@ -262,7 +262,7 @@ def test_the_traced_curve_is_that_of_the_activations() -> None:
 
     engine: Any = start(PATRICKSTAR, Ramp(), settings(), PatrickStarOptions(prefetch=0))
     run = train(engine, tokens(2, 1), loss)
-    plan, curve = engine.runtime.cursor.plan, told(run).non_model_bytes
+    plan, curve = engine.cursor.plan, told(run).non_model_bytes
     assert curve is not None
     at = {(m.phase, m.unit): n for m, n in zip(plan.signature, curve, strict=True)}
     kept = 0
@@ -285,7 +285,7 @@ def test_chunks_take_the_warm_up_share_and_no_more() -> None:
     options = PatrickStarOptions(warmup_share=0.1)
     engine: Any = start(PATRICKSTAR, build("opt"), settings(device_memory=budget, log_events=True), options)
     one_step(engine, tokens(1, 1)[0])
-    layout, log = engine.parts.layout, engine.log
+    layout, log = engine.layout, engine.log
     largest = max(sum(map(layout.bundle_bytes, bundles)) for bundles in layout.bundles_of_unit.values())
     tied = sum(layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in layout.in_place)
     entries = [entry for entry in log.bytes if entry.tier == "device"]
@@ -302,7 +302,7 @@ def test_model_data_takes_fourteen_bytes_a_parameter() -> None:
     run = under("opt", "bf16", 0.5, variant="osc")
     statistics = told(run)
     numel = sum(p.numel() for p in run.parameters.values())
-    layout = run.engine.parts.layout  # type: ignore[attr-defined]
+    layout = run.engine.layout  # type: ignore[attr-defined]
     tied = sum(layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in layout.in_place)
     allowed = 14.1 / statistics.utilization
     assert run.memory.host_peak_bytes is not None

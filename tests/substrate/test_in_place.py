@@ -9,7 +9,8 @@ import torch
 
 from systems.device.watch.events import issued_operations
 from systems.planning.step.races import find_races
-from systems.substrate.moves.ranges import BundleGradient
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.gradient import BundleGradient
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import build as build_small
@@ -20,8 +21,8 @@ from tests.systems.running import (
     Run,
     assert_equal,
     evict_at_once,
+    managed,
     parameters_of,
-    parts_of,
     settings,
     start,
     train,
@@ -65,7 +66,7 @@ def test_a_simple_step_has_no_range_but_for_tied_parameters(model: str, recomput
     run = train_as(RANDOM, build_small(model), ids, OPTIONS, recompute=recompute, log_events=True)
     assert_equal(expected, run)
     assert run.counters.get("gradient_detours", 0) == 0
-    layout = run.engine.parts.layout  # type: ignore[attr-defined]
+    layout = run.engine.layout  # type: ignore[attr-defined]
     made = {e.label for e in run.engine.log.bytes if e.label.startswith("gradient of bundle")}  # type: ignore[attr-defined]
     ranged = {f"gradient of bundle {b.index}" for b in layout.bundles if b.index not in layout.in_place}
     assert made == ranged
@@ -92,7 +93,7 @@ def test_a_unit_that_enters_again_gets_its_parameters_back() -> None:
         leave(unit)
         if held and unit == 3:
             runtime.backward_enter(unit)
-            seen.append(set(filter(parts_of(engine).gradients.in_place.written, runtime._bundles(unit))))
+            seen.append({bundle.index for bundle in runtime._managed(unit) if bundle.gradients.written})
             leave(unit)
 
     runtime.backward_exit = leave_and_return
@@ -108,17 +109,17 @@ def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() 
     """As where that wants room; here the runtime is told so by hand."""
     ids = tokens(STEPS, 1)
     engine = start(RANDOM, build_small("opt"), settings(clip=0.5, log_events=True), OPTIONS)
-    runtime, gradients, sent = engine.runtime, parts_of(engine).gradients, set[int]()  # type: ignore[attr-defined]
+    flushes, gradients, sent = managed(engine).flushes, managed(engine).gradients, set[int]()
     assemble, busy = gradients.in_place.assemble, list[int]()
 
-    def assemble_and_send_others(bundle: int, gradient: BundleGradient) -> None:
+    def assemble_and_send_others(bundle: ManagedBundle, gradient: BundleGradient) -> None:
         assemble(bundle, gradient)
-        others = {b for b in gradients.bundles if b != bundle and gradients.in_place.written(b)}
+        others = [each for each in gradients.bundles.values() if each is not bundle and each.gradients.written]
         if others and not busy:
-            busy.append(bundle)
-            runtime._relieve()
+            busy.append(bundle.index)
+            flushes.relieve()
             busy.clear()
-            sent.update(b for b in others if gradients.complete(bundle) and not gradients.in_place.written(b))
+            sent.update(each.index for each in others if gradient.complete and not each.gradients.written)
 
     gradients.in_place.assemble = assemble_and_send_others
     run = train(engine, ids)
@@ -140,8 +141,7 @@ def test_an_exception_in_backward_leaves_the_parameters_as_they_were() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         engine.backward(engine(input_ids=ids[0, 0]).logits.float().sum())
     handle.remove()
-    written = parts_of(engine).gradients.in_place.written
-    assert not any(written(bundle.index) for bundle in parts_of(engine).layout.bundles)
+    assert not any(bundle.gradients.written for bundle in managed(engine).gradients.bundles.values())
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
     assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), train(engine, ids))
 

@@ -125,9 +125,9 @@ def test_a_phased_step_is_a_step_like_any_other(case: tuple[Any, BaseModel, Setu
     found: dict[str, float] = {}
     for number, batch in enumerate(ids):
         if number == 2:
-            begin, plain = len(engine.log.operations), engine.parts.device.transfers
+            begin, plain = len(engine.log.operations), engine.device.transfers
             found = engine.phases_s(lambda batch=batch: losses.append(one_step(engine, batch)))
-            assert engine.parts.device.transfers is plain
+            assert engine.device.transfers is plain
         else:
             losses.append(one_step(engine, batch))
     operations = [op for op in engine.log.operations[begin:] if op.lane != LaneKind.COMPUTE.value]

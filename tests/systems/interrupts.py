@@ -187,11 +187,11 @@ class Sweep:
     def _check_accounts(self) -> None:
         """No byte of the device is lost, nothing is held, and no slot has anything but parameters."""
         if isinstance(self.engine, ManagedEngine):
-            parts = self.engine.parts
-            owned = self.engine.recovery.owned()
-            assert parts.device.account.pool == sum(block.nbytes for block in owned)
-            assert not any(managed.holds for managed in parts.residency.bundles)
-            assert not any(stored.slot_holds_gradient for stored in parts.store.segments)
+            engine = self.engine
+            owned = engine.recovery.owned()
+            assert engine.device.account.pool == sum(block.nbytes for block in owned)
+            assert not any(managed.holds for managed in engine.residency.bundles)
+            assert not any(stored.slot_holds_gradient for stored in engine.store.segments)
 
     def end(self) -> None:
         """The model has the weights of the last step."""

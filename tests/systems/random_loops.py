@@ -31,7 +31,7 @@ from tests.systems.running import (
     assert_equal,
     evict_at_once,
     finished,
-    parts_of,
+    managed,
     replace,
     settings,
     start,
@@ -215,12 +215,12 @@ class Trial:
         self._begun.append((engine, asked))
         if part.system == "random":
             evict_at_once(engine, seed=self._draw.seed)
-        self.on_disk |= bool(parts_of(engine).layout.on_disk)
+        self.on_disk |= bool(managed(engine).layout.on_disk)
         return engine
 
     def _look(self, engine: Engine) -> None:
         if isinstance(engine, ManagedEngine):
-            check_segments(engine.parts)
+            check_segments(engine)
 
     def inspect(self) -> None:
         """What the engines, closed by now, have logged and left."""

@@ -169,14 +169,14 @@ def adam_states(engine: Engine) -> dict[str, AdamState]:
     if isinstance(engine, ResidentEngine):
         for number, (name, moments) in enumerate(zip(engine._names, engine._moments, strict=True)):
             if moments is not None:
-                found[name] = AdamState(moments[0].clone(), moments[1].clone(), engine._control.updates[number])
+                found[name] = AdamState(moments[0].clone(), moments[1].clone(), engine.control.updates[number])
         return found
     assert isinstance(engine, ManagedEngine)
-    store = engine.parts.store
+    values = engine.values
     for described in engine.index.parameters:
         if described.trainable:
-            first, second = store.moment(described.index, "exp_avg"), store.moment(described.index, "exp_avg_sq")
-            found[described.name] = AdamState(first, second, engine.parts.control.updates[described.index])
+            first, second = values.moment(described.index, "exp_avg"), values.moment(described.index, "exp_avg_sq")
+            found[described.name] = AdamState(first, second, engine.control.updates[described.index])
     return found
 
 
@@ -185,22 +185,23 @@ def evict_at_once(engine: Engine, *, seed: int = 0) -> None:
 
     What a use after release would read is thus never there by luck.
     """
-    residency, luck = parts_of(engine).residency, random.Random(seed)
+    residency, luck = managed(engine).residency, random.Random(seed)
     release = residency.release
 
     def release_and_evict(indices: Sequence[int], key: object) -> None:
         release(indices, key)
-        for index in residency.evictable():
+        for index in residency.room.evictable():
             residency.evict(index)
         if luck.random() < 0.5:
-            residency.demote()
+            residency.room._relieve()
 
     residency.release = release_and_evict
 
 
-def parts_of(engine: Engine) -> Any:
+def managed(engine: Engine) -> Any:
+    """The engine as the one that it is, whose mechanism a test may look at and change."""
     assert isinstance(engine, ManagedEngine)
-    return engine.parts
+    return engine
 
 
 def replace(asked: Settings, **changes: Any) -> Settings:

@@ -42,8 +42,8 @@ from tests.systems.running import (
     elixir,
     evict_at_once,
     finished,
+    managed,
     one_step,
-    parts_of,
     settings,
     start,
     train,
@@ -158,7 +158,7 @@ def logged() -> tuple[tuple[LoggedOperation, ...], tuple[str, ...]]:
     """What was issued, and the names of the model's units."""
     setup = Setup("opt", "full")
     engine: Any = setup.run(ON_HOST["random"][0], budget_of(setup, "tight"), ON_HOST["random"][1], log_events=True).engine
-    return tuple(engine.log.operations), engine.parts.layout.unit_names
+    return tuple(engine.log.operations), engine.layout.unit_names
 
 
 def test_each_input_comes_while_the_block_after_it_goes_backward() -> None:
@@ -271,7 +271,7 @@ def test_an_input_that_finds_no_room_ahead_comes_when_it_is_asked_for() -> None:
     torch.manual_seed(0)
     asked = settings(recompute="full", log_events=True)
     engine: Any = start(RANDOM, Wide(), asked, RandomOptions(activations="host"))
-    inputs = parts_of(engine).inputs
+    inputs = managed(engine).inputs
     fetch, refused = inputs._fetch, []
 
     def scarce(kept: Any) -> None:
@@ -328,7 +328,7 @@ def test_evaluation_and_a_forward_that_nobody_uses(system: str) -> None:
             losses.append(squared_error(engine, batch[0], 30).item())  # with gradients, and thrown away
             engine.step()
         if options is not None:
-            assert parts_of(engine).inputs._stack == [], "what nobody asks for any more gives its slot back"
+            assert managed(engine).inputs._stack == [], "what nobody asks for any more gives its slot back"
             check_log(engine)
         runs.append(finished(engine, losses))
     assert_equal(*runs)
@@ -350,7 +350,7 @@ def test_an_exception_leaves_no_slot_in_use(system: str, where: str) -> None:
     engine = start(
         chosen, Setup().build(), settings(**{**vars(asked), "device_memory": 2_000_000, "log_events": True}), options
     )
-    parts, losses, graphs = parts_of(engine), [], []
+    ours, losses, graphs = managed(engine), [], []
     model: Any = engine.module
     layer = model.model.decoder.layers[2]
     for batch in tokens(3, 2):
@@ -364,11 +364,11 @@ def test_an_exception_leaves_no_slot_in_use(system: str, where: str) -> None:
         with pytest.raises(OnPurposeError):
             attempt()
         handle.remove()
-        assert parts.inputs._stack == [] and parts.inputs._leaving == []
+        assert ours.inputs._stack == [] and ours.inputs._leaving == []
         losses.append(one_step(engine, batch))
     assert_equal(expected, finished(engine, losses))
     check_log(engine)
-    assert parts.store.host.pool == parts.device.account.pool == 0
+    assert ours.store.host.pool == ours.device.account.pool == 0
 
 
 def one_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -383,12 +383,12 @@ def test_close_in_the_middle_of_a_step_leaves_nothing(stop: str) -> None:
     loss = one_loss(engine, tokens(1, 1)[0, 0])
     if stop == "backward":
         engine.backward(loss)
-    parts = parts_of(engine)
-    maps = [weakref.ref(slot.mapping._map) for slot in parts.inputs._slots._all]
+    ours = managed(engine)
+    maps = [weakref.ref(slot.mapping._map) for slot in ours.inputs._slots._all]
     assert len(maps) == 4
     engine.close()
     gc.collect()
-    assert parts.store.host.live == parts.device.account.pool == 0
+    assert ours.store.host.live == ours.device.account.pool == 0
     assert [m for m in maps if m() is not None] == [], "a graph that is still around keeps no host memory"
     assert not any("forward" in module.__dict__ for module in engine.module.modules())
 
@@ -406,7 +406,7 @@ def test_a_host_without_room_is_told_before_the_first_step_ends() -> None:
         one_step(engine, tokens(1, 1)[0])
     assert refusal.value.tier == "host" and refusal.value.need == short + 4096 and refusal.value.have == short
     engine.close()
-    assert parts_of(engine).store.host.live == 0
+    assert managed(engine).store.host.live == 0
 
 
 @pytest.mark.parametrize("recompute", ["none", (1, 2)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from systems.device.lanes.ticket import Ticket
-from systems.device.lanes.transfers import ComputeLane, Memory, Transfers
+from systems.device.lanes.transfers import Memory, Transfers
 from systems.device.watch.events import EventLog, Extent, LoggedOperation
 from systems.planning.plan import DEVICE_LANES, LaneKind, Plan
 from systems.planning.step.operations import LaneOperation, Work
@@ -44,7 +44,7 @@ class Logged:
             begin = len(engine.log.operations)
             one_step(engine, batch)
         engine.drain()
-        ((trace, plan),) = engine.runtime.planner.plans.values()
+        ((trace, plan),) = engine.planner.plans.values()
         assert plan is not None
         self.plan: Plan = plan
         self.trace = trace
@@ -52,7 +52,7 @@ class Logged:
         self.last_step = self.operations[begin:]
         strategy = engine.strategy
         assert isinstance(strategy, H3T)
-        self.context, self.layout = strategy._context, engine.parts.layout
+        self.context, self.layout = strategy._context, engine.layout
         self.host_syncs = engine.counters()["host_syncs"]
         self.barriers_told = strategy.statistics().barriers_per_step  # type: ignore[attr-defined]
         engine.close()
@@ -188,11 +188,21 @@ class StubLane:
         return StubTicket(id)
 
 
+class StubCompute:
+    def __init__(self) -> None:
+        self.ordered: list[int] = []
+
+    def order(self, ticket: Ticket) -> None:
+        self.ordered.append(ticket.id)
+
+    def mark(self, id: int) -> Ticket:
+        return StubTicket(id)
+
+
 def test_streams_wait_for_each_other_and_the_host_for_none() -> None:
     """The way on CUDA: compute is ordered behind the last copies, and the next copy of each lane behind compute."""
-    ordered: list[int] = []
     lanes: Any = {kind: StubLane() for kind in (LaneKind.H2D, LaneKind.D2H, LaneKind.CPU)}
-    compute = ComputeLane(lambda ticket: ordered.append(ticket.id), StubTicket)
+    compute = StubCompute()
     transfers = Transfers(lanes, compute, EventLog(keep=True))
     places = iter(range(100))
 
@@ -204,7 +214,7 @@ def test_streams_wait_for_each_other_and_the_host_for_none() -> None:
     issue(LaneKind.H2D)
     up, down, update = issue(LaneKind.H2D), issue(LaneKind.D2H), issue(LaneKind.CPU)
     transfers.barrier(label="barrier")
-    assert ordered == [up, down] and update not in ordered
+    assert compute.ordered == [up, down] and update not in compute.ordered
     mark = down + 2
     for kind in (LaneKind.H2D, LaneKind.D2H, LaneKind.H2D, LaneKind.CPU):
         issue(kind)

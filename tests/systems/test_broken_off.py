@@ -14,7 +14,7 @@ from systems.system import Engine
 from tests.systems.interrupts import build
 from tests.systems.models_plain import squared_error
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, ManagedEngine, one_step, parameters_of, parts_of, settings, start
+from tests.systems.running import RESIDENT, ManagedEngine, managed, one_step, parameters_of, settings, start
 from tests.systems.setups import SYSTEMS as MANAGED
 from tests.systems.setups import in_turn
 
@@ -75,7 +75,7 @@ def test_a_block_that_was_lost_costs_no_values(system: str) -> None:
     engine = begin(system, model=model)
     one_step(engine, IDS[:1], squared_error)
     expected = parameters_of(engine)
-    parts_of(engine).residency.allocate(64, "a block of nobody's")
+    managed(engine).residency.room.allocate(64, "a block of nobody's")
     with pytest.raises(AssertionError, match="was not returned to the pool"):
         engine.close()
     assert_alike(expected, dict(model.named_parameters()))
@@ -118,7 +118,7 @@ def test_a_step_that_an_evaluation_could_not_leave_is_refused(system: str) -> No
     module: Any = engine.module
 
     def fail(*_: Any) -> None:
-        engine.runtime.planner.halfway = True
+        engine.in_force.halfway = True
         raise KeyboardInterrupt
 
     handle = module.blocks[1].up.register_forward_hook(fail)
@@ -162,7 +162,7 @@ def test_a_second_ctrl_c(system: str) -> None:
     engine, plain = begin(system), begin("resident")
     one_step(engine, IDS[:1], squared_error)
     one_step(plain, IDS[:1], squared_error)
-    device: Any = engine.device if system == "resident" else parts_of(engine).device  # type: ignore[attr-defined]
+    device: Any = engine.device if system == "resident" else managed(engine).device  # type: ignore[attr-defined]
     module: Any = engine.module
 
     def fail(*_: Any) -> None:

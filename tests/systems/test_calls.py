@@ -74,12 +74,12 @@ def started(system: str, model: nn.Module, budget: int = TIGHT, **given: Any) ->
 
 
 def account(engine: Any) -> Any:
-    return (engine.device if hasattr(engine, "device") else engine.parts.device).account
+    return engine.device.account
 
 
 def left(engine: Any) -> tuple[Any, ...]:
     """What a call might leave: bytes, modes, holds, bundles that it fetched or drove away."""
-    residency = engine.parts.residency if hasattr(engine, "parts") else None
+    residency = getattr(engine, "residency", None)
     held = None if residency is None else [dict(m.holds) for m in residency.bundles]
     there = None if residency is None else residency.resident()
     return account(engine).live, len(_get_current_dispatch_mode_stack()), held, there, torch.is_autocast_cache_enabled()

@@ -178,9 +178,9 @@ def test_a_weight_is_not_cast_where_it_is_not() -> None:
     for system, (chosen, options) in SYSTEMS.items():
         model = Early()
         with start(chosen, model, settings(dtype="bf16"), options) as engine:
-            for managed in engine.parts.residency.bundles:  # type: ignore[attr-defined]
+            for managed in engine.residency.bundles:  # type: ignore[attr-defined]
                 if managed.bundle.movable:
-                    engine.parts.residency.drop(managed.index)  # type: ignore[attr-defined]
+                    engine.residency.drop(managed.index)  # type: ignore[attr-defined]
             with pytest.raises(UnsupportedError, match=r"blocks\.3\.router\.gate\.weight is converted outside the unit"):
                 engine(batches(1)[0, 0])
             assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, system

@@ -17,7 +17,7 @@ import systems
 from systems import export
 from systems.baselines import resident
 from systems.errors import BudgetError, UnsupportedError
-from systems.recipe.model import giving_back, parameter_watch
+from systems.recipe.model import casts, giving_back
 from systems.recipe.model.calls import Calls
 from systems.recipe.model.parameter_watch import ParameterWatch
 from systems.strategies.elixir.options import ElixirOptions
@@ -27,7 +27,7 @@ from systems.system import Engine
 from tests.paged import paged
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, elixir, one_step, parts_of, settings, start
+from tests.systems.running import RESIDENT, elixir, managed, one_step, settings, start
 from tests.systems.setups import SYSTEMS as MANAGED
 from tests.systems.setups import in_turn
 
@@ -67,7 +67,7 @@ def test_the_model_has_its_values_again(system: str, dtype: str, unfinished: str
             engine.close()
             assert torch.equal(evaluated(mine), expected)
             if chosen != "resident":
-                assert parts_of(engine).store.host.live == 0 and parts_of(engine).device.account.pool == 0
+                assert managed(engine).store.host.live == 0 and managed(engine).device.account.pool == 0
         runs.append((losses, {name: value.clone() for name, value in mine.state_dict().items()}))
         assert all(torch.equal(value, copy.deepcopy(mine).state_dict()[name]) for name, value in runs[-1][1].items())
     assert runs[0][0] == runs[1][0]
@@ -145,7 +145,7 @@ def test_an_update_that_failed_behind_the_last_step(monkeypatch: pytest.MonkeyPa
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
     engine.drain()
-    monkeypatch.setattr(parts_of(engine).device.host_kernel, "update", lambda **_: 1 / 0)
+    monkeypatch.setattr(managed(engine).device.host_kernel, "update", lambda **_: 1 / 0)
     told = False
     try:
         one_step(engine, BATCH, LOSS)
@@ -163,8 +163,8 @@ def test_weights_that_lie_in_pieces(room: bool, monkeypatch: pytest.MonkeyPatch)
     model = build("stack")
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
-    expected, store, whole = evaluated(engine), parts_of(engine).store, handover.slot_pieces
-    monkeypatch.setattr(handover, "slot_pieces", lambda store, number: list(whole(store, number)[0].split(7)))
+    expected, store, whole = evaluated(engine), managed(engine).store, handover.slot_pieces
+    monkeypatch.setattr(handover, "slot_pieces", lambda store, values, number: list(whole(store, values, number)[0].split(7)))
     if not room:
         store.host.budget = store.slots.nbytes + 100
     engine.close()
@@ -192,7 +192,7 @@ def test_a_state_that_is_half_updated_is_told_once(system: str, told: bool, monk
     """Ctrl-C says nothing of it: the next call does, or closing, were it by the end of a `with` block."""
     model = build("stack")
     engine: Any = begin(system, model)
-    monkeypatch.setattr(engine._control, "record", lambda outcome: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(engine.control, "record", lambda outcome: (_ for _ in ()).throw(KeyboardInterrupt))
     half = pytest.raises(RuntimeError, match="parameters belong to two steps")
     with contextlib.nullcontext() if told else half, engine:
         with pytest.raises(KeyboardInterrupt):
@@ -218,7 +218,7 @@ def test_nothing_is_gathered_for_a_model_that_shall_keep_nothing(system: str, mo
     with pytest.raises(UnsupportedError, match="closed with keep=False"):
         model.state_dict()
     if system != "resident":
-        assert parts_of(engine).store.host.live == 0 and parts_of(engine).device.account.pool == 0
+        assert managed(engine).store.host.live == 0 and managed(engine).device.account.pool == 0
 
 
 def test_values_on_a_device_that_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_values_on_a_device_that_the_host_has_no_room_for(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("place", [(Calls, "attach"), (ParameterWatch, "accept"), (parameter_watch, "_Conversion")])
+@pytest.mark.parametrize("place", [(Calls, "attach"), (ParameterWatch, "accept"), (casts, "_Conversion")])
 def test_a_start_that_fails_after_the_values_were_taken(
     system: str, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,10 @@ def resident_peak() -> int:
         return engine.memory().device_peak_bytes or 0
 
 
+def budget_of(level: str) -> int:
+    return resident_peak() // 2 if level == "half" else 2 * resident_peak()
+
+
 @dataclass
 class SpiedKernel:
     """Counts the bytes that the CPU lane's thread passes over, by what it does there, and hands everything on."""
@@ -158,9 +162,9 @@ def counting(call: Callable[[int], None], name: str, events: Counter[str], calls
 
 @cache
 def steady(system: str, level: str) -> Step:
-    engine = started(STRATEGIES[system], resident_peak() // 2 if level == "half" else 2 * resident_peak())
+    engine = started(STRATEGIES[system], budget_of(level))
     assert isinstance(engine, ManagedEngine)
-    device, runtime = engine.parts.device, engine.runtime
+    device, runtime = engine.device, engine.runtime
     for _ in range(WARM_STEPS):
         one_step(engine, batch(), next_token_loss)
     engine.drain()
@@ -173,10 +177,10 @@ def steady(system: str, level: str) -> Step:
         setattr(runtime, name, counting(getattr(runtime, name), name, events, calls))
     one_step(engine, batch(), next_token_loss)
     engine.drain()
-    after, plan = engine.counters(), runtime.cursor.plan
+    after, plan = engine.counters(), engine.cursor.plan
     assert plan is not None
     step = Step(
-        layout=engine.parts.layout,
+        layout=engine.layout,
         plan=plan,
         units=sum(bool(unit.parameters) for unit in engine.index.units),
         counters={name: after[name] - before.get(name, 0) for name in after},

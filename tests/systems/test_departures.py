@@ -24,8 +24,8 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     finished,
+    managed,
     one_step,
-    parts_of,
     settings,
     start,
     train,
@@ -63,9 +63,9 @@ def run_routes(system: Any, each_step: Callable[[int, Route], None], steps: int,
 
 def check_nothing_in_flight(run: Run) -> None:
     engine = run.engine
-    parts = parts_of(engine)
-    assert not any(m.holds or m.block for m in parts.residency.bundles)
-    assert parts.device.account.pool == 0
+    ours = managed(engine)
+    assert not any(m.holds or m.block for m in ours.residency.bundles)
+    assert ours.device.account.pool == 0
 
 
 @pytest.mark.parametrize("system", MANAGED)
@@ -152,7 +152,7 @@ def test_a_parameter_without_a_gradient_in_a_block_that_has_some(system: str) ->
             losses.append(one_step(engine, batch, squared_error))
             engine.drain()
             if chosen is not RESIDENT:
-                assert not any(s.slot_holds_gradient for s in parts_of(engine).store.segments)
+                assert not any(s.slot_holds_gradient for s in managed(engine).store.segments)
         runs.append(finished(engine, losses))
     for run in runs[1:]:
         assert_equal(runs[0], run)
@@ -183,14 +183,14 @@ def test_optimizer_state_leaves_the_device_in_the_middle_of_backward() -> None:
             model.heads = (model.head, model.other_head) if number < 3 else (model.head,)
             value = squared_error(engine, batch[0], 30)
             if number == 3 and system is not RESIDENT:
-                parts = parts_of(engine)
-                (bundle,) = {b.index for b in parts.layout.bundles if len(b.units) == 3}  # of both heads and the idle module
-                demote = engine.runtime.planner.demote  # type: ignore[attr-defined]
-                model.blocks[0].up.weight.register_hook(lambda gradient, move=demote, which=bundle: move(which))
-                assert parts.store.segments[parts.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
+                ours = managed(engine)
+                (bundle,) = {b.index for b in ours.layout.bundles if len(b.units) == 3}  # of both heads and the idle module
+                demote, mine = ours.planner.demote, ours.bundles[bundle]
+                model.blocks[0].up.weight.register_hook(lambda gradient, move=demote, which=mine: move(which))
+                assert ours.store.segments[ours.layout.bundles[bundle].segments[0]].tier is Tier.DEVICE
             engine.backward(value)
             if number == 3 and system is not RESIDENT:
-                assert parts.store.segments[parts.layout.bundles[bundle].segments[0]].tier is Tier.HOST
+                assert ours.store.segments[ours.layout.bundles[bundle].segments[0]].tier is Tier.HOST
                 model.blocks[0].up.weight._backward_hooks.clear()
             engine.step()
             losses.append(value.item())
@@ -267,8 +267,8 @@ def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
     resident: list[tuple[frozenset[int], int]] = []
 
     def look(when: str, engine: Engine) -> None:
-        parts = parts_of(engine)
-        now = (parts.residency.resident(), parts.device.account.pool)
+        ours = managed(engine)
+        now = (ours.residency.resident(), ours.device.account.pool)
         if when == "after":
             assert now == resident[-1], "what is on the device changed over an evaluation"
         resident.append(now)
@@ -279,7 +279,7 @@ def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
     assert len(run.engine.outcomes) == 7
     assert run.counters["fallbacks"] == 0 and run.counters["retraces"] == 0
     if system != "random":
-        assert len(run.engine.runtime.planner.plans) == 1  # type: ignore[attr-defined]
+        assert len(run.engine.planner.plans) == 1  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_that_needs_the_optimizer_s_room_is_planned_around() -> None:
@@ -307,7 +307,7 @@ def test_an_evaluation_that_needs_the_optimizer_s_room_is_planned_around() -> No
 
 
 def count_on_device(engine: Engine) -> int:
-    return sum(s.tier is Tier.DEVICE for s in parts_of(engine).store.segments)
+    return sum(s.tier is Tier.DEVICE for s in managed(engine).store.segments)
 
 
 LENGTHS = (8, 8, 64, 16, 128, 128)
@@ -318,7 +318,7 @@ def length_loop(system: Any, lengths: Sequence[int], budget: int, evict_all: boo
     losses = []
     for length in lengths:
         if evict_all:
-            parts_of(engine).residency.limit = 0
+            managed(engine).residency.room.limit_to(0)
         losses.append(one_step(engine, tokens(1, 1, length=length, seed=length)[0]))
     return finished(engine, losses)
 

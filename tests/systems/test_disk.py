@@ -40,9 +40,9 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     finished,
+    managed,
     one_step,
     parameters_of,
-    parts_of,
     settings,
     start,
     train,
@@ -96,13 +96,13 @@ def with_disk(setup: Setup, system: str, level: str, folder: Path, **more: Any) 
 )
 def test_no_bit_changes_and_budgets_hold(setup: Setup, system: str, level: str, tmp_path: Path) -> None:
     engine = with_disk(setup, system, level, tmp_path)
-    layout = parts_of(engine).layout
+    layout = managed(engine).layout
     assert layout.on_disk, "void: the host held everything"
 
     def check(step: int, _: object) -> None:
         assert os.listdir(tmp_path) == []  # its files have no name
         engine.drain()
-        check_segments(parts_of(engine))
+        check_segments(managed(engine))
 
     run = train(engine, tokens(3, setup.accumulate), each_step=check)
     assert_equal(reference(setup), run)
@@ -111,7 +111,7 @@ def test_no_bit_changes_and_budgets_hold(setup: Setup, system: str, level: str, 
     assert (memory.host_peak_bytes or 0) <= (memory.host_budget_bytes or 0)
     assert memory.disk_peak_bytes == disk_bytes(layout)
     assert {event.live for event in engine.log.bytes if event.tier == "disk"} <= {disk_bytes(layout), 0}
-    (trace, plan), *_ = engine.runtime.planner.plans.values()
+    (trace, plan), *_ = engine.planner.plans.values()
     if plan is not None:
         predicted = timeline(layout, trace, plan, engine.strategy._context)
         assert set(predicted.disk_bytes) == {disk_bytes(layout)}
@@ -145,22 +145,22 @@ def test_a_larger_step_sends_states_home_in_its_middle(tmp_path: Path) -> None:
 def test_a_bundle_is_fetched_from_masters_on_the_disk(tmp_path: Path) -> None:
     """Where its slots hold a gradient; what is read for that is on the host, not an activation."""
     engine = with_disk(SETUPS[2], "angel-ptm", "tight", tmp_path)
-    parts = parts_of(engine)
-    store, residency, account = parts.store, parts.residency, parts.device.account
-    index = max(parts.layout.on_disk)
+    ours = managed(engine)
+    store, residency, account = ours.store, ours.residency, ours.device.account
+    index = max(ours.layout.on_disk)
     residency.drop(index)
-    mine = [store.segments[s] for s in parts.layout.bundles[index].segments]
+    mine = [store.segments[s] for s in ours.layout.bundles[index].segments]
     for each in mine:
         each.slot_holds_gradient = True
         each.slot.fill_(torch.nan)
-    with parts.device.metered():
+    with ours.device.metered():
         account.start_interval()
         before = account.other
         residency.fetch(index)
         assert account.start_interval() == before
     engine.drain()
-    for each, piece in zip(mine, store.pieces(index, residency.bundles[index].block), strict=True):
-        assert torch.equal(piece, store.part(each, "master").to(store.dtype))
+    for each, piece in zip(mine, ours.bundles[index].pieces(ours.bundles[index].block), strict=True):
+        assert torch.equal(piece, ours.values.part(each, "master").to(store.dtype))
     engine.close()
 
 
@@ -180,7 +180,7 @@ def test_gradients_that_are_late_or_missing(model: str, tmp_path: Path) -> None:
     size = 16 * sum(p.numel() for p in plain(model).parameters())
     given = settings(device_memory=400_000, host_memory=int(size * 0.75) + 40_000, disk=tmp_path)
     engine = start(RANDOM, plain(model), given, RandomOptions(chunk_parameters=1))
-    assert parts_of(engine).layout.on_disk
+    assert managed(engine).layout.on_disk
     assert_equal(expected, train(engine, ids, CASES[model].loss))
 
 
@@ -229,7 +229,7 @@ def test_summoned_values_are_taken_over(tmp_path: Path) -> None:
     with engine.summon() as held:
         assert all(torch.equal(held[name], value) for name, value in halves.items())
     engine.drain()
-    check_segments(parts_of(engine))
+    check_segments(managed(engine))
     engine.close()
 
 
@@ -282,8 +282,8 @@ def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tm
         expected.append([masters, first, second])
     whole.close()
     one_step(engine, ids[0])
-    parts = parts_of(engine)
-    transfers, kernel = parts.device.transfers, parts.device.host_kernel
+    ours = managed(engine)
+    transfers, kernel = ours.device.transfers, ours.device.host_kernel
     issue, leave, update, seen = transfers.issue, transfers._leave, kernel.update, list[str]()
 
     def slow(**given: Any) -> None:
@@ -313,10 +313,10 @@ def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tm
         one_step(engine, ids[1])
     kernel.update, transfers.issue, transfers._leave = update, issue, leave
     engine.drain()
-    check_segments(parts)
+    check_segments(ours)
     names = [described.name for described in engine.index.parameters]
-    for stored in parts.store.segments:
-        mine = [parts.store.part(stored, part) for part in STATE_PARTS[:3]]
+    for stored in ours.store.segments:
+        mine = [ours.values.part(stored, part) for part in STATE_PARTS[:3]]
         places = stored.segment.placements
         alike = [
             all(torch.equal(mine[i][p.here], want[i][names[p.parameter]][p.piece]) for i in range(PARTS) for p in places)
@@ -391,7 +391,7 @@ def test_a_disk_that_is_too_small_is_used_for_what_it_holds(tmp_path: Path) -> N
     """The rest stays on the device, if that has room for it."""
     setup = SETUPS[0]
     engine = with_disk(setup, "angel-ptm", "above", tmp_path, disk_memory=1 << 20)
-    layout = parts_of(engine).layout
+    layout = managed(engine).layout
     assert 0 < disk_bytes(layout) <= 1 << 20
     assert any(not b.movable for b in layout.bundles)
     assert_equal(reference(setup), train(engine, tokens(3, 1)))
@@ -408,9 +408,9 @@ def test_settings_that_make_no_sense() -> None:
 
 def test_buffers_are_of_the_largest_segment(tmp_path: Path) -> None:
     engine = with_disk(SETUPS[0], "angel-ptm", "tight", tmp_path)
-    parts = parts_of(engine)
-    longest = max(map(part_bytes, segments_on_disk(parts.layout)))
-    disk = parts.store.disk
+    ours = managed(engine)
+    longest = max(map(part_bytes, segments_on_disk(ours.layout)))
+    disk = ours.store.disk
     assert disk is not None
     assert [len(buffer.parts) for buffer in disk.buffers] == [PARTS] * BUFFERS
     assert all(part.nbytes == longest and part.data_ptr() % 4096 == 0 for buffer in disk.buffers for part in buffer.parts)
@@ -423,17 +423,17 @@ def on_device_though_home_is_the_disk(engine: Any) -> list[int]:
     for batch in tokens(2, 1):
         one_step(engine, batch)
     engine.drain()
-    stored = parts_of(engine).store.segments
+    stored = managed(engine).store.segments
     return [s.segment.index for s in stored if s.tier is Tier.DEVICE and s.at_home is not None and s.at_home.tier is Tier.DISK]
 
 
 @pytest.mark.parametrize("way", ["host", "device"])
 def test_a_state_that_cannot_move_stays_where_it_is(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_disk(SETUPS[1], "angel-ptm", "above", tmp_path, device_memory=1 << 30, accumulate=1)
-    store = parts_of(engine).store
+    store, tiers = managed(engine).store, managed(engine).tiers
     stored = store.segments[on_device_though_home_is_the_disk(engine)[0]]
     if way == "device":
-        store.state_to_host(stored.segment.index)
+        tiers.to_home(stored.segment.index)
         engine.drain()
     before = stored.tier, store.host.live, store.device.account.pool
 
@@ -442,7 +442,7 @@ def test_a_state_that_cannot_move_stays_where_it_is(way: str, tmp_path: Path, mo
 
     monkeypatch.setattr(disk_module.os, "pwritev" if way == "host" else "preadv", fails)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        (store.state_to_host if way == "host" else store.state_to_device)(stored.segment.index)
+        (tiers.to_home if way == "host" else tiers.to_device)(stored.segment.index)
     monkeypatch.undo()
     assert (stored.tier, store.host.live, store.device.account.pool) == before
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):  # which the engine itself has told nobody
@@ -452,15 +452,15 @@ def test_a_state_that_cannot_move_stays_where_it_is(way: str, tmp_path: Path, mo
 def test_copies_from_and_for_the_disk_are_no_activations(tmp_path: Path) -> None:
     """Where the device is full, room would be made for them by what is under way already."""
     engine = with_disk(SETUPS[0], "angel-ptm", "above", tmp_path, device_memory=1 << 30)
-    parts = parts_of(engine)
-    index, device = on_device_though_home_is_the_disk(engine)[0], parts.device
-    (run, *_) = parts.store.runs(parts.layout.bundle_of_segment[index])
+    ours = managed(engine)
+    index, device = on_device_though_home_is_the_disk(engine)[0], ours.device
+    (run, *_) = ours.bundles[ours.layout.bundle_of_segment[index]].runs
     before = device.account.other
     device.account.start_interval()
     with device.metered():
-        parts.store.state_to_host(index)
-        parts.residency._master(run)
-        parts.store.state_to_device(index)
+        ours.tiers.to_home(index)
+        ours.residency._master(run)
+        ours.tiers.to_device(index)
     device.drain()
     assert device.account.start_interval() <= before
     engine.close()
@@ -473,9 +473,9 @@ def test_an_interrupt_among_a_bundles_updates_during_backward(label: str, nth: i
     host = short_of_host(setup, "angel-ptm", "tight") // 2  # all states are on the disk
     asked = settings(device_memory=budget_of(setup, "tight"), host_memory=host, disk=tmp_path)
     engine = start(system, setup.build(), asked, system.Options(nonfinite="stop"))
-    transfers, seen, ids = parts_of(engine).device.transfers, [], tokens(2, 1)
+    transfers, seen, ids = managed(engine).device.transfers, [], tokens(2, 1)
     issue = transfers.issue
-    layout = parts_of(engine).layout
+    layout = managed(engine).layout
     assert layout.on_disk == {b.index for b in layout.bundles} and max(len(b.segments) for b in layout.bundles) > 2
 
     def interrupted(operation: LaneOperation, work: Callable[[], None], **more: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from systems.errors import UnsupportedError
 from systems.system import Engine
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, assert_equal, finished, one_step, parameters_of, parts_of, settings, start
+from tests.systems.running import RESIDENT, assert_equal, finished, managed, one_step, parameters_of, settings, start
 from tests.systems.setups import SYSTEMS, in_turn
 
 DIM = 16
@@ -287,7 +287,7 @@ def test_a_frozen_parameter_of_which_there_are_no_other_values(system: str) -> N
     model.blocks[0].weight.data.add_(1)
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.weight was edited in place"):
         train_on(engine)
-    if system == "resident" or parts_of(engine).residency.writes_back:
+    if system == "resident" or managed(engine).residency.writes_back:
         with pytest.raises(UnsupportedError, match=r"blocks\.0\.weight was edited.*no values but these.*all else as it was"):
             engine.close()
         trained["blocks.0.weight"] = model.state_dict()["blocks.0.weight"]

@@ -41,7 +41,7 @@ def log_of(name: str) -> str:
         begin = len(engine.log.operations)
         one_step(engine, batch)
     engine.drain()
-    assert engine.runtime.cursor.plan is not None, "void: no plan"
+    assert engine.cursor.plan is not None, "void: no plan"
     operations = engine.log.operations[begin:]
     engine.close()
     zero = operations[0].ticket

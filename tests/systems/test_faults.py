@@ -35,9 +35,9 @@ from tests.systems.running import (
     elixir,
     finished,
     h3t,
+    managed,
     one_step,
     parameters_of,
-    parts_of,
     patrickstar,
     settings,
     start,
@@ -137,10 +137,10 @@ def test_an_exception_costs_its_step_and_nothing_else(system: str, place: Callab
 def test_what_a_broken_step_has_read_is_not_overwritten_before() -> None:
     """Nobody released what it held; whoever gets that memory next must wait for compute all the same."""
     engine = started("random", log_events=True)
-    residency = parts_of(engine).residency
+    residency = managed(engine).residency
     residency.hold([2, 3], "a unit")
     engine.recovery.abort()  # type: ignore[attr-defined]
-    for index in residency.evictable():
+    for index in residency.room.evictable():
         residency.drop(index)
     for index in range(len(residency.bundles)):
         residency.fetch(index)
@@ -166,7 +166,7 @@ class Faults:
     """Makes the device pool fail by number: allocation `number` of a step once, or it and all later ones."""
 
     def __init__(self, engine: Engine) -> None:
-        self.pool = parts_of(engine).device.pool
+        self.pool = managed(engine).device.pool
         self.made, self.failed = 0, 0
         self.first: int | None = None
         self.always = False
@@ -190,12 +190,12 @@ class Faults:
 
 
 def check_accounts(engine: Engine) -> None:
-    parts = parts_of(engine)
-    states = [s.state.allocation.nbytes for s in parts.store.segments if s.state and s.state.allocation]
-    assert parts.device.account.pool == sum(states) + sum(map(parts.layout.bundle_bytes, parts.residency.resident()))
-    assert not any(m.holds for m in parts.residency.bundles)
-    assert not any(s.slot_holds_gradient for s in parts.store.segments)
-    assert not any(g.range for g in parts.gradients.bundles.values())
+    ours = managed(engine)
+    states = [s.state.allocation.nbytes for s in ours.store.segments if s.state and s.state.allocation]
+    assert ours.device.account.pool == sum(states) + sum(map(ours.layout.bundle_bytes, ours.residency.resident()))
+    assert not any(m.holds for m in ours.residency.bundles)
+    assert not any(s.slot_holds_gradient for s in ours.store.segments)
+    assert not any(bundle.gradients.range for bundle in ours.gradients.bundles.values())
 
 
 @pytest.mark.parametrize(("system", "accumulate"), once_or_twice(MANAGED))
@@ -259,7 +259,7 @@ def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, steps
     batch = tokens(1, 1)[0]
     for _ in range(steps):
         one_step(engine, batch, LOSS)
-    lane = parts_of(engine).device.lanes[kind]
+    lane = managed(engine).device.lanes[kind]
     submit = lane.submit
 
     def broken(work: Callable[[], None], after: Any, **more: Any) -> Any:
@@ -275,7 +275,7 @@ def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, steps
     with pytest.raises(OnPurposeError):  # what a lane did not do stays undone: nobody reads weights that miss it
         parameters_of(engine)
     engine.close()
-    assert parts_of(engine).device.account.pool == 0
+    assert managed(engine).device.account.pool == 0
     assert set(threading.enumerate()) <= threads
 
 
@@ -291,7 +291,7 @@ def test_a_failed_copy_or_update_keeps_no_memory(kind: LaneKind, monkeypatch: py
 
     monkeypatch.setattr(mmap, "mmap", Watched)
     engine = started("elixir")
-    lane = parts_of(engine).device.lanes[kind]
+    lane = managed(engine).device.lanes[kind]
     submit = lane.submit
 
     def broken(work: Callable[[], None], after: Any, **more: Any) -> Any:
@@ -314,7 +314,7 @@ def test_a_failed_copy_or_update_keeps_no_memory(kind: LaneKind, monkeypatch: py
 def test_an_error_of_one_lane_is_told_when_all_are_done() -> None:
     """Who is told of it may close the engine, and memory goes back that the others were working on."""
     engine = started("elixir")
-    device = parts_of(engine).device
+    device = managed(engine).device
     device.lanes[LaneKind.H2D].submit(lambda: 1 / 0, [], id=1)
     update = device.lanes[LaneKind.CPU].submit(lambda: time.sleep(0.05), [], id=2)
     with pytest.raises(ZeroDivisionError):
@@ -335,7 +335,7 @@ def steps_and_drain(engine: Engine, batch: torch.Tensor) -> None:
 def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> None:
     """Parameters are as before the step, or, once one was updated, the engine says that they are not."""
     engine = started(system)
-    transfers = parts_of(engine).device.transfers
+    transfers = managed(engine).device.transfers
     issue, plain = transfers.issue, tokens(STEPS, 1)
     losses = [one_step(engine, plain[0], LOSS)]
     seen: list[str] = []
@@ -363,7 +363,7 @@ def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> 
 
 def test_an_interrupt_while_gradients_are_written_over_parameters() -> None:
     engine = start(patrickstar(), build("stack"), settings(clip=1.0, device_memory=TIGHT))
-    transfers = parts_of(engine).device.transfers
+    transfers = managed(engine).device.transfers
     compute, batches = transfers.compute, tokens(STEPS, 1)
     losses = [one_step(engine, batches[0], LOSS)]
 

@@ -278,7 +278,7 @@ def test_a_gradient_that_nobody_began_says_so_where_no_operation_is_seen(system:
     """As in a planned step on CUDA: what was read too late is NaN, and never reaches a parameter."""
     chosen, options = SYSTEMS[system]
     with start(chosen, UnseenStack(how), settings(), options) as engine:
-        engine.parts.device.meter._check = None  # type: ignore[attr-defined]
+        engine.device.meter._check = None  # type: ignore[attr-defined]
         evict_at_once(engine)
         before = parameters_of(engine)
         for _ in range(2):
@@ -293,15 +293,15 @@ def test_after_a_hidden_gradient_one_whole_step_is_watched(system: str) -> None:
     chosen, options = SYSTEMS[system]
     model = UnseenStack("function")
     with start(chosen, model, settings(), options) as engine:
-        runtime = engine.runtime  # type: ignore[attr-defined]
-        engine.parts.device.meter._check = None  # type: ignore[attr-defined]
+        progress = engine.progress  # type: ignore[attr-defined]
+        engine.device.meter._check = None  # type: ignore[attr-defined]
         with pytest.raises(HiddenUseError):
             one_step(engine, tokens(1, 1)[0], squared_error)
-        assert runtime.doubtful
+        assert progress.doubtful
         for part in (model, *model.blocks):
             part.how = "seen"
         squared_error(engine, tokens(1, 1)[0, 0], 1)
         engine.discard()
-        assert runtime.doubtful
+        assert progress.doubtful
         one_step(engine, tokens(1, 1)[0], squared_error)
-        assert not runtime.doubtful
+        assert not progress.doubtful

@@ -181,7 +181,7 @@ def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_st
                 ids = tokens(1, 1, 1, 8, seed=2 * step + micro)[0, 0]
                 micro_batch(engine, ids)
                 micro_batch(plain, ids)
-            following.append(engine.runtime.cursor.following)
+            following.append(engine.cursor.following)
             for each in (engine, plain):
                 each.step()
                 each.drain()

@@ -23,13 +23,13 @@ from systems.planning.allowance import EXACT
 from systems.planning.plan import Tier
 from systems.planning.trace import Phase
 from systems.substrate.bundle.segments import OptimizerState
-from systems.substrate.planner import Parts
+from systems.substrate.engine import ManagedEngine
 from systems.system import Engine
 from tests.systems import models_plain
 from tests.systems.every import MANAGED, STRATEGIES
 from tests.systems.models_plain import CASES
 from tests.systems.models_small import tokens
-from tests.systems.running import HOST, RANDOM, elixir, one_step, parts_of, settings, start
+from tests.systems.running import HOST, RANDOM, elixir, managed, one_step, settings, start
 from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of
 
 SETUPS = [
@@ -86,7 +86,7 @@ def test_live_bytes_stay_within_the_budget_and_the_prediction(setup: Setup, syst
 
         def after(number: int) -> None:
             ends.append(len(events))
-            plans.append(engine.runtime.cursor.plan)  # type: ignore[attr-defined]
+            plans.append(engine.cursor.plan)  # type: ignore[attr-defined]
 
         run_steps(engine, setup, after)
         for event in events:
@@ -113,7 +113,7 @@ def test_a_plan_for_an_odd_model_is_kept_to_the_byte(case: str) -> None:
     with start(elixir(), model, settings(device_memory=budget, log_events=True)) as engine:
         for batch in tokens(2, 1):
             events: list[LoggedBytes] = engine.log.bytes  # type: ignore[attr-defined]
-            begin, plan = len(events), engine.runtime.cursor.plan  # type: ignore[attr-defined]
+            begin, plan = len(events), engine.cursor.plan  # type: ignore[attr-defined]
             one_step(engine, batch, CASES[case].loss)
         last = [e for e in events[begin - 1 :] if e.tier == "device"]
         assert plan is not None and engine.counters()["fallbacks"] == 0
@@ -129,7 +129,7 @@ def test_recomputation_lets_no_gradient_pile_up(model: str) -> None:
         setup = Setup(model, recompute)  # type: ignore[arg-type]
         engine = engine_of(setup, "elixir", budget_of(setup, "half"))
         run_steps(engine, setup, lambda _: None, steps=1)
-        ((trace, _),) = engine.runtime.planner.plans.values()  # type: ignore[attr-defined]
+        ((trace, _),) = engine.planner.plans.values()  # type: ignore[attr-defined]
         flushes[recompute] = list(zip(trace.moments, trace.flushes, strict=True))
         engine.close()
     for recompute, found in flushes.items():
@@ -141,7 +141,7 @@ def test_recomputation_lets_no_gradient_pile_up(model: str) -> None:
 def test_an_activation_that_finds_no_room_leaves_the_account_right() -> None:
     """What never came into the account must not be taken from it when it dies, or the budget would no longer hold."""
     engine = start(RANDOM, models_plain.build("stack"), settings(device_memory=150_000))
-    account, buffers = parts_of(engine).device.account, parts_of(engine).device.account.live
+    account, buffers = managed(engine).device.account, managed(engine).device.account.live
     for _ in range(3):
         with pytest.raises(OutOfMemoryError):
             CASES["stack"].loss(engine, tokens(1, 1, batch=700)[0, 0], 1)
@@ -150,19 +150,20 @@ def test_an_activation_that_finds_no_room_leaves_the_account_right() -> None:
     engine.close()
 
 
-def check_segments(parts: Parts) -> None:
+def check_segments(checked: Engine) -> None:
     """Each segment has one authoritative copy, its master or frozen slot, and every other copy agrees with it."""
-    for stored in parts.store.segments:
+    engine = managed(checked)
+    for stored in engine.store.segments:
         assert not stored.slot_holds_gradient
-        bundle = parts.residency.bundles[parts.layout.bundle_of_segment[stored.segment.index]]
-        truth = stored.slot if stored.state is None else parts.store.part(stored, "master")
+        bundle = engine.residency.bundles[engine.layout.bundle_of_segment[stored.segment.index]]
+        truth = stored.slot if stored.state is None else engine.values.part(stored, "master")
         for place in stored.segment.placements:
             where = slice(place.offset, place.offset + place.numel)
-            rounded = truth[where].to(parts.store.dtype)
+            rounded = truth[where].to(engine.store.dtype)
             if stored.tier is not Tier.DEVICE:
                 assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
             if bundle.block is not None:
-                mine = parts.store.pieces(bundle.index, bundle.block)[bundle.bundle.segments.index(stored.segment.index)]
+                mine = bundle.pieces(bundle.block)[bundle.bundle.segments.index(stored.segment.index)]
                 assert torch.equal(mine[where], rounded), "the device copy is outdated"
         if stored.tier is Tier.DEVICE:
             assert bundle.block is not None and isinstance(stored.state, OptimizerState) and stored.state.allocation is not None
@@ -170,11 +171,11 @@ def check_segments(parts: Parts) -> None:
         assert not bundle.holds
 
 
-def pool_bytes(parts: Parts) -> int:
+def pool_bytes(engine: ManagedEngine) -> int:
     """What the device pool's account should say between steps: resident bundles and optimizer states, no gradient."""
-    there = [s.state for s in parts.store.segments if isinstance(s.state, OptimizerState)]
+    there = [s.state for s in engine.store.segments if isinstance(s.state, OptimizerState)]
     states = [state.allocation.nbytes for state in there if state.allocation]
-    return sum(states) + sum(parts.layout.bundle_bytes(i) for i in parts.residency.resident())
+    return sum(states) + sum(engine.layout.bundle_bytes(i) for i in engine.residency.resident())
 
 
 @pytest.mark.parametrize(
@@ -185,13 +186,13 @@ def pool_bytes(parts: Parts) -> int:
 def test_every_segment_has_one_authoritative_copy_after_every_step(setup: Setup, system: str, level: str) -> None:
     tiers: set[Tier] = set()
     with engine_of(setup, system, budget_of(setup, level)) as engine:
-        parts = parts_of(engine)
+        ours = managed(engine)
 
         def after(number: int) -> None:
             engine.drain()
-            check_segments(parts)
-            assert parts.device.account.pool == pool_bytes(parts)
-            tiers.update(s.tier for s in parts.store.segments if s.state is not None)
+            check_segments(ours)
+            assert ours.device.account.pool == pool_bytes(ours)
+            tiers.update(s.tier for s in ours.store.segments if s.state is not None)
 
         run_steps(engine, setup, after)
     assert (tiers == {Tier.HOST}) == (system in OFFLOADS_ALL)
@@ -231,12 +232,12 @@ def test_close_leaves_nothing(system: str, stop: str, traced_maps: Sequence[weak
         del loss
     assert len(set(threading.enumerate()) - threads) >= 3, "void: no lanes"
     assert sum(m() is not None for m in traced_maps) >= 5, "void: no mappings"
-    parts = parts_of(engine)
+    ours = managed(engine)
     engine.close()
     engine.close()
     gc.collect()
-    assert parts.device.account.pool == 0
-    assert parts.store.host.pool == 0 and parts.store.host.live == 0
+    assert ours.device.account.pool == 0
+    assert ours.store.host.pool == 0 and ours.store.host.live == 0
     assert set(threading.enumerate()) <= threads
     assert sum(m() is not None for m in traced_maps) == 1, "the slots, which are the parameters' own now"
     for parameter in engine.module.parameters():
@@ -293,8 +294,8 @@ def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkey
         memory = torch.empty(max(nbytes, 1 << 14), dtype=torch.uint8)
         self.meter.exempt(memory.untyped_storage())
         if started:
-            residency = parts_of(started[0]).residency
-            grown.append((self.pool.reserved_bytes + nbytes, residency.limit, bool(residency.evictable())))
+            residency = managed(started[0]).residency
+            grown.append((self.pool.reserved_bytes + nbytes, residency.room.limit, bool(residency.room.evictable())))
         return memory
 
     def prepare(self: EmulatedDevice, pool_bytes: int, largest: int, others: int | None = None) -> int:
@@ -322,10 +323,10 @@ def test_without_a_plan_there_is_room_beside_what_the_last_plan_pinned(monkeypat
     monkeypatch.setattr(EmulatedDevice, "allowance", replace(EXACT, warm_up_share=0.3))
     engine = engine_of(setup, "elixir", budget_of(setup, "half"))
     run_steps(engine, setup, lambda number: None)
-    parts = parts_of(engine)
-    engine.runtime.planner.learn((), None)  # type: ignore[attr-defined]
-    pinned = parts.device.account.pool
-    assert pinned > 0 and not parts.residency.evictable()
-    share = int(0.3 * (parts.device.plannable_bytes - pinned))
-    assert parts.residency.limit == pinned + min(share, 2 * parts.layout.movable_bytes) > pinned
+    ours = managed(engine)
+    engine.planner.learn((), None)  # type: ignore[attr-defined]
+    pinned = ours.device.account.pool
+    assert pinned > 0 and not ours.residency.room.evictable()
+    share = int(0.3 * (ours.device.plannable_bytes - pinned))
+    assert ours.residency.room.limit == pinned + min(share, 2 * ours.layout.movable_bytes) > pinned
     engine.close()

@@ -114,12 +114,12 @@ def test_a_forgotten_wait_is_found(system: str, lane: str, label: str) -> None:
 def test_every_plan_made_is_valid_and_cannot_deadlock(setup: Setup, level: str, jitter: bool, system: str) -> None:
     run, _ = logged(setup, system, level, jitter)
     assert isinstance(run.engine, ManagedEngine)
-    parts, context = run.engine.parts, run.engine.strategy._context  # type: ignore[attr-defined]
-    plans = [(trace, plan) for trace, plan in run.engine.runtime.planner.plans.values() if plan is not None]
+    layout, context = run.engine.layout, run.engine.strategy._context  # type: ignore[attr-defined]
+    plans = [(trace, plan) for trace, plan in run.engine.planner.plans.values() if plan is not None]
     assert plans
     for trace, plan in plans:
-        validate(parts.layout, trace, plan, context)
-        schedule = expand(parts.layout, trace, plan, context)
+        validate(layout, trace, plan, context)
+        schedule = expand(layout, trace, plan, context)
         assert circular_wait(schedule.operations) == []
         assert find_races(schedule.issued()) == []
 

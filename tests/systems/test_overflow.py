@@ -12,7 +12,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from systems.errors import DivergedError, UnsupportedError
-from systems.recipe.step.control import FP16_FIRST_SCALE, MAX_SKIPS_IN_A_ROW
+from systems.recipe.step.control import MAX_SKIPS_IN_A_ROW
+from systems.recipe.step.loss_scale import FP16_FIRST_SCALE
 from systems.strategies.elixir.options import ElixirOptions
 from systems.system import Engine
 from tests.systems.every import MANAGED, SYSTEMS

@@ -55,14 +55,14 @@ def test_pages_equal_resident(system: str, budget: int, given: dict[str, Any]) -
     expected = train(start(RESIDENT, models_small.build("opt"), settings(**given)), ids)
     asked = settings(**given, device_memory=budget, log_events=True)
     engine: Any = start(paged(MANAGED[system], 7), models_small.build("opt"), asked)
-    segments = engine.parts.layout.segments
+    segments = engine.layout.segments
     assert any(p.start for s in segments for p in s.placements) and any(len(s.placements) > 1 for s in segments)
     if system == "random":
         evict_at_once(engine, seed=1)
 
     def check(step: int, _: object) -> None:
         engine.drain()
-        check_segments(engine.parts)
+        check_segments(engine)
 
     assert_equal(expected, train(engine, ids, each_step=check))
     assert find_races(issued_operations(engine.log.operations)) == []
@@ -84,7 +84,7 @@ def test_parameters_whose_gradients_are_late_or_missing(model: str) -> None:
 
     def check(step: int, _: object) -> None:
         engine.drain()
-        check_segments(engine.parts)
+        check_segments(engine)
 
     assert_equal(expected, train(engine, ids, CASES[model].loss, check))
 
@@ -115,15 +115,15 @@ def work_of_a_step(page: int, accumulate: int, system: str, monkeypatch: pytest.
 
             monkeypatch.setattr(owner, name, counted)
 
-        for lane in engine.parts.device.lanes.values():
+        for lane in engine.device.lanes.values():
             count(lane, "submit", jobs=True)
         for name in ("update", "accumulate", "cast", "sum_squares_all"):
-            count(engine.parts.device.host_kernel, name)
+            count(engine.device.host_kernel, name)
         count(torch.Tensor, "copy_")
         one_step(engine, ids[3])
         engine.drain()
     monkeypatch.undo()
-    return len(engine.parts.layout.segments), found
+    return len(engine.layout.segments), found
 
 
 @pytest.mark.parametrize(
@@ -141,22 +141,22 @@ def test_a_bundle_is_fetched_from_slots_and_masters() -> None:
     """Where some of its slots hold a gradient; the segments between them are copied together all the same."""
     engine: Any = start(paged(elixir(), 1), models_small.build("opt"), settings(dtype="bf16"))
     with engine:
-        store, residency = engine.parts.store, engine.parts.residency
-        index = max(residency.bundles, key=lambda managed: len(managed.bundle.segments)).index
+        residency = engine.residency
+        bundle = max(engine.bundles, key=lambda each: len(each.segments))
+        index, mine = bundle.index, list(bundle.segments)
         residency.drop(index)
-        mine = [store.segments[s] for s in engine.parts.layout.bundles[index].segments]
         for each in mine[2:5] + mine[-1:]:
             each.slot_holds_gradient = True
             each.slot.fill_(torch.nan)
-        assert [len(run.stored) for run in store.runs(index, lambda each: each.slot_holds_gradient)] == [3, 1]
-        assert [len(run.stored) for run in store.runs(index, lambda each: not each.slot_holds_gradient)] == [2, len(mine) - 6]
+        assert [len(run.stored) for run in bundle.runs_of(lambda each: each.slot_holds_gradient)] == [3, 1]
+        assert [len(run.stored) for run in bundle.runs_of(lambda each: not each.slot_holds_gradient)] == [2, len(mine) - 6]
         residency.fetch(index)
         engine.drain()
-        for each, piece in zip(mine, store.pieces(index, residency.bundles[index].block), strict=True):
+        for each, piece in zip(mine, bundle.pieces(bundle.block), strict=True):
             assert torch.equal(piece, each.state.master.bfloat16())
-        store.restore_slots(index, lambda each: each.slot_holds_gradient)
+        engine.tiers.restore_slots(bundle, lambda each: each.slot_holds_gradient)
         engine.drain()
-        check_segments(engine.parts)
+        check_segments(engine)
 
 
 @pytest.mark.parametrize("fits", [0, 3])
@@ -164,19 +164,19 @@ def test_a_bundle_whose_state_does_not_fit_leaves_none_of_it_on_the_device(fits:
     ids = tokens(4, 1)
     expected = train(start(RESIDENT, models_small.build("opt"), settings()), ids)
     engine: Any = start(paged(elixir(), 7), models_small.build("opt"), settings())
-    store, moved = engine.parts.store, []
-    move = store.state_to_device
+    store, tiers, moved = engine.store, engine.tiers, []
+    move = tiers.to_device
 
     def limited(index: int) -> bool:
         moved.append(index)
         return len(moved) % (fits + 1) != 0 and move(index)
 
-    store.state_to_device = limited
+    tiers.to_device = limited
 
     def check(step: int, _: object) -> None:
         engine.drain()
-        check_segments(engine.parts)
-        settled = {s for b in engine.parts.layout.bundles if not b.movable for s in b.segments}
+        check_segments(engine)
+        settled = {s for b in engine.layout.bundles if not b.movable for s in b.segments}
         assert all(each.tier is Tier.HOST or each.segment.index in settled for each in store.segments)
 
     assert_equal(expected, train(engine, ids, each_step=check))

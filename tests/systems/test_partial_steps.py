@@ -13,7 +13,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.system import Engine
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, Run, assert_equal, elixir, finished, one_step, parts_of, settings, start
+from tests.systems.running import RESIDENT, Run, assert_equal, elixir, finished, managed, one_step, settings, start
 from tests.systems.setups import SYSTEMS as MANAGED
 from tests.systems.setups import in_turn
 
@@ -51,13 +51,13 @@ def test_the_plan_stays_in_force(system: str) -> None:
     ids = tokens(6, 2)
     moved = []
     for number, batch in enumerate(ids):
-        plan = engine.runtime.cursor.plan  # type: ignore[attr-defined]
+        plan = engine.cursor.plan  # type: ignore[attr-defined]
         before = engine.counters()
         one_step(engine, batch[:1] if number == 4 else batch, LOSS)
         moved.append({key: value - before.get(key, 0) for key, value in engine.counters().items()})
         if number == 4:
-            assert engine.runtime.cursor.plan is plan and plan is not None  # type: ignore[attr-defined]
-            assert parts_of(engine).residency.resident() >= plan.resident_at_start
+            assert engine.cursor.plan is plan and plan is not None  # type: ignore[attr-defined]
+            assert managed(engine).residency.resident() >= plan.resident_at_start
     for key in ("h2d_bytes", "d2h_bytes", "on_demand_fetches"):
         assert moved[5].get(key, 0) == moved[3].get(key, 0)
     engine.close()

@@ -19,9 +19,9 @@ from tests.systems.running import (
     RANDOM,
     RESIDENT,
     assert_equal,
+    managed,
     one_step,
     parameters_of,
-    parts_of,
     settings,
     start,
     train,
@@ -58,8 +58,8 @@ def borrower(use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Borro
 
 
 def drop_everything(engine: Engine) -> None:
-    residency = parts_of(engine).residency
-    for index in residency.evictable():
+    residency = managed(engine).residency
+    for index in residency.room.evictable():
         residency.drop(index)
 
 
@@ -74,8 +74,8 @@ def test_a_released_parameter_is_nan_everywhere(system: Any, dtype: str) -> None
         )
         one_step(engine, tokens(1, 1)[0])
         drop_everything(engine)
-        pinned = {b.index for b in parts_of(engine).layout.bundles if parts_of(engine).residency.bundles[b.index].block}
-        bundle_of = parts_of(engine).layout.bundle_of_parameter
+        pinned = {b.index for b in managed(engine).layout.bundles if managed(engine).residency.bundles[b.index].block}
+        bundle_of = managed(engine).layout.bundle_of_parameter
         released = [p for i, p in enumerate(model.parameters()) if bundle_of[i] not in pinned]
         assert inside == [False], "a unit's own parameters are there while it runs"
         if system is RANDOM:
@@ -91,7 +91,7 @@ def test_a_borrowed_weight_is_held_for_who_borrows_it(use: Any, system: Any) -> 
     for budget in (*([TIGHT] if system.name in LITTLE_AT_ONCE else []), 250_000, 1 << 30):
         run = train(start(system, borrower(use), settings(device_memory=budget)), ids, squared_error)
         assert_equal(expected, run)
-        assert run.engine.parts.layout.bundles_of_unit[run.engine.index.units[-1].index]  # type: ignore[attr-defined]
+        assert run.engine.layout.bundles_of_unit[run.engine.index.units[-1].index]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("use", "where"), [(add, "forward"), (multiply, "forward"), (multiply, "backward")])

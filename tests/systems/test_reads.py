@@ -185,7 +185,7 @@ def test_every_system_equals_resident(system: str, name: str) -> None:
 
 def users(engine: Engine) -> dict[str, set[str]]:
     """Of each parameter, the units that are held to read its bundle."""
-    units, layout = engine.index.units, engine.parts.layout  # type: ignore[attr-defined]
+    units, layout = engine.index.units, engine.layout  # type: ignore[attr-defined]
     bundles = {p.name: layout.bundles[layout.bundle_of_parameter[p.index]] for p in engine.index.parameters}  # type: ignore[attr-defined]
     return {name: {units[u].name for u in bundle.units} for name, bundle in bundles.items()}
 

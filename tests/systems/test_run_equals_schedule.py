@@ -64,7 +64,7 @@ def begun(case: Case, given: dict[str, Any], options: BaseModel, folder: Path | 
         asked = settings(**given, disk=folder, host_memory=int(host_bytes(case) * share))
         with contextlib.suppress(BudgetError):
             engine: Any = start(system, model, asked, options)
-            if engine.parts.layout.on_disk:
+            if engine.layout.on_disk:
                 return engine
             engine.close()
     raise AssertionError("void: no share of the host's memory has states on the disk and all else where it belongs")
@@ -85,21 +85,21 @@ def steady(case: Case, folder: Path | None) -> Found | None:
             begin = len(engine.log.operations)
             one_step(engine, batch)
         engine.drain()
-        plan, parts = engine.runtime.cursor.plan, engine.parts
-        if plan is None or plan.provisional or not engine.runtime.cursor.following:
+        plan = engine.cursor.plan
+        if plan is None or plan.provisional or not engine.cursor.following:
             return None
         ran = tuple(op.what for op in engine.log.operations[begin:] if isinstance(op.what, LaneOperation))
-        trace, _ = engine.runtime.planner.plans[plan.signature]
+        trace, _ = engine.planner.plans[plan.signature]
         context = PlanningContext(
-            device_budget=parts.device.plannable_bytes,
+            device_budget=engine.device.plannable_bytes,
             host_budget=HOST,
             itemsize=TORCH_DTYPE[setup.dtype].itemsize,
             ranks=1,
             accumulate=setup.accumulate,
             seed=0,
-            allowance=parts.device.allowance,
+            allowance=engine.device.allowance,
         )
-        schedule = expand(parts.layout, trace, plan, context)
+        schedule = expand(engine.layout, trace, plan, context)
         peak = engine.memory().host_peak_bytes or 0
         return Found(ran, schedule, peak)
     finally:

@@ -142,7 +142,7 @@ def test_the_norm_and_the_factor_are_told(system: str, sharing: str, accumulate:
 
 
 def check_tiers(step: int, engine: Engine) -> None:
-    tiers = {s.tier.value for s in engine.parts.store.segments}  # type: ignore[attr-defined]
+    tiers = {s.tier.value for s in engine.store.segments}  # type: ignore[attr-defined]
     assert step == 0 or tiers == {"device", "host"}
 
 

@@ -16,8 +16,8 @@ from systems import registry
 from systems.baselines import resident
 from systems.device.memory.host import HostMapping
 from systems.errors import BudgetError
-from systems.substrate import engine as engine_module
-from systems.substrate.bundle import store as store_module
+from systems.substrate import assembly
+from systems.substrate.bundle import first_values
 from tests.systems.every import STRATEGIES, SYSTEMS
 from tests.systems.models_small import build, tokens
 from tests.systems.running import elixir, one_step, settings, start
@@ -71,8 +71,8 @@ def test_initializing_takes_14_bytes_a_parameter(names: list[str], tmp_path: Pat
 
 FAILURES: dict[str, Any] = {
     "no room": None,
-    "while it is read": (store_module.Store, "_draw", resident, "zeros_like"),
-    "once it is taken over": (engine_module, "ParameterWatch", resident, "ParameterWatch"),
+    "while it is read": (first_values.FirstValues, "_draw", resident, "zeros_like"),
+    "once it is taken over": (assembly, "ParameterWatch", resident, "ParameterWatch"),
 }
 
 
@@ -122,7 +122,7 @@ def test_a_model_without_values_is_without_them_again(system: Any, monkeypatch: 
     def fails(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    for owner in (engine_module, resident):
+    for owner in (assembly, resident):
         monkeypatch.setattr(owner, "ParameterWatch", fails)
     with pytest.raises(KeyboardInterrupt):
         start(system, model, settings(initial_weights=lambda name, tensor: torch.nn.init.ones_(tensor)))

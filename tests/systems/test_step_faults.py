@@ -27,8 +27,8 @@ from tests.systems.running import (
     assert_equal,
     finished,
     h3t,
+    managed,
     one_step,
-    parts_of,
     settings,
     start,
 )
@@ -83,7 +83,7 @@ class Calls:
 
     @contextmanager
     def within(self, engine: Engine) -> Iterator[None]:
-        device = parts_of(engine).device
+        device = managed(engine).device
         owner = device.pool if self.what == "allocate" else device.transfers
         call = getattr(owner, self.what)
 

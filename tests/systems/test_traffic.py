@@ -12,8 +12,10 @@ from models import registry as models_registry
 from models.loss import token_loss
 from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, Tier
-from systems.planning.step.demand import Residence, demand_of, gradient_profile
+from systems.planning.step.demand import demand_of
 from systems.planning.step.operations import LaneOperation, Work
+from systems.planning.step.profiles import gradient_profile
+from systems.planning.step.residence import Residence
 from systems.substrate.engine import ManagedEngine
 from tests.systems.running import Run, elixir, settings
 from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
@@ -55,10 +57,10 @@ def steady(setup: Setup, system: str, budget: int) -> Steady:
     chosen, options = SYSTEMS[system]
     run = setup.run(chosen, budget, options)
     assert isinstance(run.engine, ManagedEngine)
-    plan, last = run.engine.runtime.cursor.plan, run.per_step[-1]
+    plan, last = run.engine.cursor.plan, run.per_step[-1]
     assert plan is not None
     assert not any(last[k] for k in ("on_demand_fetches", "evictions", "fallbacks", "retraces")), "void: not a steady step"
-    return Steady(run, run.engine.parts.layout, plan, last["h2d_bytes"], last["d2h_bytes"])
+    return Steady(run, run.engine.layout, plan, last["h2d_bytes"], last["d2h_bytes"])
 
 
 def name_of(value: Any) -> str:
@@ -74,9 +76,9 @@ def setups(*more: Any) -> Any:
 def padding_bytes(setup: Setup, run: Run) -> int:
     """What starting each parameter at 256 bytes costs in parameters, gradients, master, moments and accumulator."""
     assert isinstance(run.engine, ManagedEngine)
-    itemsize, accumulator = run.engine.parts.layout.itemsize, 4 if setup.accumulate > 1 else 0
+    itemsize, accumulator = run.engine.layout.itemsize, 4 if setup.accumulate > 1 else 0
     total = 0
-    for segment in run.engine.parts.layout.segments:
+    for segment in run.engine.layout.segments:
         each = 2 * itemsize + 12 + accumulator if segment.space.trainable else itemsize
         total += (segment.numel - segment.used) * each
     return total
@@ -86,10 +88,10 @@ def open_range_bytes(run: Run) -> int:
     """With several micro-batches gradients on the device go through ranges: the most that are open at a time."""
     assert isinstance(run.engine, ManagedEngine)
     engine, context = run.engine, run.engine.strategy._context  # type: ignore[attr-defined]
-    ((trace, plan),) = engine.runtime.planner.plans.values()
+    ((trace, plan),) = engine.planner.plans.values()
     assert plan is not None
-    demand = demand_of(engine.parts.layout, trace, context)
-    residence = Residence.of(engine.parts.layout, context, plan.optimizer_tier, plan.update_rule)
+    demand = demand_of(engine.layout, trace, context)
+    residence = Residence.of(engine.layout, context, plan.optimizer_tier, plan.update_rule)
     return max(gradient_profile(demand, residence))
 
 
@@ -119,7 +121,7 @@ def test_a_master_shard_spares_every_write_but_the_gradient(setup: Setup, system
 def test_h3t_moves_gradients_what_it_fetches_and_hidden_states(setup: Setup) -> None:
     """The host holds a master shard, so nothing else is written; a hidden state crosses once a direction and micro-batch."""
     found = steady(setup, "h3t", budget_of(setup, "tight"))
-    traces = found.engine.runtime.planner.plans.values()
+    traces = found.engine.planner.plans.values()
     (sizes,) = [dict(trace.input_bytes) for trace, plan in traces if plan is found.plan]
     hidden = sum(sizes.get(unit, 0) for unit in found.plan.offload_inputs or ()) * setup.accumulate
     assert found.run.per_step[-1].get("activation_offload_bytes", 0) == 2 * hidden
@@ -144,7 +146,7 @@ def test_without_a_plan_traffic_is_what_was_fetched_and_the_gradients(setup: Set
     chosen, options = SYSTEMS["random"]
     run = setup.run(chosen, budget_of(setup, "above"), options)
     assert isinstance(run.engine, ManagedEngine)
-    layout = run.engine.parts.layout
+    layout = run.engine.layout
     trainable = sum(layout.bundle_bytes(b.index) for b in layout.bundles if b.trainable)
     for step in run.per_step[1:]:
         assert step["d2h_bytes"] == trainable * setup.accumulate
@@ -176,7 +178,7 @@ def test_compute_does_not_wait_for_the_gradient_that_has_just_left() -> None:
     named = {o.ticket: o.what for o in operations if isinstance(o.what, LaneOperation)}
     sent = {ticket: what.bundle for ticket, what in named.items() if what.kind is Work.OFFLOAD}
     begun = [o for o in operations[already:] if o.label.startswith("gradient of bundle") and o.label.endswith("begins")]
-    bundles = len(engine.parts.layout.bundles)
+    bundles = len(engine.layout.bundles)
     assert len(begun) == bundles, "void: gradients stay on the device"
 
     apart = [sent[ticket] - int(o.label.split()[3]) for o in begun for ticket in o.waits if ticket in sent]

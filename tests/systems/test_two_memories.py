@@ -12,7 +12,7 @@ from systems.errors import BudgetError
 from systems.planning.plan import Tier
 from tests.systems.every import MANAGED
 from tests.systems.models_small import tokens
-from tests.systems.running import AMPLE, assert_equal, one_step, parts_of, replace, settings, start
+from tests.systems.running import AMPLE, assert_equal, managed, one_step, replace, settings, start
 from tests.systems.setups import Setup, budget_of, reference
 
 ALL = {name: (system, system.Options()) for name, system in MANAGED.items()}
@@ -54,13 +54,13 @@ def test_what_stays_on_the_device_never_moves(system: str) -> None:
     host = int(host_bytes(setup, system) * 0.7)
     given = settings(host_memory=host, device_memory=budget_of(setup, "above"), recompute="full")
     engine = start(chosen, setup.build(), given, options)
-    settled = [b for b in parts_of(engine).layout.bundles if not b.movable and b.trainable]
+    settled = [b for b in managed(engine).layout.bundles if not b.movable and b.trainable]
     assert settled, "void: the host held everything"
     for batch in tokens(3, 1):
         for bundle in settled:
-            states = [parts_of(engine).store.segments[s].state for s in bundle.segments]
+            states = [managed(engine).store.segments[s].state for s in bundle.segments]
             assert all(state.tier is Tier.DEVICE for state in states)
-            assert parts_of(engine).residency.bundles[bundle.index].block is not None
+            assert managed(engine).residency.bundles[bundle.index].block is not None
         one_step(engine, batch)
     engine.close()
 

@@ -139,7 +139,7 @@ def test_chunks_of_any_size(case: str, chunk: str) -> None:
     asked = settings(accumulate=2, clip=1.0, device_memory=budget if chunk == "smallest" else None, host_memory=1 << 30)
     run = train(start(elixir(), build(case), asked, options), tokens(STEPS, 2), CASES[case].loss)
     assert_equal(expected, run)
-    layout = run.engine.parts.layout  # type: ignore[attr-defined]
+    layout = run.engine.layout  # type: ignore[attr-defined]
     placed = [p.parameter for s in layout.segments for p in s.placements]
     assert sorted(placed) == list(range(len(run.parameters))), "every parameter is stored once"
     sizes = [len(s.placements) for s in layout.segments]

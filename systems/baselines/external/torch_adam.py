@@ -14,7 +14,7 @@ from systems.baselines.external.engine import LateNumber, Update
 from systems.baselines.external.package import Config
 from systems.errors import UnsupportedError
 from systems.messages import unknown_name
-from systems.recipe.step.control import FP16_FIRST_SCALE, FP16_GROWTH_STEPS
+from systems.recipe.step.loss_scale import FP16_FIRST_SCALE, FP16_GROWTH_STEPS
 from systems.settings import AdamSettings, Settings
 
 BUCKET = 1 << 28  # elements whose fp32 gradients exist at once: 1 GiB

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from systems.device.lanes.compute import ComputeLane
 from systems.device.lanes.lane import Lane
 from systems.device.lanes.ticket import Ticket
 from systems.device.watch.events import EventLog, Extent
@@ -39,13 +40,6 @@ class Memory:
         return self.readers if self.writer is None else [self.writer, *self.readers]
 
 
-class ComputeLane:
-    """The lane of the caller. `order(ticket)` puts later compute behind it, `mark(id)` gives a ticket for all so far."""
-
-    def __init__(self, order: Callable[[Ticket], None], mark: Callable[[int], Ticket]) -> None:
-        self.order, self.mark = order, mark
-
-
 class Transfers:
     """Issues operations on lanes. All calls come from the thread that runs the step, one at a time.
 
@@ -57,6 +51,9 @@ class Transfers:
         self.clock: PhaseClock | None = None
         self._last: dict[LaneKind, Ticket] = {}  # of the device's lanes
         self._owed: dict[LaneKind, Ticket] = {}  # what a lane's next operation waits for since the last barrier
+
+    def watch(self, clock: PhaseClock | None) -> None:
+        self.clock = clock
 
     def issue(
         self,

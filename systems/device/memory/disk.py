@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.device.lanes.lane import Lane
 from systems.device.lanes.ticket import Ticket
 from systems.device.lanes.transfers import Memory, Transfers
-from systems.device.memory.account import Account
+from systems.device.memory.account import Account, uncounted
 from systems.device.memory.host import HostMapping
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError
@@ -184,7 +183,7 @@ class Disk:
         """A copy of one part, once what is on its way there has come: `settled`, it has. For start-up and what is rare."""
         if not settled:
             _settle(place)
-        with _disable_current_modes():  # the emulated device would count it as an activation
+        with uncounted():
             part = _aligned(place.nbytes)
         with self._telling():
             _all_of(os.preadv, self._files[ROLES.index(role)], _bytes(part), place.offset)
@@ -193,7 +192,7 @@ class Disk:
     def save(self, place: DiskPlace, role: str, values: torch.Tensor) -> None:
         """values: fp32, the whole part. As `load`."""
         _settle(place)
-        with _disable_current_modes():
+        with uncounted():
             part = _aligned(place.nbytes)
             part[: place.numel].copy_(values)
         with self._telling():

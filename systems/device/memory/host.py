@@ -15,10 +15,9 @@ import ctypes
 import mmap
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.device.lanes.transfers import Memory
-from systems.device.memory.account import Account
+from systems.device.memory.account import Account, uncounted
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError, OutOfMemoryError
 from systems.planning.layout import ALIGN_BYTES, round_up
@@ -184,7 +183,7 @@ class HostSlots:
                 have=self._account.budget,
             )
         self._made += 1
-        with _disable_current_modes():  # the emulated device would count it as an activation
+        with uncounted():
             slot = HostSlot(HostMapping(f"{self._name}-{self._made}", size, self._account, pinned=True))
         self._all.append(slot)
         self.peak_bytes = max(self.peak_bytes, sum(each.mapping.nbytes for each in self._all))

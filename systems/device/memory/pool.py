@@ -36,6 +36,13 @@ class Allocation:
         size = dtype.itemsize
         return self.data[offset * size : (offset + numel) * size].view(dtype)
 
+    def make_view(self, parameter: int, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """The same, kept in `views`: the parameter has its place there as long as the block lasts."""
+        size = dtype.itemsize
+        found = self.views[parameter] = self.data[offset * size : (offset + numel) * size].view(dtype)
+        return found
+
+
 
 class Pool:
     """Allocation out of granules, under an account's budget.

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from systems.planning.plan import Operation, OpKind, PlannedOperation
 from systems.planning.step.belady import NEVER
-from systems.planning.step.demand import Demand, Profile, Span
+from systems.planning.step.demand import Demand, Span
+from systems.planning.step.profiles import Profile
 
 MAX_ROUNDS = 6  # a step's end state is found again within one or two; beyond this the step starts empty
 

@@ -9,19 +9,9 @@ from functools import cached_property
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan, PlannedOperation, UpdateRule, optimizer_tiers
 from systems.planning.policy.refusal import UnitName, check_need
-from systems.planning.step.demand import (
-    Demand,
-    Need,
-    Residence,
-    demand_of,
-    held_profile,
-    minimum_need,
-    non_model_profile,
-    pool_profile,
-    reusable,
-    room_beside,
-    unmovable,
-)
+from systems.planning.step.demand import Demand, demand_of, reusable
+from systems.planning.step.profiles import Need, held_profile, minimum_need, non_model_profile, pool_profile, room_beside
+from systems.planning.step.residence import Residence, unmovable
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 

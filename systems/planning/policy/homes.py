@@ -14,7 +14,9 @@ from systems.planning.disk_layout import BUFFERS, PARTS, buffer_bytes, disk_byte
 from systems.planning.layout import Bundle, Layout, round_up
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.nominal import nominal_trace
-from systems.planning.step.demand import Residence, demand_of, minimum_need, unmovable
+from systems.planning.step.demand import demand_of
+from systems.planning.step.profiles import minimum_need
+from systems.planning.step.residence import Residence, unmovable
 from systems.planning.strategy import PlanningContext
 from systems.sizes import format_need, format_size
 

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from systems.planning.step.demand import (
-    Demand,
-    Profile,
-    Residence,
-    Span,
-    gradient_profile,
-    held_profile,
-    in_order_of_use,
-    non_model_bounds,
-    pool_profile,
-    pool_with,
-)
+from systems.planning.step.demand import Demand, Span, in_order_of_use
+from systems.planning.step.profiles import Profile, gradient_profile, held_profile, non_model_bounds, pool_profile, pool_with
+from systems.planning.step.residence import Residence
 from systems.planning.trace import Trace
 
 Changes = list[tuple[Span, int]]

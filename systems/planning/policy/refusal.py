@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from systems.errors import BudgetError
-from systems.planning.step.demand import Need
+from systems.planning.step.profiles import Need
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import NO_UNIT
 from systems.sizes import format_need, format_size

@@ -10,7 +10,7 @@ from systems.planning.allowance import EXACT
 from systems.planning.disk_layout import disk_bytes
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan
-from systems.planning.step.demand import non_model_profile
+from systems.planning.step.profiles import non_model_profile
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace

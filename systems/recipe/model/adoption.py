@@ -109,7 +109,7 @@ def place_beside(model: nn.Module, found: FoundModel, device: Device) -> None:
         parameter.data = parameter.data.to(device.torch_device)
         nbytes += _bytes_of(parameter)
         if parameter.layout is torch.strided:
-            device.exempt(parameter.untyped_storage())
+            device.meter.exempt(parameter.untyped_storage())
     device.account.add_other(nbytes, "buffers")
 
 

@@ -60,6 +60,10 @@ class Recomputation:
         self.input_bytes: dict[int, int] = {}
         self._wrapped = [_wrap(found, unit, self.repeats, functools.partial(self._recomputes, unit)) for unit in sorted(units)]
 
+    def switch(self, units: frozenset[int]) -> None:
+        """Recomputed from now on."""
+        self.units = units
+
     def _recomputes(self, unit: int, args: tuple[Any, ...]) -> bool:
         hidden = next((a for a in args if isinstance(a, torch.Tensor)), None)
         self.input_bytes[unit] = 0 if hidden is None else hidden.nbytes

@@ -23,6 +23,7 @@ from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
 from systems.messages import one_line
 from systems.planning.layout import ModelIndex
+from systems.recipe.step import loss_scale
 from systems.recipe.step.parameter_groups import ParameterGroups
 from systems.settings import Settings, StepOutcome
 
@@ -31,8 +32,6 @@ HALF_UPDATED = (
     "from a checkpoint"
 )
 MAX_SKIPS_IN_A_ROW = 20
-FP16_FIRST_SCALE = 2.0**16
-FP16_GROWTH_STEPS = 2000
 
 
 class StepControl:
@@ -52,28 +51,23 @@ class StepControl:
         self.updates = [0] * len(index.parameters)
         self.outcomes: list[StepOutcome] = []
         self._dynamic = settings.dtype == "fp16"
-        self._loop = LoopState(0, 0, FP16_FIRST_SCALE if self._dynamic else 1.0, 0, 0)
+        self._loop = LoopState(0, 0, loss_scale.FP16_FIRST_SCALE if self._dynamic else 1.0, 0, 0)
         self.begun: dict[int, int] = {}
         self.ruined: str | None = None
         self.told: set[str] = set()
         self._groups = ParameterGroups(settings, index, parameters)
 
-    @property
-    def scale(self) -> float:
-        """Of the loss: halved by a skipped step, doubled after FP16_GROWTH_STEPS good ones; constant 1 unless fp16."""
-        return self._loop.loss_scale
-
     def decide(self, partials: Mapping[int, float]) -> StepOutcome:
         """partials: parameter index to fp64 sum of squares of its (scaled) gradient, for parameters that have one."""
-        total = 0.0
+        total, scale = 0.0, self._loop.loss_scale
         for parameter in sorted(partials):
             total += partials[parameter]
-        norm = float(np.float32(math.sqrt(total) / self.scale)) if math.isfinite(total) else math.nan
+        norm = float(np.float32(math.sqrt(total) / scale)) if math.isfinite(total) else math.nan
         skipped = not math.isfinite(norm)
         factor = 1.0
         if self.clip > 0 and not skipped:
             factor = min(1.0, float(np.float32(self.clip) / (np.float32(norm) + np.float32(1e-6))))
-        return StepOutcome(self._loop.steps + 1, norm, factor, self.scale, skipped)
+        return StepOutcome(self._loop.steps + 1, norm, factor, scale, skipped)
 
     @property
     def loop(self) -> LoopState:
@@ -95,22 +89,13 @@ class StepControl:
         self._done(outcome, self.updates, self.begun)
 
     def _done(self, outcome: StepOutcome, updates: list[int], begun: dict[int, int]) -> None:
-        end, after = len(self.outcomes), self._after(outcome)
+        end, after = len(self.outcomes), loss_scale.after(self._loop, outcome, moves=self._dynamic)
         self.outcomes[end:], self._loop, self.updates, self.begun = [outcome], after, updates, begun
         if after.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise DivergedError(
                 f"{after.skips_in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
                 f"{outcome.step}: lower the learning rate, set `clip`, or check the data"
             )
-
-    def _after(self, outcome: StepOutcome) -> LoopState:
-        old, skipped = self._loop, outcome.skipped
-        scale, good = old.loss_scale, old.good_steps
-        if self._dynamic:
-            scale, good = (max(scale / 2, 1.0), 0) if skipped else (scale, good + 1)
-            if good == FP16_GROWTH_STEPS:
-                scale, good = scale * 2, 0
-        return LoopState(old.steps + 1, old.skipped_steps + skipped, scale, good, old.skips_in_a_row + 1 if skipped else 0)
 
     def check_whole(self) -> None:
         """RuntimeError where parameters or moments belong to no step that there was."""
@@ -129,6 +114,14 @@ class StepControl:
                 "step, and change it before the next backward, or use `options=dict(nonfinite='skip')`"
             )
 
+    def ruin(self, why: str | None) -> None:
+        """No step may follow. None: one may."""
+        self.ruined = why
+
+    def forget_updates(self) -> None:
+        """The step in progress is none: what it began to count does not."""
+        self.begun = {}
+
     def begin_updates(self, fired: Sequence[int]) -> None:
         """Of every parameter about to be updated, the count for this step; the groups' hyperparameters are read once a step."""
         if not self.begun:
@@ -138,10 +131,6 @@ class StepControl:
     def advanced(self) -> list[int]:
         """The counts once the updates that were begun are carried out."""
         return [self.begun.get(parameter, count) for parameter, count in enumerate(self.updates)]
-
-    def multiplier(self, outcome: StepOutcome) -> float:
-        """What a scaled gradient is multiplied by: loss scale and clipping in one."""
-        return float(np.float32(outcome.clip_factor / outcome.loss_scale))
 
     def adam_range(self, parameter: int, offset: int, numel: int) -> AdamRange:
         hyper = self._groups.of(parameter)

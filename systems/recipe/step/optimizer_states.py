@@ -192,7 +192,7 @@ class OptimizerStates:
         moments = self._moments("optimizer.load_state_dict()")
         loading, self._loading = self._loading, {}
         control = moments.control
-        control.ruined = "optimizer.load_state_dict() broke off, so that moments are of two states: load them into a new engine"
+        control.ruin("optimizer.load_state_dict() broke off, so that moments are of two states: load them into a new engine")
         for described in self._index.parameters:
             if not described.trainable:
                 continue
@@ -203,7 +203,7 @@ class OptimizerStates:
                 zero = torch.zeros(()).expand(described.shape)
                 moments.write_moments(described.index, zero, zero)
             control.updates[described.index] = 0 if entry is None else entry.step
-        control.ruined = None
+        control.ruin(None)
         self._moments("optimizer.load_state_dict()")  # waits for the last copy to a device
         optimizer.state.clear()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from systems.planning.policy.division import Division, added
 from systems.planning.policy.optimizer_cache import OptimizerCache, within_working_set
-from systems.planning.step.demand import held_profile, pool_profile
+from systems.planning.step.profiles import held_profile, pool_profile
 
 
 @dataclass(frozen=True)

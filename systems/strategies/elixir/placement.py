@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from systems.errors import BudgetError
 from systems.planning.policy.division import Division, added
 from systems.planning.policy.optimizer_cache import OptimizerCache, within_working_set
-from systems.planning.step.demand import Residence, gradient_profile, held_profile
+from systems.planning.step.profiles import gradient_profile, held_profile
+from systems.planning.step.residence import Residence
 from systems.sizes import format_need, format_size
 from systems.strategies.elixir.options import ElixirOptions
 

@@ -13,7 +13,8 @@ from systems.planning.layout import Layout
 from systems.planning.plan import OpKind, Plan, UpdateRule
 from systems.planning.policy.refusal import refusal
 from systems.planning.policy.windows import under
-from systems.planning.step.demand import demand_of, unmovable
+from systems.planning.step.demand import demand_of
+from systems.planning.step.residence import unmovable
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.step.timeline import MemTimeline, excess_bytes, timeline_of
 from systems.planning.strategy import PlanningContext

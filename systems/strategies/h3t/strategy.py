@@ -16,7 +16,7 @@ from systems.planning.policy.base import StrategyBase
 from systems.planning.policy.options import StrategyStatistics
 from systems.planning.policy.packing import bundle_a_unit
 from systems.planning.policy.windows import windows
-from systems.planning.step.demand import unmovable
+from systems.planning.step.residence import unmovable
 from systems.planning.step.timeline import timeline, with_peaks
 from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from systems.planning.policy.division import Division
 from systems.planning.policy.optimizer_cache import OptimizerCache
-from systems.planning.step.demand import held_profile
+from systems.planning.step.profiles import held_profile
 from systems.strategies.patrickstar.options import PatrickStarOptions
 
 

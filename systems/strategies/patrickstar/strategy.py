@@ -13,7 +13,7 @@ from systems.planning.policy.caching import CacheRequest, plan_cache
 from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import ModelOrder
 from systems.planning.policy.options import StrategyStatistics
-from systems.planning.step.demand import gradient_profile
+from systems.planning.step.profiles import gradient_profile
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.strategies.patrickstar.chunks import Chunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics

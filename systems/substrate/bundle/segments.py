@@ -73,6 +73,27 @@ class StoredSegment:
     def tier(self) -> Tier:
         return Tier.HOST if self.state is None else self.state.tier
 
+    def move_to(self, state: OptimizerState | DiskState) -> None:
+        """Its master and moments are there from now on."""
+        self.state = state
+
+    def close(self) -> None:
+        """Lets go of all memory."""
+        self.state = self.at_home = None
+        self.slot = torch.empty(0, dtype=self.slot.dtype)
+
+
+def slots_take_gradients(segments: Iterable[StoredSegment]) -> None:
+    """Said before they are written, so that they are restored if Ctrl-C breaks off what follows."""
+    for each in segments:
+        each.slot_holds_gradient = True
+
+
+def slots_take_parameters(segments: Iterable[StoredSegment]) -> None:
+    """Said once what writes them was issued."""
+    for each in segments:
+        each.slot_holds_gradient = False
+
 
 @dataclass(frozen=True)
 class Run:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.operations import Work, of_bundle
-from systems.substrate.moves.ranges import BundleGradient
-from systems.substrate.moves.residency import Residency
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.gradient import BundleGradient
+from systems.substrate.bundle.states import GradientState
+from systems.substrate.moves.tiers import TierMoves
 
 
 class Accumulators:
-    def __init__(self, residency: Residency) -> None:
-        self.layout, self.store, self.device = residency.layout, residency.store, residency.device
+    def __init__(self, tiers: TierMoves) -> None:
+        self._tiers, self.layout, self.device = tiers, tiers.layout, tiers.device
 
-    def add(self, bundle: int, gradient: BundleGradient, *, last: bool) -> None:
+    def add(self, bundle: ManagedBundle, gradient: BundleGradient, *, last: bool) -> None:
         """From the range on the device, or from the slots. last: of the step's micro-batches."""
-        segments = self.layout.bundles[bundle].segments
-        if self.store.segments[segments[0]].tier is Tier.DEVICE:
+        if bundle.segments[0].tier is Tier.DEVICE:
             self._on_device(bundle, gradient)
         else:
             self._on_host(bundle, frozenset(gradient.fired), last=last)
         gradient.fired.clear()  # they are in the accumulator; what comes late is added there by itself
-        gradient.flushed, gradient.parked = True, False
+        gradient.to(GradientState.SENT)
 
-    def _on_host(self, bundle: int, fired: frozenset[int], *, last: bool) -> None:
-        runs, kernel = self.store.runs(bundle), self.device.host_kernel
+    def _on_host(self, bundle: ManagedBundle, fired: frozenset[int], *, last: bool) -> None:
+        runs, kernel = bundle.runs, self.device.host_kernel
 
         def work() -> None:
             for run in runs:
@@ -34,23 +35,23 @@ class Accumulators:
 
         segments = [each for run in runs for each in run.stored]
         self.device.transfers.issue(
-            of_bundle(self.layout, Work.ACCUMULATE, LaneKind.CPU, bundle),
+            of_bundle(self.layout, Work.ACCUMULATE, LaneKind.CPU, bundle.index),
             work,
             reads=[each.slot_memory for each in segments],
             writes=[each.state.memory for each in segments if each.state is not None],
-            priority=bundle,
+            priority=bundle.index,
         )
         if not last:
-            self.store.restore_slots(bundle)
+            self._tiers.restore_slots(bundle)
 
-    def _on_device(self, bundle: int, gradient: BundleGradient) -> None:
+    def _on_device(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
         assert gradient.range is not None
-        pieces = self.store.pieces(bundle, gradient.range)
-        segments = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
-        memories, label = [each.state.memory for each in segments if each.state is not None], f"accumulate bundle {bundle}"
+        pieces = bundle.pieces(gradient.range)
+        memories = [each.state.memory for each in bundle.segments if each.state is not None]
+        label = f"accumulate bundle {bundle.index}"
         self.device.transfers.compute(writes=memories, label=f"{label} begins")
         with self.device.phases.of("accumulate"):
-            for stored, piece in zip(segments, pieces, strict=True):
+            for stored, piece in zip(bundle.segments, pieces, strict=True):
                 assert stored.state is not None and stored.state.accumulator is not None
                 for place in stored.segment.placements:
                     if place.parameter in gradient.fired:

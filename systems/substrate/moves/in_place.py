@@ -16,155 +16,133 @@ Note [Detours]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from systems.device.memory.pool import Allocation
-from systems.substrate.moves.ranges import BundleGradient, Ranges
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.gradient import FREE, BundleGradient
+from systems.substrate.moves.ranges import Ranges
+from systems.substrate.moves.residency import Residency
 
 HOLD = "gradient"
 DETOUR = "detour"
 
 
-@dataclass
-class _Written:
-    """parameters: those whose gradient is in the block. exited: units that are done with theirs in this micro-step."""
-
-    parameters: set[int] = field(default_factory=set)
-    exited: set[int] = field(default_factory=set)
-
-
 class InPlace:
-    """Which parameters of which blocks are gradients now.
+    """Which parameters of which blocks are gradients now: `written` of each bundle's gradient.
 
     allowed: bundles that the plan in force lets be written. user: of each parameter in them, the one unit that reads it.
-    excluded: asked for reasons why not now (the bundle is updated on the device, or there are several micro-batches).
+    several: there are micro-batches, and nothing is written in place.
     """
 
-    def __init__(self, ranges: Ranges, allowed: frozenset[int], user: dict[int, int], excluded: Callable[[int], bool]) -> None:
-        self.ranges, self.residency = ranges, ranges.residency
-        self.device, self.store = ranges.device, ranges.store
-        self.allowed, self._user, self._excluded = allowed, user, excluded
-        self._bundles: dict[int, _Written] = {}
+    def __init__(
+        self, ranges: Ranges, residency: Residency, allowed: frozenset[int], user: Mapping[int, int], *, several: bool
+    ) -> None:
+        self._ranges, self._residency, self._device = ranges, residency, ranges.device
+        self.allowed, self._user, self._several = allowed, user, several
 
-    def _of(self, bundle: int) -> _Written:
-        return self._bundles.setdefault(bundle, _Written())
+    def allow(self, bundles: frozenset[int]) -> None:
+        """Those of a plan that comes into force, or of the layout where there is none, and that one unit alone reads."""
+        self.allowed = bundles
 
-    def written(self, bundle: int) -> bool:
-        return bundle in self._bundles and bool(self._bundles[bundle].parameters)
-
-    def overwrote(self, bundle: int, parameter: int) -> bool:
-        return self.written(bundle) and parameter in self._bundles[bundle].parameters
-
-    def takes(self, bundle: int, gradient: BundleGradient) -> bool:
+    def takes(self, bundle: ManagedBundle, gradient: BundleGradient) -> bool:
         """True if gradients that come now take their parameters' place. See Note [Detours] for when they do not."""
-        free = gradient.range is None and not gradient.flushed and not gradient.parked
-        return free and bundle in self.allowed and self._has_block(bundle) and not self._excluded(bundle)
+        free = gradient.range is None and gradient.state in FREE and bundle.block is not None
+        return free and bundle.index in self.allowed and not self._several and not bundle.stays_in_autograd
 
-    def enter(self, bundle: int, unit: int, gradient: BundleGradient) -> None:
+    def enter(self, bundle: ManagedBundle, unit: int, gradient: BundleGradient) -> None:
         """The unit's backward begins: if its parameters have become gradients, they must come back first."""
-        mine = self._of(bundle)
-        mine.exited.discard(unit)
-        if any(self._user[p] == unit for p in mine.parameters):
+        gradient.exited.discard(unit)
+        if gradient.written and any(self._user[p] == unit for p in gradient.written):
             self._detour(bundle, gradient)
 
-    def exit(self, bundle: int, unit: int, gradient: BundleGradient) -> None:
+    def exit(self, bundle: ManagedBundle, unit: int, gradient: BundleGradient) -> None:
         """The unit is done with its parameters: of the gradients that wait, its own are written."""
         if self.takes(bundle, gradient):
-            self._of(bundle).exited.add(unit)
-            self._write(bundle, gradient, [p for p in gradient.adopted if self._user[p] == unit])
+            gradient.exited.add(unit)
+            self._write(bundle, gradient, [p for p in gradient.waiting if self._user[p] == unit])
 
-    def keep(self, bundle: int, parameter: int, value: torch.Tensor, gradient: BundleGradient) -> None:
+    def keep(self, bundle: ManagedBundle, parameter: int, value: torch.Tensor, gradient: BundleGradient) -> None:
         """Until the unit's backward ends; a gradient that comes later than that is written at once."""
-        if parameter in self._of(bundle).parameters:
+        if parameter in gradient.written:
             self.view(bundle, parameter).add_(value.reshape(-1))
-        elif parameter in gradient.adopted:
-            gradient.adopted[parameter].add_(value)
+        elif parameter in gradient.waiting:
+            gradient.waiting[parameter].add_(value)
         else:
-            gradient.adopted[parameter] = value
-            if self._user[parameter] in self._of(bundle).exited:
+            gradient.wait(parameter, value)
+            if self._user[parameter] in gradient.exited:
                 self._write(bundle, gradient, [parameter])
 
-    def assemble(self, bundle: int, gradient: BundleGradient) -> None:
+    def assemble(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
         """Bring what waits in autograd's buffers to the rest: into the block if nothing uses it, else into a range."""
-        if not self.written(bundle) and not gradient.adopted:
+        if not gradient.written and not gradient.waiting:
             return
         if self.takes(bundle, gradient) and not self.in_use(bundle):
-            self._write(bundle, gradient, list(gradient.adopted))
-        elif self.written(bundle):
+            self._write(bundle, gradient, list(gradient.waiting))
+        elif gradient.written:
             self._detour(bundle, gradient)
         else:
-            self.ranges.open(bundle, gradient)
+            self._ranges.open(bundle, gradient)
 
-    def offload(self, bundle: int) -> None:
+    def offload(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
         """The bundle's block, all gradient now, leaves for the host."""
         block = self._block(bundle)
-        self.device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle} ends")
-        self.ranges.offload(bundle, block)
-        self._drop(bundle)
+        self._device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle.index} ends")
+        self._ranges.offload(bundle, block)
+        self.let_go(bundle, gradient)
 
-    def in_use(self, bundle: int) -> bool:
+    def in_use(self, bundle: ManagedBundle) -> bool:
         """True while anything but its own gradients holds the bundle."""
-        return any(key != HOLD for key in self.residency.bundles[bundle].holds)
+        return any(key != HOLD for key in bundle.holds)
 
-    def view(self, bundle: int, parameter: int) -> torch.Tensor:
+    def view(self, bundle: ManagedBundle, parameter: int) -> torch.Tensor:
         """Where the parameter lies in the bundle's block, flat."""
-        return self.ranges.view(self._block(bundle), parameter)
+        return self._ranges.view(self._block(bundle), parameter)
 
-    def start(self) -> None:
-        """A micro-step begins, or a step was given up: blocks that still have gradients in them go."""
-        for bundle in [b for b in self._bundles if self.written(b)]:
-            self._drop(bundle)
-        self._bundles.clear()
-
-    def _write(self, bundle: int, gradient: BundleGradient, parameters: Sequence[int]) -> None:
+    def _write(self, bundle: ManagedBundle, gradient: BundleGradient, parameters: Sequence[int]) -> None:
         if not parameters:
             return
         block = self._block(bundle)
-        label = f"gradients over parameters of bundle {bundle}"
-        self.device.transfers.compute(writes=[block.memory], label=f"{label} begin")
-        self._of(bundle).parameters.update(parameters)  # before they are: Ctrl-C may come between
-        self.residency.bundles[bundle].holds[HOLD] = 1
+        label = f"gradients over parameters of bundle {bundle.index}"
+        self._device.transfers.compute(writes=[block.memory], label=f"{label} begin")
+        gradient.write(parameters)  # before they are: Ctrl-C may come between
+        bundle.hold_once(HOLD)
         for parameter in parameters:
-            self.view(bundle, parameter).copy_(gradient.adopted.pop(parameter).reshape(-1))
-        self.device.transfers.compute(writes=[block.memory], label=f"{label} end")
+            self.view(bundle, parameter).copy_(gradient.waiting.pop(parameter).reshape(-1))
+        self._device.transfers.compute(writes=[block.memory], label=f"{label} end")
 
-    def _detour(self, bundle: int, gradient: BundleGradient) -> None:
+    def _detour(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
         """What the block has of gradients goes to a new range, and the parameters come back."""
-        block, written = self._block(bundle), sorted(self._of(bundle).parameters)
-        holds = self.residency.bundles[bundle].holds
-        holds[DETOUR] = 1  # making room must not send this very bundle off
+        block, written = self._block(bundle), sorted(gradient.written)
+        bundle.hold_once(DETOUR)  # making room must not send this very bundle off
         try:
-            target = gradient.range = self.ranges.allocate(bundle)
+            target = self._ranges.allocate(bundle)
+            gradient.collect(target)
         finally:
-            del holds[DETOUR]
-        self.device.log.count("gradient_detours")
-        label = f"gradient of bundle {bundle} leaves its block"
-        self.device.transfers.compute(reads=[block.memory], writes=[target.memory], label=f"{label} begins")
+            bundle.release_all(DETOUR)
+        self._device.log.count("gradient_detours")
+        label = f"gradient of bundle {bundle.index} leaves its block"
+        self._device.transfers.compute(reads=[block.memory], writes=[target.memory], label=f"{label} begins")
         for parameter in written:
-            self.ranges.view(target, parameter).copy_(self.view(bundle, parameter))
-        self.ranges.empty_buffers(gradient)
-        self.device.transfers.compute(reads=[block.memory], writes=[target.memory], label=f"{label} ends")
-        self.residency.refill(bundle, frozenset(written))
-        self._forget(bundle)
+            self._ranges.view(target, parameter).copy_(self.view(bundle, parameter))
+        self._ranges.empty_buffers(gradient, target)
+        self._device.transfers.compute(reads=[block.memory], writes=[target.memory], label=f"{label} ends")
+        self._residency.refill(bundle, frozenset(written))
+        self._forget(bundle, gradient)
 
-    def _drop(self, bundle: int) -> None:
+    def let_go(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
         """The gradients in the block have left it, or do not matter."""
-        self.residency.bundles[bundle].holds.pop(HOLD, None)
-        self.residency.drop(bundle)
-        self._forget(bundle)  # last: as long as it is there it is not taken for parameters
+        bundle.release_all(HOLD)
+        self._residency.drop(bundle.index)
+        self._forget(bundle, gradient)  # last: as long as it is there it is not taken for parameters
 
-    def _forget(self, bundle: int) -> None:
+    def _forget(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
         """The block has no gradients in it any more."""
-        self.residency.bundles[bundle].holds.pop(HOLD, None)
-        self._of(bundle).parameters.clear()
+        bundle.release_all(HOLD)
+        gradient.written.clear()
 
-    def _has_block(self, bundle: int) -> bool:
-        return self.residency.bundles[bundle].block is not None
-
-    def _block(self, bundle: int) -> Allocation:
-        block = self.residency.bundles[bundle].block
-        assert block is not None, f"bundle {bundle} has a gradient in a block that is not there"
-        return block
+    def _block(self, bundle: ManagedBundle) -> Allocation:
+        assert bundle.block is not None, f"bundle {bundle.index} has a gradient in a block that is not there"
+        return bundle.block

@@ -78,9 +78,7 @@ class _Handle:
 
 
 class OffloadedInputs:
-    """units: whose inputs leave from now on; a part of what `attach` was given. active: whether a forward belongs to the step.
-
-    left: told of each that leaves, with its bytes.
+    """units: whose inputs leave from now on; a part of what `attach` was given.
 
     All calls come from the thread that runs the step.
     """
@@ -94,14 +92,23 @@ class OffloadedInputs:
         self._leaving: list[_Input] = []
         self._numbers = itertools.count()
         self._prefetches = True
-        self.active: Callable[[], bool] = lambda: False
-        self.left: Callable[[int, int], None] = lambda unit, nbytes: None
+        self._active: Callable[[], bool] = lambda: False
+        self._left: Callable[[int, int], None] = lambda unit, nbytes: None
+
+    def switch(self, units: frozenset[int]) -> None:
+        """Whose inputs leave from now on."""
+        self.units = units
 
     # ---- hooks
 
-    def attach(self, found: FoundModel, units: frozenset[int]) -> Callable[[], None]:
-        """Wrap the forwards of `units`, as `offloadable` gives them; returns what undoes it."""
-        self._attached = units
+    def attach(
+        self, found: FoundModel, units: frozenset[int], *, active: Callable[[], bool], left: Callable[[int, int], None]
+    ) -> Callable[[], None]:
+        """Wrap the forwards of `units`, as `offloadable` gives them; returns what undoes it.
+
+        active: whether a forward belongs to the step. left: told of each input that leaves, by its unit, with its bytes.
+        """
+        self._attached, self._active, self._left = units, active, left
         self._names = {unit: found.index.units[unit].name for unit in units}
         undo = [self._wrap(unit, found.modules[unit]) for unit in sorted(units)]
 
@@ -137,7 +144,7 @@ class OffloadedInputs:
 
     def _takes(self, unit: int) -> bool:
         """Inside another's hooks (a checkpoint around several units) nothing is touched: its own bookkeeping counts saves."""
-        if unit not in self.units or not torch.is_grad_enabled() or not self.active():
+        if unit not in self.units or not torch.is_grad_enabled() or not self._active():
             return False
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
@@ -155,11 +162,12 @@ class OffloadedInputs:
             assert kept.tensor is not None
             slot.view(kept.dtype, kept.shape).copy_(kept.tensor, non_blocking=True)
 
-        self._count("d2h_bytes", kept.nbytes)
+        for what in ("d2h_bytes", "activation_offload_bytes"):
+            self._device.log.count(what, kept.nbytes)
         transfers.issue(
             LaneOperation(Work.OFFLOAD_INPUT, LaneKind.D2H, self._names[unit]), copy, reads=[kept.memory], writes=[slot.memory]
         )
-        self.left(unit, kept.nbytes)
+        self._left(unit, kept.nbytes)
         self._leaving.append(kept)
         self._stack.append(kept)
         return _Handle(kept)
@@ -220,7 +228,8 @@ class OffloadedInputs:
             assert kept.tensor is not None
             kept.tensor.copy_(slot.view(kept.dtype, kept.shape), non_blocking=True)
 
-        self._count("h2d_bytes", kept.nbytes)
+        for what in ("h2d_bytes", "activation_offload_bytes"):
+            self._device.log.count(what, kept.nbytes)
         fetch = LaneOperation(Work.FETCH_INPUT, LaneKind.H2D, self._names[kept.unit])
         transfers.issue(fetch, copy, reads=[slot.memory], writes=[kept.memory])
 
@@ -249,10 +258,6 @@ class OffloadedInputs:
     def close(self) -> None:
         self.forget()
         self._slots.close()
-
-    def _count(self, lane: str, nbytes: int) -> None:
-        self._device.log.count(lane, nbytes)
-        self._device.log.count("activation_offload_bytes", nbytes)
 
     def _fresh_memory(self) -> Memory:
         """Every device copy has a range of its own: the allocator's addresses are not this module's to know."""

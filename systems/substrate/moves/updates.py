@@ -9,17 +9,17 @@ import torch
 from systems.adam.kernel import AdamRange, AdamTask
 from systems.device.device import Device
 from systems.device.memory.pool import Allocation
-from systems.device.watch.labels import labelled, working
-from systems.planning.layout import Bundle, Layout, Placement
+from systems.device.watch.labels import labelled
+from systems.planning.layout import Layout, Placement
 from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.demand import first_uses
 from systems.planning.step.operations import Work, of_bundle
 from systems.planning.trace import Moment
 from systems.recipe.step.control import StepControl
-from systems.substrate.bundle.segments import DiskState, OptimizerState, StoredSegment, joined
-from systems.substrate.bundle.store import Store
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.segments import DiskState, OptimizerState, StoredSegment, slots_take_parameters
 from systems.substrate.moves.gradients import Gradients
-from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.tiers import TierMoves
 
 
 class Updates:
@@ -28,15 +28,15 @@ class Updates:
     def __init__(
         self,
         layout: Layout,
-        store: Store,
-        residency: Residency,
+        bundles: Sequence[ManagedBundle],
+        tiers: TierMoves,
         gradients: Gradients,
         device: Device,
         control: StepControl,
     ) -> None:
-        self.layout, self.store, self.residency = layout, store, residency
-        self.gradients, self.device, self.control = gradients, device, control
-        self._order: list[int] = []
+        self.layout, self.device, self.control = layout, device, control
+        self._bundles, self._tiers, self._gradients, self._disk = bundles, tiers, gradients, tiers.store.disk
+        self._order: list[ManagedBundle] = []
         self._priority: dict[int, int] = {}
         self.follow(None)
 
@@ -47,55 +47,18 @@ class Updates:
         uses = {b.index: min(b.units) for b in self.layout.bundles} if moments is None else first_uses(self.layout, moments)
         never = 0 if moments is None else len(moments)
         trainable = (b.index for b in self.layout.bundles if b.trainable)
-        self._order = sorted(trainable, key=lambda bundle: (uses.get(bundle, never), bundle))
-        self._priority = {bundle: place for place, bundle in enumerate(self._order)}
-
-    def norm_of_accumulated(self, fired: Sequence[int]) -> None:
-        """With several micro-batches: the partial sums of squares, out of the fp32 accumulators where they live."""
-        wanted = frozenset(fired)
-        for bundle in self.layout.bundles:
-            mine = sorted({p.parameter for s in bundle.segments for p in self.layout.segments[s].placements} & wanted)
-            if mine:
-                self._norm_of_accumulated(bundle, mine)
-        if any(each.segment.space.trainable and each.tier is not Tier.DEVICE for each in self.store.segments):
-            self.device.lanes[LaneKind.CPU].drain()
-
-    def _norm_of_accumulated(self, bundle: Bundle, parameters: list[int]) -> None:
-        segments = [self.store.segments[s] for s in bundle.segments]
-        memories = [each.state.memory for each in segments if each.state is not None]
-        on_host = segments[0].tier is not Tier.DEVICE
-        kernel = self.device.host_kernel if on_host else self.device.kernel
-        lying = [(run.accumulator, run.placements) for run in self.store.runs(bundle.index)]
-        if not on_host:
-            lying = [(each.state.accumulator, each.segment.placements) for each in segments if each.state is not None]
-        pieces: dict[int, list[torch.Tensor]] = {parameter: [] for parameter in parameters}
-        for accumulator, placements in lying:
-            assert accumulator is not None
-            for piece in placements:
-                if piece.parameter in pieces:
-                    pieces[piece.parameter].append(accumulator[piece.here])
-
-        def work() -> None:
-            sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
-            self.gradients.partials[bundle.index] = tuple(parameters), sums
-
-        squares = of_bundle(self.layout, Work.SQUARES, LaneKind.CPU if on_host else LaneKind.COMPUTE, bundle.index)
-        if on_host:
-            self.device.transfers.issue(squares, work, reads=memories, priority=-1)
-            return
-        self.device.transfers.compute(reads=memories, label=squares.label)
-        with working(squares):
-            work()
+        order = sorted(trainable, key=lambda bundle: (uses.get(bundle, never), bundle))
+        self._order = [self._bundles[index] for index in order]
+        self._priority = {index: place for place, index in enumerate(order)}
 
     def prepare(self, fired: Sequence[int]) -> Callable[[float], None]:
         """Update every bundle that has gradients, once the factor (loss scale and clipping) is known: what is returned takes
         it. All that can be done before is done here.
         """
         wanted = frozenset(fired)
-        parameters = {bundle: self.gradients.bundles[bundle].parameters for bundle in self._order}
-        return self.prepare_bundles([b for b in self._order if not wanted.isdisjoint(parameters[b])], wanted)
+        return self.prepare_bundles([b for b in self._order if not wanted.isdisjoint(b.gradients.parameters)], wanted)
 
-    def prepare_bundles(self, bundles: Sequence[int], wanted: frozenset[int]) -> Callable[[float], None]:
+    def prepare_bundles(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Callable[[float], None]:
         """Those on the host one by one, so that each is done early; those on the device as one piece of work."""
         on_device = self._on_device(bundles, wanted)
 
@@ -110,11 +73,11 @@ class Updates:
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
         for bundle in self._order:
-            for s in self.layout.bundles[bundle].segments:
-                self._clear_accumulator(bundle, self.store.segments[s])
-            self.store.restore_slots(bundle, lambda each: each.slot_holds_gradient)
+            for stored in bundle.segments:
+                self._clear_accumulator(bundle, stored)
+            self._tiers.restore_slots(bundle, lambda each: each.slot_holds_gradient)
 
-    def _clear_accumulator(self, bundle: int, stored: StoredSegment) -> None:
+    def _clear_accumulator(self, bundle: ManagedBundle, stored: StoredSegment) -> None:
         state = stored.state
         assert state is not None
         if state.accumulator is None:
@@ -127,15 +90,15 @@ class Updates:
             self.device.transfers.compute(writes=[state.memory], label=label)
         else:
             self.device.transfers.issue(
-                of_bundle(self.layout, Work.CLEAR, LaneKind.CPU, bundle, stored.segment.index),
+                of_bundle(self.layout, Work.CLEAR, LaneKind.CPU, bundle.index, stored.segment.index),
                 lambda: _zero(accumulator),
                 writes=[state.memory],
-                priority=self._priority[bundle],
+                priority=self._priority[bundle.index],
             )
 
-    def _on_host(self, bundle: int, wanted: frozenset[int], factor: float) -> None:
+    def _on_host(self, bundle: ManagedBundle, wanted: frozenset[int], factor: float) -> None:
         """One job, which leaves its ticket on all segments. Where no gradient came the slot gets its parameters back."""
-        runs = self.store.runs(bundle, lambda each: each.tier is Tier.HOST)
+        runs = bundle.runs if bundle.updated_on_host else bundle.runs_of(lambda each: each.tier is Tier.HOST)
         if not runs:
             return
         ranges = [[self._range(p) for p in run.placements if p.parameter in wanted] for run in runs]
@@ -146,30 +109,28 @@ class Updates:
 
         updated = [each for run in runs for each in run.stored]
         self.device.transfers.issue(
-            of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle),
+            of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle.index),
             work,
             writes=[memory for each in updated if each.state is not None for memory in (each.state.memory, each.slot_memory)],
-            priority=self._priority[bundle],
+            priority=self._priority[bundle.index],
         )
-        for each in updated:
-            each.slot_holds_gradient = False
-        self.residency.bundles[bundle].updated = True
+        slots_take_parameters(updated)
+        bundle.update_on_host()
 
-    def _through_buffers(self, bundle: int, wanted: frozenset[int], factor: float) -> None:
+    def _through_buffers(self, bundle: ManagedBundle, wanted: frozenset[int], factor: float) -> None:
         """Segments whose states are on the disk: each is read into its buffer, updated there and written back, while others are
         read and written."""
-        if bundle not in self.layout.on_disk:
+        if bundle.index not in self.layout.on_disk:
             return
-        for s in self.layout.bundles[bundle].segments:
-            stored = self.store.segments[s]
+        for stored in bundle.segments:
             if isinstance(stored.state, DiskState):
                 self._through_buffer(bundle, stored, stored.state, wanted, factor)
-                self.residency.bundles[bundle].updated = True
+                bundle.update_on_host()
 
     def _through_buffer(
-        self, bundle: int, stored: StoredSegment, state: DiskState, wanted: frozenset[int], factor: float
+        self, bundle: ManagedBundle, stored: StoredSegment, state: DiskState, wanted: frozenset[int], factor: float
     ) -> None:
-        disk, place, segment, transfers = self.store.disk, state.place, stored.segment, self.device.transfers
+        disk, place, segment, transfers = self._disk, state.place, stored.segment, self.device.transfers
         assert disk is not None
         ranges = [self._range(p) for p in segment.placements if p.parameter in wanted]
         buffer = disk.read(place, transfers)
@@ -178,15 +139,15 @@ class Updates:
             self._adam(buffer.views(place), state.accumulator, stored.slot, ranges, segment.placements, wanted, factor)
 
         changed = [buffer.memory, stored.slot_memory, *([state.memory] if state.accumulator is not None else [])]
-        update = of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle, segment.index)
+        update = of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle.index, segment.index)
         try:
-            transfers.issue(update, work, writes=changed, priority=self._priority[bundle])
+            transfers.issue(update, work, writes=changed, priority=self._priority[bundle.index])
         except BaseException:  # Ctrl-C, which may have come before the update left its ticket: the write must not overtake it
             self.device.lanes[LaneKind.CPU].rest()
             raise
         finally:  # what was updated is written in any case, or what was read
             disk.write(place, transfers)
-        stored.slot_holds_gradient = False
+        slots_take_parameters([stored])
 
     def _adam(
         self,
@@ -219,7 +180,7 @@ class Updates:
     def _range(self, p: Placement) -> AdamRange:
         return self.control.adam_range(p.parameter, p.offset, p.numel)
 
-    def _on_device(self, bundles: Sequence[int], wanted: frozenset[int]) -> Callable[[float], None]:
+    def _on_device(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Callable[[float], None]:
         segments = [found for bundle in bundles for found in self._updated_there(bundle)]
         if not segments:
             return lambda factor: None
@@ -232,7 +193,7 @@ class Updates:
                 accumulators.append(state.accumulator)
             for p in stored.segment.placements:
                 if p.parameter in wanted:
-                    where, on_device = p.here, self.gradients.on_device
+                    where, on_device = p.here, self._gradients.on_device
                     gradient = on_device(p.parameter)[p.piece] if state.accumulator is None else state.accumulator[where]
                     ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
                     moments = state.exp_avg[where], state.exp_avg_sq[where]
@@ -250,14 +211,14 @@ class Updates:
 
         return run
 
-    def _updated_there(self, bundle: int) -> list[tuple[StoredSegment, Allocation, torch.Tensor]]:
+    @staticmethod
+    def _updated_there(bundle: ManagedBundle) -> list[tuple[StoredSegment, Allocation, torch.Tensor]]:
         """Segments that are updated on the device, with the bundle's block and their parameters in it."""
-        if not self.store.states_on_device[bundle]:
+        if not bundle.states_on_device:
             return []
-        stored = [self.store.segments[s] for s in self.layout.bundles[bundle].segments]
-        block = self.residency.bundles[bundle].block
+        block = bundle.block
         assert block is not None, "a segment updated on the device is always resident"
-        pieces = zip(stored, self.store.pieces(bundle, block), strict=True)
+        pieces = zip(bundle.segments, bundle.pieces(block), strict=True)
         return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
 
 

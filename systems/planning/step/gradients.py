@@ -1,0 +1,134 @@
+"""Gradients from the first backward that makes them to the update that they end in.
+
+When they begin, when they are complete and when their memory is free: Note [Lifetimes on the device] in demand.py.
+"""
+
+from __future__ import annotations
+
+from systems.planning.disk_layout import PARTS, buffer_of
+from systems.planning.plan import LaneKind, UpdateRule
+from systems.planning.step.demand import Demand, in_order_of_use
+from systems.planning.step.device_copies import DeviceCopies
+from systems.planning.step.issue_order import IssueOrder
+from systems.planning.step.operations import Work, grad, param, slot, state
+from systems.planning.step.residence import Residence
+
+
+class Gradients:
+    """The gradients of one step, and the updates made of them.
+
+    open_now: bundles whose gradient takes memory, a range's or autograd's buffers'.
+    """
+
+    def __init__(self, residence: Residence, demand: Demand, copies: DeviceCopies, order: IssueOrder) -> None:
+        self.layout, self.context, self.residence, self.demand = residence.layout, residence.context, residence, demand
+        self._copies, self._order = copies, order
+        self.open_now: set[int] = set()
+        self._flushed: dict[int, None] = {}  # bundles whose update is due at STEP_END, in order of flushing
+        self._buffers = buffer_of(self.layout)
+        self._opening: dict[int, list[int]] = {}
+        for bundle, spans in demand.gradient_spans.items():
+            for span in spans:
+                self._opening.setdefault(span.begin, []).append(bundle)
+
+    def open(self) -> None:
+        """Those whose first backward begins at this moment."""
+        for bundle in self._opening.get(self._order.moment, ()):
+            if bundle not in self.open_now:
+                self.open_now.add(bundle)
+                if self._ranged(bundle):
+                    self._order.add(Work.ALLOCATE, None, bundle, device_delta=self.layout.bundle_bytes(bundle))
+
+    def resource(self, bundle: int) -> str:
+        """Where it is on the device: in place, its parameters' copy is it."""
+        return param(bundle) if self.residence.reuses(bundle) else grad(bundle)
+
+    def _ranged(self, bundle: int) -> bool:
+        """True if the gradient takes pool bytes of its own."""
+        return not self.residence.adopted(bundle) and not self.residence.reuses(bundle)
+
+    def _free(self, bundle: int) -> None:
+        if bundle in self.open_now:
+            self.open_now.remove(bundle)
+            if self._ranged(bundle):
+                self._order.add(Work.FREE, None, bundle, device_delta=-self.layout.bundle_bytes(bundle))
+
+    def flush(self, bundle: int, *, last_micro_step: bool) -> None:
+        """The gradient of one micro-step is complete: it leaves for where its optimizer is."""
+        gradient = (self.resource(bundle),)
+        on_device, several = bundle in self.residence.on_device, self.context.accumulate > 1
+        segments = self.layout.bundles[bundle].segments
+        states, slots = tuple(state(s) for s in segments), tuple(slot(s) for s in segments)
+        reduce_lane = LaneKind.COMPUTE
+        if self.context.ranks > 1:
+            reduce_lane, size = LaneKind.REDUCE, self.layout.bundle_bytes(bundle)
+            self._order.add(Work.REDUCE, reduce_lane, bundle, bytes=size, reads=gradient, writes=gradient)
+        if not several:
+            self._order.add(Work.SQUARES, reduce_lane, bundle, reads=gradient, writes=(f"norm:{bundle}",))
+        if not on_device:
+            size = self._copies.shard_bytes(bundle)
+            self._order.add(Work.OFFLOAD, LaneKind.D2H, bundle, bytes=size, reads=gradient, writes=slots)
+            if several:
+                self._order.add(Work.ACCUMULATE, LaneKind.CPU, bundle, reads=slots, writes=states)
+            if several and not last_micro_step:
+                self._order.add(Work.RESTORE, LaneKind.CPU, bundle, reads=states, writes=slots)
+        elif several:
+            self._order.add(Work.ACCUMULATE, LaneKind.COMPUTE, bundle, reads=gradient, writes=states)
+        update_now = not several and self.residence.update_rule is UpdateRule.WHEN_REDUCED
+        self._flushed[bundle] = None
+        if last_micro_step:
+            self._copies.outdated.add(bundle)
+        if update_now:
+            self._update(bundle)
+            del self._flushed[bundle]
+        if self.residence.gradient_freed_at_flush(bundle):
+            self._free(bundle)
+        if self.residence.reuses(bundle) and bundle in self._copies.resident:
+            self._copies.drop(bundle)  # the block was the gradient
+
+    def update_all(self) -> None:
+        """At STEP_END: see Note [What happens at a moment] in schedule.py."""
+        due = in_order_of_use(self._flushed, self.demand)
+        if self.context.accumulate > 1:
+            for bundle in sorted(due):
+                self._squares_of_accumulated(bundle)
+        if due and self.residence.update_rule is UpdateRule.AFTER_NORM:
+            self._order.add(Work.NORM, LaneKind.CPU, reads=tuple(f"norm:{bundle}" for bundle in due), writes=("norm",))
+        on_device = [bundle for bundle in due if bundle in self.residence.on_device]
+        for bundle in on_device:
+            self._update(bundle)
+        for bundle in sorted(self.open_now):
+            self._free(bundle)
+        for bundle in due:
+            if bundle not in self.residence.on_device:
+                self._update(bundle)
+        self._flushed.clear()
+        for bundle in in_order_of_use(self.residence.on_device & set(self.demand.gradient_spans), self.demand):
+            self._copies.gather(bundle)  # each rank has updated its shard
+
+    def _squares_of_accumulated(self, bundle: int) -> None:
+        lane = LaneKind.COMPUTE if bundle in self.residence.on_device else LaneKind.CPU
+        states = tuple(state(s) for s in self.layout.bundles[bundle].segments)
+        self._order.add(Work.SQUARES, lane, bundle, reads=states, writes=(f"norm:{bundle}",))
+
+    def _update(self, bundle: int) -> None:
+        norm = ("norm",) if self.residence.update_rule is UpdateRule.AFTER_NORM else ()
+        segments = self.layout.bundles[bundle].segments
+        states = tuple(state(s) for s in segments)
+        if bundle in self.residence.on_device:
+            reads = norm if self.context.accumulate > 1 else (grad(bundle), *norm)
+            self._order.add(Work.UPDATE, LaneKind.COMPUTE, bundle, reads=reads, writes=(*states, param(bundle)))
+        elif bundle in self.layout.on_disk:
+            for s in segments:
+                self._update_on_disk(bundle, s, norm)
+        else:
+            writes = (*states, *(slot(s) for s in segments))
+            self._order.add(Work.UPDATE, LaneKind.CPU, bundle, reads=norm, writes=writes)
+
+    def _update_on_disk(self, bundle: int, segment: int, norm: tuple[str, ...]) -> None:
+        buffer, home = (f"host:buffer:{self._buffers[segment]}",), (state(segment),)
+        size = PARTS * 4 * self.layout.segments[segment].shard_numel
+        self._order.add(Work.READ_STATE, LaneKind.DISK_READ, bundle, segment=segment, bytes=size, reads=home, writes=buffer)
+        writes = (*buffer, slot(segment), *(home if self.context.accumulate > 1 else ()))
+        self._order.add(Work.UPDATE, LaneKind.CPU, bundle, segment=segment, reads=norm, writes=writes)
+        self._order.add(Work.WRITE_STATE, LaneKind.DISK_WRITE, bundle, segment=segment, bytes=size, reads=buffer, writes=home)

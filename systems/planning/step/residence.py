@@ -1,0 +1,101 @@
+"""Where each bundle lives and is updated, and what of a step's demand depends on that alone: how long gradients are on the
+device, and the bytes that states take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from systems.planning.disk_layout import buffer_bytes
+from systems.planning.layout import Layout
+from systems.planning.plan import Tier, UpdateRule
+from systems.planning.step.demand import Demand, Span
+from systems.planning.strategy import PlanningContext
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where each bundle lives and is updated: the part of a plan that lifetimes depend on.
+
+    on_device: bundles whose segments are updated on the device (or that never move); they stay resident for good.
+    in_place: see Note [Gradients in place] in demand.py.
+    """
+
+    layout: Layout
+    context: PlanningContext
+    on_device: frozenset[int]
+    update_rule: UpdateRule
+    in_place: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        context: PlanningContext,
+        optimizer_tier: Sequence[Tier],
+        update_rule: UpdateRule,
+        in_place: frozenset[int] = frozenset(),
+    ) -> Residence:
+        """A bundle is on the device if its first segment is: all segments of a bundle share their tier."""
+        on_device = frozenset(b.index for b in layout.bundles if optimizer_tier[b.segments[0]] is Tier.DEVICE)
+        return cls(layout, context, on_device, update_rule, in_place)
+
+    def reuses(self, bundle: int) -> bool:
+        """True if the gradient takes the parameters' place."""
+        return bundle in self.in_place and bundle not in self.on_device
+
+    def adopted(self, bundle: int) -> bool:
+        """True if the gradient stays in autograd's own buffers until the update."""
+        return bundle in self.on_device and self.context.accumulate == 1 and self.context.ranks == 1
+
+    def gradient_freed_at_flush(self, bundle: int) -> bool:
+        """Else the gradient waits for its update at STEP_END."""
+        if bundle not in self.on_device or self.context.accumulate > 1:
+            return True
+        return self.update_rule is UpdateRule.WHEN_REDUCED
+
+    def gradient_spans(self, demand: Demand, bundle: int) -> tuple[Span, ...]:
+        """Intervals in which the bundle's gradient takes device memory, in a range or in autograd's buffers.
+
+        One that waits for the update is there when STEP_END begins: an adopted one counts in the interval behind it
+        too, a range, whose bytes are known exactly, only until there.
+        """
+        spans = demand.gradient_spans.get(bundle, ())
+        if self.gradient_freed_at_flush(bundle):
+            return spans
+        end = len(demand) if self.adopted(bundle) else len(demand) - 1
+        return tuple(Span(span.begin, end) for span in spans[:1])
+
+    def state_bytes(self, bundle: int) -> int:
+        """Bytes of master weight, moments and accumulator of this rank's shards if they are on the device, else 0."""
+        return self.optimizer_bytes(bundle) if bundle in self.on_device else 0
+
+    def optimizer_bytes(self, bundle: int) -> int:
+        """The same wherever they are. Frozen segments have none."""
+        segments = (self.layout.segments[s] for s in self.layout.bundles[bundle].segments)
+        return sum(s.shard_numel for s in segments if s.space.trainable) * self.context.optimizer_itemsize
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Of slots of all segments, states that have their home there and are not on the device (their pages go back then), and
+        buffers for those on the disk."""
+        slots = sum(segment.shard_numel for segment in self.layout.segments) * self.layout.itemsize
+        return slots + sum(map(self.host_state_bytes, range(len(self.layout.bundles)))) + buffer_bytes(self.layout)
+
+    def host_state_bytes(self, bundle: int) -> int:
+        """Of a bundle's states, on the host; of those on the disk the accumulators are there."""
+        if bundle in self.on_device:
+            return 0
+        size, each = self.optimizer_bytes(bundle), self.context.optimizer_itemsize
+        return size // each * self.context.accumulator_itemsize if bundle in self.layout.on_disk else size
+
+    @property
+    def static_bytes(self) -> int:
+        """Pool bytes that are there at every moment: parameters and optimizer state of the bundles on the device."""
+        return sum(self.layout.bundle_bytes(b) + self.state_bytes(b) for b in self.on_device)
+
+
+def unmovable(layout: Layout) -> frozenset[int]:
+    return frozenset(b.index for b in layout.bundles if not b.movable)

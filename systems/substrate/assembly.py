@@ -1,0 +1,349 @@
+"""The mechanism of an engine: what is made, in which order, from what, and who undoes it.
+
+What has to be undone is handed to `cleanup` in the step that did it, so that closing, or a start that breaks off, undoes it
+in the opposite order.
+
+    what                                     made from                                   undone by
+ 1  found: units and parameters              the model                                   -
+ 2  device: lanes, pool, kernels             `make_device`, a log                        device.close, then the disk's (6)
+ 3  strategy and layout                      budgets, found                              -
+ 4  recomputation, and units whose           found, strategy                             blocks run their own forward again
+    inputs may leave
+ 5  buffers beside the weights               found, device                               they go back where they came from
+ 6  host and disk: accounts, files           budgets, layout                             disk.close, after the device's
+ 7  control: the step's decision; moments    settings, found                             -
+    that the user's optimizer shows
+ 8  store: slots and optimizer states        layout, device, host, disk                  store.close
+ 9  poison; bundles, with their first        layout, store, device, found                residency.close
+    values; residency
+10  parameters: views of the bundles         found, bundles                              given back by the engine
+11  moves between tiers, gradients, and the  store, bundles, residency, control          gradients.finish_step
+    updates they end in
+12  inputs that wait on the host             device, host                                inputs.close
+13  progress, cursor, plan in force,         strategy, store, gradients, updates         -
+    planner; what never moves comes now
+14  recorder, moments; how a step ends       cursor, gradients, control, updates         -
+15  flushes, and the runtime itself          all of these                                -
+16  what asks upwards: residency for room,   planner, flushes, progress, recorder        -
+    inputs whether they are the step's
+17  recovery                                 all of these                                -
+18  the model's blocks leave their inputs    inputs, found                               blocks are as before
+19  calls of modules                         runtime, recovery                           calls.detach
+20  unit events, and who reads what          runtime, calls, parameters                  hooks.remove
+21  watch: edits past the engine, and the    the model, parameters                       watch.end
+    casts of modules called past it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from systems.device.device import Device
+from systems.device.memory.disk import Disk, disk_lanes
+from systems.device.memory.host import HostSlots, host_account
+from systems.device.watch.events import EventLog
+from systems.planning.layout import Layout
+from systems.planning.plan import UpdateRule
+from systems.planning.policy.homes import within_host
+from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
+from systems.recipe.model.adoption import initial_values, place_beside, refuse_mixed_dtypes
+from systems.recipe.model.calls import Calls
+from systems.recipe.model.giving_back import remember_buffers
+from systems.recipe.model.parameter_watch import ParameterWatch
+from systems.recipe.model.parameters import MovingParameter
+from systems.recipe.model.units import find_units
+from systems.recipe.recomputation.recompute import recomputed_units, switchable
+from systems.recipe.step.control import StepControl
+from systems.recipe.step.optimizer_states import states_of
+from systems.settings import TORCH_DTYPE, Settings
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.first_values import FirstValues
+from systems.substrate.bundle.poison import Poison
+from systems.substrate.bundle.storage import RebindableStorage
+from systems.substrate.bundle.store import Store
+from systems.substrate.bundle.values import StoredValues
+from systems.substrate.cursor import Cursor
+from systems.substrate.flushes import Flushes
+from systems.substrate.handover import adopt_parameters
+from systems.substrate.hooks import UnitHooks
+from systems.substrate.moments import Moments
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
+from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.tiers import TierMoves
+from systems.substrate.moves.updates import Updates
+from systems.substrate.past_engine import CallsPastEngine
+from systems.substrate.plan_in_force import PlanInForce
+from systems.substrate.planner import Planner
+from systems.substrate.progress import Progress
+from systems.substrate.reads import Reads
+from systems.substrate.recorder import Recorder
+from systems.substrate.recovery import Recovery
+from systems.substrate.runtime import Runtime
+from systems.substrate.step_ending import StepEnding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes of the host's memory and of the disk; the device has its own."""
+
+    host: int
+    disk: int
+
+
+class Assembly:
+    """Assembly is the mechanism of one engine as it is made, each object under the name that it has in the engine.
+
+    Raises BudgetError or UnsupportedError if the request cannot be met; then `cleanup` undoes what was done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        *,
+        make_strategy: Callable[[PlanningContext], Strategy],
+        make_device: Callable[[EventLog], Device],
+        budgets: Budgets,
+        log: EventLog,
+        cleanup: ExitStack,
+    ) -> None:
+        self._model, self._settings, self._budgets, self._log, self._cleanup = model, settings, budgets, log, cleanup
+        self._dtype = TORCH_DTYPE[settings.dtype]
+        self._cut_model(make_strategy, make_device)
+        self._lay_out_memory()
+        self._make_moves()
+        self._make_plans()
+        self._make_steps()
+        self._connect()
+        self._follow_model()
+
+    def _cut_model(
+        self, make_strategy: Callable[[PlanningContext], Strategy], make_device: Callable[[EventLog], Device]
+    ) -> None:
+        """Steps 1 to 5."""
+        settings, cleanup = self._settings, self._cleanup
+        self.found = found = find_units(self._model, self._dtype)
+        refuse_mixed_dtypes(found, settings.dtype)
+        self.device = make_device(self._log)
+        self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
+        cleanup.callback(self.device.close)
+        context = self._context()
+        self.strategy = strategy = make_strategy(context)
+        check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
+        self.layout = within_host(strategy.layout(found.index).named(found.index), context, strategy.update_rule)
+        self.recomputation, undo = switchable(found, strategy.rematerialised, settings.recompute)
+        cleanup.callback(undo)
+        recomputed = recomputed_units(found, settings.recompute) | self.recomputation.units
+        self._offloaded = offloadable(found, strategy.offloaded_inputs, recomputed)
+        cleanup.callback(remember_buffers(self._model, found.carried.values()))
+        place_beside(self._model, found, self.device)
+
+    def _context(self) -> PlanningContext:
+        """What the strategy may know of this run."""
+        settings, device = self._settings, self.device
+        return PlanningContext(
+            device_budget=device.plannable_bytes,
+            host_budget=self._budgets.host,
+            itemsize=self._dtype.itemsize,
+            ranks=settings.ranks,
+            accumulate=settings.accumulate,
+            seed=settings.seed,
+            recompute=settings.recompute,
+            allowance=device.allowance,
+            device_name=device.name,
+            disk_budget=self._budgets.disk,
+        )
+
+    def _lay_out_memory(self) -> None:
+        """Steps 6 to 10."""
+        found, layout, device, settings = self.found, self.layout, self.device, self._settings
+        self.host = host_account(self._budgets.host, self._log)
+        self.disk = self._make_disk() if layout.on_disk else None
+        self.control = StepControl(settings, found.index, found.parameters)
+        self.states = states_of(settings.optimizer, found.index, found.parameters)
+        initial = initial_values(found, settings)
+        self.store = Store(
+            layout,
+            device,
+            self.host,
+            self._dtype,
+            accumulate=settings.accumulate,
+            disk=self.disk,
+        )
+        self._cleanup.callback(self.store.close)
+        self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
+        self.bundles = self._make_bundles()
+        self.values = StoredValues(self.store, self.bundles)
+        first = FirstValues(self.store, self.values, [p.shape for p in found.index.parameters], initial)
+        for bundle in self.bundles:
+            first.fill(bundle)
+        self.residency = Residency(layout, self.bundles, self.values, device, write_back=self.strategy.write_back)
+        self._cleanup.callback(self.residency.close)
+        self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
+
+    def _make_bundles(self) -> list[ManagedBundle]:
+        layout, segments, device = self.layout, self.store.segments, self.device.torch_device
+        return [
+            ManagedBundle(
+                bundle,
+                layout,
+                [segments[s] for s in bundle.segments],
+                RebindableStorage(layout.bundle_bytes(bundle.index), device, self.poison),
+                accumulate=self._settings.accumulate,
+            )
+            for bundle in layout.bundles
+        ]
+
+    def _make_disk(self) -> Disk:
+        assert self._settings.disk is not None
+        disk = Disk(self._settings.disk, self.layout, budget=self._budgets.disk, host=self.host, log=self._log)
+        self._files.callback(disk.close)
+        self.device.meter.exempt(disk.buffers[0].parts[0].untyped_storage())
+        self.device.lanes.update(disk_lanes(self.device.jitter))
+        return disk
+
+    def _make_moves(self) -> None:
+        """Steps 11 and 12."""
+        layout, device = self.layout, self.device
+        user = {p: unit.index for unit in self.found.index.units for p in unit.parameters}
+        self.tiers = TierMoves(layout, self.store, self.bundles, device)
+        self.gradients = Gradients(
+            layout, self.residency, self.tiers, device, dtype=self._dtype, accumulate=self._settings.accumulate, user=user
+        )
+        self._cleanup.callback(self.gradients.finish_step)
+        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control)
+        self.input_slots = HostSlots("host-input", self.host)
+        self.inputs = OffloadedInputs(device, self.input_slots)
+        self._cleanup.callback(self.inputs.close)
+
+    def _make_plans(self) -> None:
+        """Step 13."""
+        strategy, layout, device = self.strategy, self.layout, self.device
+        self.progress, self.cursor = Progress(self._settings.accumulate), Cursor()
+        self.in_force = PlanInForce(
+            strategy,
+            layout=layout,
+            device=device,
+            tiers=self.tiers,
+            residency=self.residency,
+            gradients=self.gradients,
+            updates=self.updates,
+            inputs=self.inputs,
+            recomputation=self.recomputation,
+            cursor=self.cursor,
+        )
+        self.planner = Planner(strategy, layout=layout, device=device, cursor=self.cursor, in_force=self.in_force)
+        self.in_force.begin()
+
+    def _make_steps(self) -> None:
+        """Steps 14 and 15."""
+        device, residency, gradients, recomputation = self.device, self.residency, self.gradients, self.recomputation
+        self.recorder = Recorder(device, gradients.bytes_in_autograd)
+        moments = Moments(self.cursor, recorder=self.recorder, progress=self.progress, residency=residency, device=device)
+        self.ending = StepEnding(
+            self.control,
+            layout=self.layout,
+            device=device,
+            poison=self.poison,
+            residency=residency,
+            gradients=gradients,
+            updates=self.updates,
+            recomputation=recomputation,
+            early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED and self._settings.accumulate == 1,
+        )
+        self.flushes = Flushes(
+            gradients,
+            residency=residency,
+            recorder=self.recorder,
+            ending=self.ending,
+            in_force=self.in_force,
+            planner=self.planner,
+        )
+        self.runtime = Runtime(
+            self.progress,
+            layout=self.layout,
+            device=device,
+            residency=residency,
+            gradients=gradients,
+            inputs=self.inputs,
+            recomputation=recomputation,
+            recorder=self.recorder,
+            cursor=self.cursor,
+            moments=moments,
+            in_force=self.in_force,
+            planner=self.planner,
+            flushes=self.flushes,
+            ending=self.ending,
+        )
+
+    def _connect(self) -> None:
+        """Steps 16 and 17."""
+        self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
+        self.recovery = Recovery(
+            self.runtime,
+            parameters=self.parameters,
+            progress=self.progress,
+            in_force=self.in_force,
+            ending=self.ending,
+            control=self.control,
+            device=self.device,
+            residency=self.residency,
+            gradients=self.gradients,
+            updates=self.updates,
+            inputs=self.inputs,
+        )
+
+    def _follow_model(self) -> None:
+        """Steps 18 to 21."""
+        found, device, residency, progress = self.found, self.device, self.residency, self.progress
+        detach = self.inputs.attach(found, self._offloaded, active=progress.is_observed, left=self.recorder.input_left)
+        self._cleanup.callback(detach)
+        past = CallsPastEngine(self.runtime, progress=progress, planner=self.planner, device=device)
+        self.calls = Calls(past.around, self.recovery.interrupted)
+        self._cleanup.callback(self.calls.detach)
+        hooks = UnitHooks(
+            found, self.runtime, progress=progress, calls=self.calls, bundle_of=self.layout.bundle_of_parameter.__getitem__
+        )
+        self._cleanup.callback(hooks.remove)
+        reads = Reads(
+            found,
+            layout=self.layout,
+            residency=residency,
+            gradients=self.gradients,
+            cursor=self.cursor,
+            planner=self.planner,
+            progress=progress,
+            hooks=hooks,
+        )
+        for bundle in self.bundles:
+            device.meter.exempt(bundle.storage.untyped)
+        device.guard(residency.room.make, reads.check, reads.watches)
+        hooks.watch(self.parameters)
+        self.watch = ParameterWatch(
+            self._model,
+            found,
+            self.parameters,
+            partial(_gradients_pending, progress),
+            MovingParameter,
+            readable=partial(_is_readable, self.layout, self.bundles),
+            restore=self.poison.restore,
+        )
+        past.let_cast(self.watch.casts.call)
+        self._cleanup.callback(self.watch.end)
+
+
+def _is_readable(layout: Layout, bundles: Sequence[ManagedBundle], parameter: int) -> bool:
+    """Its values are on the device, and no gradient is written over them."""
+    bundle = bundles[layout.bundle_of_parameter[parameter]]
+    return bundle.storage.resident and (bundle.gradient is None or parameter not in bundle.gradient.written)
+
+
+def _gradients_pending(progress: Progress, in_place: bool) -> bool:
+    """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
+    return progress.in_step and (not in_place if progress.in_backward else progress.micro_step > 0)

@@ -1,0 +1,126 @@
+"""A bundle with all that is true of it: its place on every tier, its parameters, its optimizer states, its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate as running_sums
+from typing import cast
+
+import torch
+
+from systems.device.memory.pool import Allocation
+from systems.planning.layout import Bundle, Layout
+from systems.planning.plan import Tier
+from systems.substrate.bundle import states
+from systems.substrate.bundle.gradient import BundleGradient
+from systems.substrate.bundle.segments import Run, StoredSegment, runs_of
+from systems.substrate.bundle.states import PARAMETER_MOVES, ParameterState
+from systems.substrate.bundle.storage import RebindableStorage
+
+
+class ManagedBundle:
+    """ManagedBundle is a bundle of the layout with what is true of it now.
+
+    What it is      bundle: the layout's. nbytes: of its parameters. segments: on every tier. runs: the same, as few as can be.
+    Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
+                    there, and how often. updated: on the host, since it was last on the device.
+    States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
+                    are updated on the host. pinned: it stays on the device, as it never moves by layout or is updated there.
+    Gradient        gradient: None where no parameter is trained. gradients: the same, for who knows that one is.
+                    stays_in_autograd: until the device updates it.
+    """
+
+    def __init__(
+        self, bundle: Bundle, layout: Layout, segments: Sequence[StoredSegment], storage: RebindableStorage, *, accumulate: int
+    ) -> None:
+        self.bundle, self.index, self.nbytes = bundle, bundle.index, layout.bundle_bytes(bundle.index)
+        self.segments = tuple(segments)
+        starts = running_sums((each.segment.numel for each in segments), initial=0)
+        self.runs = runs_of(zip(starts, segments, strict=False))
+
+        self.storage = storage
+        self.block: Allocation | None = None
+        self.holds: dict[object, int] = {}
+        self.updated = False
+
+        self.states_on_device = 0
+        self.pinned = self.updated_on_host = self.stays_in_autograd = False
+
+        self.gradient: BundleGradient | None = None
+        if bundle.trainable:
+            mine = (number for number, place in layout.places.items() if place.bundle == bundle.index)
+            self.gradient = BundleGradient(tuple(mine))
+        self.gradients = cast(BundleGradient, self.gradient)
+        self._alone = accumulate == 1 and segments[0].segment.space.ranks == 1
+        self.count_states()
+
+    @property
+    def state(self) -> ParameterState:
+        if self.block is None:
+            return ParameterState.ABSENT
+        return ParameterState.RESIDENT if self.storage.resident else ParameterState.FETCHING
+
+    def count_states(self) -> int:
+        """Of its segments, those whose optimizer state is on the device. To be called whenever one has moved."""
+        there = sum(each.tier is Tier.DEVICE for each in self.segments)
+        self.states_on_device = there
+        self.updated_on_host = all(each.tier is Tier.HOST for each in self.segments)
+        self.pinned = not self.bundle.movable or there > 0
+        self.stays_in_autograd = self._alone and there == len(self.segments)
+        return there
+
+    def pieces(self, block: Allocation) -> list[torch.Tensor]:
+        """A block of the bundle cut into its segments, as flat tensors of the compute dtype."""
+        sizes = [each.segment.numel for each in self.segments]
+        return list(block.view(self.segments[0].slot.dtype, 0, sum(sizes)).split(sizes))  # one operation for any number
+
+    def runs_of(self, which: Callable[[StoredSegment], bool]) -> list[Run]:
+        """Some of its segments, as few runs as can be: see Note [Runs] in segments.py."""
+        return [part for run in self.runs for part in run.those(which)]
+
+    def close(self) -> None:
+        """Lets go of the host's memory."""
+        self.runs = []
+
+    # ---- its parameters on the device
+
+    def own(self, block: Allocation) -> None:
+        """A copy into the block is on its way."""
+        if states.CHECKED:
+            states.check(PARAMETER_MOVES, self.state, ParameterState.FETCHING)
+        self.block, self.updated = block, False
+
+    def leave(self) -> Allocation | None:
+        """The device. The block is the caller's to free."""
+        assert not self.holds, f"bundle {self.index} dropped while held"
+        self.storage.release()
+        block, self.block = self.block, None
+        return block
+
+    def update_on_host(self) -> None:
+        """An update there was issued: what the device has of it, if anything, is old."""
+        self.updated = True
+
+    # ---- who needs it there
+
+    def hold_once(self, key: object) -> None:
+        """However often it is said."""
+        self.holds[key] = 1
+
+    def release_all(self, key: object) -> None:
+        """Of that key, if there is one."""
+        self.holds.pop(key, None)
+
+
+def hold(bundles: Iterable[ManagedBundle], key: object) -> None:
+    """Once more."""
+    for bundle in bundles:
+        bundle.holds[key] = bundle.holds.get(key, 0) + 1
+
+
+def release(bundles: Iterable[ManagedBundle], key: object) -> None:
+    """One of the holds of that key."""
+    for bundle in bundles:
+        bundle.holds[key] -= 1
+        if not bundle.holds[key]:
+            del bundle.holds[key]

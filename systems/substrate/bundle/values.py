@@ -1,0 +1,86 @@
+"""Values at rest, read and written parameter by parameter wherever they are: for checkpoints, summon, edits and exports.
+
+Call it only when drained, outside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from systems.planning.layout import Placement
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.segments import DiskState, StoredSegment
+from systems.substrate.bundle.store import Store
+
+
+class StoredValues:
+    """Masters, moments, slots and device copies of the parameters of a model."""
+
+    def __init__(self, store: Store, bundles: Sequence[ManagedBundle]) -> None:
+        self._store, self._bundles = store, bundles
+
+    def part(self, stored: StoredSegment, part: str) -> torch.Tensor:
+        """Master or a moment of a trained segment where it is, from the disk as a copy."""
+        state = stored.state
+        if isinstance(state, DiskState):
+            assert self._store.disk is not None
+            return self._store.disk.load(state.place, part)
+        found: torch.Tensor = getattr(state, part)
+        return found
+
+    def overwrite_part(self, stored: StoredSegment, part: str, values: torch.Tensor, place: Placement | None = None) -> None:
+        """Of a trained segment, all of it or a parameter's piece."""
+        state = stored.state
+        if isinstance(state, DiskState):
+            assert self._store.disk is not None
+            if place is not None:
+                whole = self.part(stored, part)
+                whole[place.here].copy_(values)
+                values = whole
+            self._store.disk.save(state.place, part, values)
+        else:
+            found: torch.Tensor = getattr(state, part)
+            found[slice(None) if place is None else place.here].copy_(values)
+
+    def parameter(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Its fp32 master (or its slot's value, if frozen) as a CPU copy."""
+        pieces = self.pieces_of(number)
+        values = [(stored.slot if stored.state is None else self.part(stored, "master"))[p.here] for stored, p in pieces]
+        return torch.cat([value.float().cpu() for value in values]).view(shape)
+
+    def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
+        """Take over a new fp32 value: master, slot and any device copy."""
+        flat = value.detach().float().cpu().reshape(-1)
+        bundle = self._bundle_of(number)
+        start = 0
+        for stored in bundle.segments:
+            for place in stored.segment.placements:
+                if place.parameter != number:
+                    continue
+                piece = flat[place.piece]
+                if stored.state is not None:
+                    self.overwrite_part(stored, "master", piece, place)
+                self._store.device.host_kernel.cast(piece, stored.slot[place.here])
+                if bundle.block is not None:
+                    bundle.block.view(self._store.dtype, start + place.offset, place.numel).copy_(piece)
+            start += stored.segment.numel
+
+    def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
+        """Adam's first or second of a trained parameter, as a flat CPU copy."""
+        return torch.cat([self.part(stored, which)[p.here].cpu() for stored, p in self.pieces_of(parameter)])
+
+    def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Flat and of the whole parameter, which is trained."""
+        for stored, p in self.pieces_of(parameter):
+            self.overwrite_part(stored, "exp_avg", first[p.piece], p)
+            self.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
+
+    def pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
+        segments = self._bundle_of(parameter).segments
+        return [(stored, p) for stored in segments for p in stored.segment.placements if p.parameter == parameter]
+
+    def _bundle_of(self, parameter: int) -> ManagedBundle:
+        return self._bundles[self._store.layout.bundle_of_parameter[parameter]]

@@ -1,0 +1,92 @@
+"""When gradients leave the device for their optimizer, and what else can go where room is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.residency import Residency
+from systems.substrate.plan_in_force import PlanInForce
+from systems.substrate.planner import Planner
+from systems.substrate.recorder import Recorder
+from systems.substrate.step_ending import StepEnding
+
+
+class Flushes:
+    """Flushes is the order in which bundles' gradients leave: as each is complete, with what has come as the backward pass
+    ends, and before that for want of room.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        *,
+        residency: Residency,
+        recorder: Recorder,
+        ending: StepEnding,
+        in_force: PlanInForce,
+        planner: Planner,
+    ) -> None:
+        self._gradients, self._residency, self._recorder = gradients, residency, recorder
+        self._ending, self._in_force, self._planner = ending, in_force, planner
+        self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
+
+    def units_done(self, bundles: Sequence[ManagedBundle]) -> None:
+        """No backward that uses these bundles is still to come in this micro-step."""
+        trained = [bundle for bundle in bundles if bundle.gradient is not None]
+        self._gradients.sum_complete([bundle for bundle in trained if bundle.gradients.complete])
+        for bundle in trained:
+            if bundle.gradients.complete:
+                self._flush(bundle)
+            else:
+                self._recorder.waits(bundle.index, bundle.gradients.fired)
+
+    def end_backward(self) -> None:
+        """Nothing more comes in this micro-step."""
+        trained = self._gradients.bundles
+        for bundle in [each for each in trained.values() if each.gradients.open]:
+            self._recorder.gives_up(bundle.index, bundle.gradients.fired)
+            self._flush(bundle)
+        for index in sorted(self._sent_early):
+            self._recorder.gives_up(index, trained[index].gradients.fired)
+            self._recorder.flushed(index)
+        self._sent_early.clear()
+
+    def forget(self) -> None:
+        """The step was given up."""
+        self._sent_early.clear()
+
+    def relieve(self) -> bool:
+        """See Room.ask."""
+        return self._in_force.moving(self._send_something)
+
+    def _flush(self, bundle: ManagedBundle) -> None:
+        self._gradients.flush(bundle)
+        self._sent_early.discard(bundle.index)
+        self._recorder.flushed(bundle.index)
+        if self._gradients.last_micro_step and not bundle.pinned and not bundle.holds:
+            self._residency.drop(bundle.index)
+        if self._ending.early:
+            self._ending.update_bundle(bundle)
+
+    def _send_something(self) -> bool:
+        """Nothing can be evicted and room is needed: send a gradient off early, or optimizer state back to the host."""
+        gradients = self._gradients
+        for bundle in gradients.bundles.values():
+            gradient = bundle.gradients
+            if gradient.written and not gradients.in_place.in_use(bundle):
+                gradients.flush(bundle)
+                self._sent_early.add(bundle.index)
+                return True
+            if gradient.range is not None and not bundle.holds and not bundle.stays_in_autograd:
+                gradients.park(bundle)
+                if gradient.range is None:
+                    if gradient.fired:
+                        self._sent_early.add(bundle.index)
+                    return True
+        for bundle in self._residency.bundles:
+            if bundle.bundle.movable and not bundle.holds and bundle.pinned:
+                self._planner.demote(bundle)
+                return True
+        return False

@@ -1,0 +1,45 @@
+"""The moments of a step: each is recorded for the plan to come, and has what the plan in force wants done at it."""
+
+from __future__ import annotations
+
+from systems.device.device import Device
+from systems.planning.plan import OpKind
+from systems.planning.trace import NO_UNIT, Moment, Phase
+from systems.substrate.cursor import Cursor
+from systems.substrate.moves.residency import Residency
+from systems.substrate.progress import Progress
+from systems.substrate.recorder import Recorder
+
+
+class Moments:
+    """Moments is the way through a step's trace: at each, the plan's barrier comes first and its operations later.
+
+    See Note [Order at a moment] in runtime.py and Note [Departures] there.
+    """
+
+    def __init__(self, cursor: Cursor, *, recorder: Recorder, progress: Progress, residency: Residency, device: Device) -> None:
+        self._cursor, self._recorder, self._progress = cursor, recorder, progress
+        self._residency, self._device = residency, device
+
+    def begin_step(self) -> None:
+        self._cursor.start()
+        plan = self._cursor.plan
+        self._recorder.start(measure=plan is None or plan.provisional or self._device.measures_always)
+
+    def reach(self, phase: Phase, unit: int = NO_UNIT) -> None:
+        moment = Moment(phase, unit, self._progress.micro_step)
+        self._recorder.moment(moment)
+        if not self._cursor.advance(moment):
+            self._device.log.count("fallbacks")
+        elif self._cursor.at_barrier:
+            self._device.transfers.barrier(label=f"barrier at moment {self._cursor.position}")
+
+    def carry_out_plan(self) -> None:
+        """What it wants at the moment that was reached last."""
+        residency = self._residency
+        for operation in self._cursor.operations():
+            managed = residency.bundles[operation.bundle]
+            if operation.kind is OpKind.FETCH:
+                residency.fetch(operation.bundle)
+            elif not managed.holds and not managed.pinned:
+                (residency.drop if operation.kind is OpKind.DROP else residency.write_back)(operation.bundle)

@@ -1,0 +1,65 @@
+"""Room on the device: bytes for who asks, with others evicted for them if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from systems.device.device import Device
+from systems.device.memory.pool import Allocation
+from systems.substrate.bundle.bundle import ManagedBundle
+
+
+class Room:
+    """evict: sends a bundle away. limit: pool bytes beyond which `allocate` evicts; lifted by a plan."""
+
+    def __init__(self, device: Device, bundles: Sequence[ManagedBundle], evict: Callable[[int], None]) -> None:
+        self._device, self._bundles, self._evict = device, bundles, evict
+        self._choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
+        self._relieve: Callable[[], bool] = lambda: False
+        self.limit = device.plannable_bytes
+
+    def ask(self, *, choose: Callable[[Sequence[int]], int], relieve: Callable[[], bool]) -> None:
+        """choose: which of these un-held bundles is evicted. relieve: asked as a last resort to send a gradient off early, or
+        optimizer state home; it returns False when there is nothing left that it could move off the device.
+        """
+        self._choose, self._relieve = choose, relieve
+
+    def limit_to(self, nbytes: int) -> None:
+        """Of the pool."""
+        self.limit = nbytes
+
+    def evictable(self) -> list[int]:
+        return [m.index for m in self._bundles if m.block is not None and not m.holds and not m.pinned]
+
+    def make(self, fits: Callable[[], bool]) -> bool:
+        """Evict until fits() is true; False if it never is."""
+        while not fits():
+            candidates = self.evictable()
+            if candidates:
+                self._device.log.count("evictions")
+                self._evict(self._choose(candidates))
+            elif not self._relieve():
+                return fits()  # once more: what an allocator refuses once it may grant the next time
+        return True
+
+    def allocate(self, nbytes: int, what: str, *, compute: bool = False) -> Allocation:
+        """Device bytes, evicting for them if need be. Raises OutOfMemoryError when nothing is left to evict.
+
+        compute: who uses them first, compute or a copy.
+        """
+        found: list[Allocation] = []
+
+        def fits() -> bool:
+            pool = self._device.pool
+            if pool.live_bytes + nbytes > self.limit and self.evictable():
+                return False
+            allocation = pool.allocate(nbytes, what, limit=self.limit, compute=compute)
+            if allocation is None and not self.evictable():
+                allocation = pool.allocate(nbytes, what, compute=compute)
+            if allocation is not None:
+                found.append(allocation)
+            return allocation is not None
+
+        if not self.make(fits):
+            raise self._device.pool.out_of_memory(nbytes, what)
+        return found[0]

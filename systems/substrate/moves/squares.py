@@ -1,0 +1,92 @@
+"""Sums of squares for the norm: left by each gradient as it leaves, and read once at the step's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+import torch
+
+from systems.adam.kernel import AdamKernel
+from systems.device.device import Device
+from systems.device.watch.labels import labelled, working
+from systems.planning.layout import Layout
+from systems.planning.plan import LaneKind, Tier
+from systems.planning.step.operations import Work, of_bundle
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.segments import joined
+
+Partials = tuple[tuple[int, ...], "list[float] | torch.Tensor"]
+
+
+class Squares:
+    """partials: per bundle its parameters and their fp64 sums of squares. gradient: a parameter's on the device, flat."""
+
+    def __init__(self, layout: Layout, device: Device, gradient: Callable[[int], torch.Tensor]) -> None:
+        self._layout, self._device, self._gradient = layout, device, gradient
+        self.partials: dict[int, Partials] = {}
+
+    def leave(self, bundles: Sequence[ManagedBundle]) -> None:
+        """Of gradients that are there and about to be flushed, in one pass."""
+        wanted = [(bundle.index, sorted(bundle.gradients.fired)) for bundle in bundles]
+        with labelled("norm of gradients"):
+            self.partials |= _sums(self._device.kernel, wanted, self._gradient)
+        for bundle in bundles:
+            bundle.gradients.sum_ahead()
+
+    def leave_waiting(self, bundles: Iterable[ManagedBundle]) -> None:
+        """Of gradients in autograd's buffers, in one pass."""
+        found = [(bundle.index, sorted(bundle.gradients.waiting)) for bundle in bundles if bundle.gradients.waiting]
+        with labelled("norm of adopted gradients"):
+            self.partials |= _sums(self._device.kernel, found, self._gradient)
+
+    def leave_accumulated(self, bundles: Sequence[ManagedBundle], fired: Sequence[int]) -> None:
+        """With several micro-batches: out of the fp32 accumulators where they live."""
+        wanted = frozenset(fired)
+        for bundle in bundles:
+            mine = sorted({p.parameter for each in bundle.segments for p in each.segment.placements} & wanted)
+            if mine:
+                self._of_accumulators(bundle, mine)
+        trained = (each for bundle in bundles for each in bundle.segments if each.segment.space.trainable)
+        if any(each.tier is not Tier.DEVICE for each in trained):
+            self._device.lanes[LaneKind.CPU].drain()
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.partials.clear()
+
+    def _of_accumulators(self, bundle: ManagedBundle, parameters: list[int]) -> None:
+        segments = bundle.segments
+        memories = [each.state.memory for each in segments if each.state is not None]
+        on_host = segments[0].tier is not Tier.DEVICE
+        kernel = self._device.host_kernel if on_host else self._device.kernel
+        lying = [(run.accumulator, run.placements) for run in bundle.runs]
+        if not on_host:
+            lying = [(each.state.accumulator, each.segment.placements) for each in segments if each.state is not None]
+        pieces: dict[int, list[torch.Tensor]] = {parameter: [] for parameter in parameters}
+        for accumulator, placements in lying:
+            assert accumulator is not None
+            for piece in placements:
+                if piece.parameter in pieces:
+                    pieces[piece.parameter].append(accumulator[piece.here])
+
+        def work() -> None:
+            sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
+            self.partials[bundle.index] = tuple(parameters), sums
+
+        squares = of_bundle(self._layout, Work.SQUARES, LaneKind.CPU if on_host else LaneKind.COMPUTE, bundle.index)
+        if on_host:
+            self._device.transfers.issue(squares, work, reads=memories, priority=-1)
+            return
+        self._device.transfers.compute(reads=memories, label=squares.label)
+        with working(squares):
+            work()
+
+
+def _sums(
+    kernel: AdamKernel, found: Sequence[tuple[int, list[int]]], flat: Callable[[int], torch.Tensor]
+) -> dict[int, Partials]:
+    """Of bundles with the parameters that they have gradients of, in one pass. flat: a parameter's gradient."""
+    sums = kernel.sum_squares_all([flat(parameter) for _, mine in found for parameter in mine])
+    ends = accumulate(len(mine) for _, mine in found)
+    return {bundle: (tuple(mine), sums[end - len(mine) : end]) for (bundle, mine), end in zip(found, ends, strict=True)}

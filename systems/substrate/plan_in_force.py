@@ -1,0 +1,194 @@
+"""Puts a plan into force: moves optimizer state and bundles to where it wants them at rest, and back home.
+
+What is in force at a moment is one plan or none. Which one it is, is the planner's choice (planner.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from systems.device.device import Device
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan, Tier
+from systems.planning.strategy import Strategy
+from systems.recipe.recomputation.recompute import Recomputation
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.cursor import Cursor
+from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.offloaded_inputs import OffloadedInputs
+from systems.substrate.moves.residency import Residency
+from systems.substrate.moves.tiers import TierMoves
+from systems.substrate.moves.updates import Updates
+
+Moved = TypeVar("Moved")
+
+
+class PlanInForce:
+    """PlanInForce is the plan that the cursor follows, as far as states and bundles at rest are concerned.
+
+    halfway: states or gradients are moving, so that what breaks off now breaks off the step.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        layout: Layout,
+        device: Device,
+        tiers: TierMoves,
+        residency: Residency,
+        gradients: Gradients,
+        updates: Updates,
+        inputs: OffloadedInputs,
+        recomputation: Recomputation,
+        cursor: Cursor,
+    ) -> None:
+        self._strategy, self._layout, self._device, self._cursor = strategy, layout, device, cursor
+        self._tiers, self._residency, self._gradients, self._updates = tiers, residency, gradients, updates
+        self._inputs, self._recomputation = inputs, recomputation
+        self.halfway = False
+        self._applied: Plan | None = None  # whose wishes were all carried out, the last that were
+
+    def begin(self) -> None:
+        """No plan yet: what never moves comes to the device for good."""
+        for bundle in self._layout.bundles:
+            if not bundle.movable:
+                self._promote(bundle.index)
+        self._set_aside()
+
+    def set_switches(self) -> None:
+        """Which units this step recomputes, and whose inputs leave: the plan's, or the strategy's without one."""
+        plan, strategy = self._cursor.plan, self._strategy
+        rematerialise = strategy.rematerialised if plan is None or plan.rematerialise is None else plan.rematerialise
+        inputs = strategy.offloaded_inputs if plan is None or plan.offload_inputs is None else plan.offload_inputs
+        recomputed = rematerialise or frozenset()
+        leaving = inputs if rematerialise is None else inputs & rematerialise
+        if recomputed != self._recomputation.units:
+            self._recomputation.switch(recomputed)
+        if leaving != self._inputs.units:
+            self._inputs.switch(leaving)
+
+    def moving(self, move: Callable[[], Moved]) -> Moved:
+        """move: sends states or gradients off. If it breaks off the step cannot go on."""
+        self.halfway = True
+        moved = move()
+        self.halfway = False
+        return moved
+
+    def clear(self) -> None:
+        """Leave the device to activations, as far as can be."""
+        self._device.log.count("fallbacks")
+        self._use(None)
+        for bundle in self._layout.bundles:
+            self._send_home(bundle.index)
+        for index in self._residency.room.evictable():
+            self._residency.drop(index)
+        self._set_aside()
+
+    def apply(self, plan: Plan | None) -> None:
+        """Move states and bundles to where the plan has them at rest. None: the next step runs on demand."""
+        residency, device = self._residency, self._device
+        self._applied = None
+        for index in residency.room.evictable():
+            residency.drop(index)
+        self._use(plan)
+        self._gradients.in_place.allow(self._layout.in_place if plan is None else plan.in_place)
+        residency.room.limit_to(self._unplanned_bytes if plan is None else self._device.plannable_bytes)
+        if plan is None:
+            return
+        for bundle in self._layout.bundles:
+            if bundle.trainable and {plan.optimizer_tier[s] for s in bundle.segments} == {Tier.HOST}:
+                self._send_home(bundle.index)
+        if plan.predicted_model_peak_bytes is not None:
+            largest = self._layout.largest_movable_bytes
+            peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
+            residency.room.limit_to(device.prepare(*peaks))
+        for bundle in self._layout.bundles:
+            on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
+            if on_device and not self._promote(bundle.index):
+                self._use(None)
+                return
+        for index in sorted(plan.resident_at_start):
+            residency.fetch(index)
+        self._applied = plan
+
+    def resume(self) -> None:
+        """What the plan has at rest comes back, and nothing else stays."""
+        plan, residency = self._cursor.plan, self._residency
+        assert plan is not None
+        for index in residency.room.evictable():
+            if index not in plan.resident_at_start:
+                residency.drop(index)
+        for index in sorted(plan.resident_at_start):
+            residency.fetch(index)
+
+    def recover(self) -> None:
+        """Something broke off anywhere. A bundle's optimizer state is on the device whole or not at all, and a plan that is
+        not in force as it should be is none: the next step is run on demand, and then has its plan again.
+        """
+        plan = self._cursor.plan
+        self.halfway = False
+        in_force = plan is not None and self._applied is plan
+        for bundle in self._layout.bundles:
+            if not bundle.trainable or not bundle.movable:
+                continue
+            there = self._residency.bundles[bundle.index].count_states()
+            if there and there < len(bundle.segments):
+                self._send_home(bundle.index)
+                there = 0
+            in_force &= plan is not None and bool(there) == (plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE)
+        if plan is not None and not in_force:
+            self._use(None)
+            for index in self._residency.room.evictable():
+                self._residency.drop(index)
+            self._set_aside()
+
+    def demote(self, bundle: ManagedBundle) -> None:
+        """Send a bundle's optimizer state back to the host in the middle of a step."""
+        self._states_home(bundle)
+        if bundle.gradient is not None:
+            self._gradients.to_slot(bundle)
+
+    def _use(self, plan: Plan | None) -> None:
+        self._cursor.use(plan)
+        self._updates.follow(None if plan is None else plan.signature)
+
+    @property
+    def _unplanned_bytes(self) -> int:
+        """What model data may fill while activations are not known: what is there and stays, and a share of the rest."""
+        device, share = self._device, self._strategy.warm_up_share
+        settled = device.account.pool  # only what is pinned is resident, states that the last plan brought included
+        return device.allowance.warm_up_pool(settled, self._layout.movable_bytes, device.plannable_bytes, share)
+
+    def _set_aside(self) -> None:
+        """A pool for steps without a plan, nothing but what is pinned being resident."""
+        self._residency.room.limit_to(self._unplanned_bytes)
+        self._device.prepare(self._unplanned_bytes, self._layout.largest_movable_bytes)
+
+    def _send_home(self, index: int) -> None:
+        """A bundle that is on the device for the sake of its optimizer state leaves it with that, if it has a home to go to."""
+        bundle = self._residency.bundles[index]
+        if not bundle.bundle.movable or bundle.gradient is None or bundle.holds or not bundle.pinned:
+            return
+        if bundle.gradient.waiting:
+            return  # its gradient would take the place of its parameters on the host
+        self._states_home(bundle)
+        self._residency.drop(index)
+
+    def _states_home(self, bundle: ManagedBundle) -> None:
+        for stored in bundle.segments:
+            if stored.tier is Tier.DEVICE:
+                self._tiers.to_home(stored.segment.index)
+
+    def _promote(self, index: int) -> bool:
+        """Bring a bundle and its optimizer state to the device for good. Of one that does not fit nothing stays there."""
+        self._residency.fetch(index)
+        moved = all(
+            self._tiers.to_device(stored.segment.index)
+            for stored in self._residency.bundles[index].segments
+            if stored.state is not None and stored.tier is not Tier.DEVICE
+        )
+        if not moved:
+            self._send_home(index)
+        return moved
