@@ -6,12 +6,15 @@ BIN := $(VENV:%=%/bin/)
 READY := $(VENV:%=%/.ready)
 # At most, and no more than there are cores.
 PROCESSES := 4
+# Random runs of `make fuzz`, and the seed of the first: `make fuzz SEED=1234 DRAWS=1` is one of them again.
+DRAWS ?= 2000
+SEED ?= 0
 
 # The first of these that is there and is 3.11 or newer.
 PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: run test test-slow clean
+.PHONY: run test test-slow fuzz clean
 .DELETE_ON_ERROR:
 
 # Trains a small model on real text under a device budget that its states do not fit, and leaves a record in results/.
@@ -27,6 +30,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)python3 -m pytest -m slow
+
+# Random runs of every strategy beside resident, on all cores.
+fuzz: $(READY)
+	$(BIN)python3 -m pytest tests/systems/test_fuzz.py -k random_loop -q -n logical --maxprocesses $(DRAWS) --draws $(DRAWS) --seed $(SEED)
 
 $(READY): pyproject.toml constraints-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, none was found" >&2; exit 1; }

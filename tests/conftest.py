@@ -18,6 +18,13 @@ THREADS = 1  # tiny models: a second thread costs more than it brings, and milli
 TEMPORARY_IN_MEMORY = in_memory(tempfile.gettempdir()) is not None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For tests/systems/test_fuzz.py; here, where pytest looks whatever it is asked to run."""
+    group = parser.getgroup("random runs")
+    group.addoption("--draws", type=int, help="how many random runs to draw, each from a seed of its own")
+    group.addoption("--seed", type=int, default=0, help="of the first of them; the next one has the next seed")
+
+
 def pytest_collection_finish() -> None:
     """The libraries' million objects stay: no garbage collection looks through them again."""
     gc.collect()

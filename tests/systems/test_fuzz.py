@@ -1,188 +1,79 @@
-"""Random sequences of everything a training loop may do, each beside resident, bit for bit (invariants 1 to 3, 11, 15)."""
+"""Random runs of every strategy beside resident, bit for bit (invariants 1 to 5, 11, 14, 15); `make fuzz` has thousands."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from systems.device.watch.events import issued_operations
-from systems.planning.step.races import find_races
-from systems.strategies.elixir.options import ElixirOptions
-from systems.system import Engine
-from tests.random_eviction import RandomOptions
-from tests.systems.models_plain import DIM, Stack, squared_error
-from tests.systems.models_small import tokens
-from tests.systems.running import (
-    AMPLE,
-    RANDOM,
-    RESIDENT,
-    Run,
-    assert_equal,
-    elixir,
-    evict_at_once,
-    finished,
-    h3t,
-    settings,
-    start,
-)
-from tests.systems.test_memory import check_segments
+from systems.substrate.engine import ManagedEngine
+from tests.systems.draws import draw
+from tests.systems.every import MANAGED, SYSTEMS
+from tests.systems.random_loops import check
 
-STEPS = 8
-MICRO_BATCHES = 2
+MORE = range(100, 200)  # in the long tests
 
 
-class OnPurposeError(Exception):
-    pass
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """--draws and --seed say which; else one of every strategy, and more in the long tests."""
+    if "seed" not in metafunc.fixturenames:
+        return
+    count, first = metafunc.config.getoption("draws"), metafunc.config.getoption("seed")
+    if count is None:
+        seeds: list[Any] = [*range(len(MANAGED)), *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE)]
+    else:
+        seeds = list(range(first, first + count))
+    metafunc.parametrize("seed", seeds)
 
 
-@dataclass
-class Pass:
-    """One way through the model. order: block numbers, repeats allowed. recompute: by block, how; absent is not at all."""
-
-    order: Sequence[int]
-    heads: Sequence[int]
-    recompute: dict[int, bool] = field(default_factory=dict)
-    batch: int = 2
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of a checkpoint at the model's input
+def test_a_random_loop_equals_resident(seed: int, record_property: Any) -> None:
+    """The properties are for the summary: tests/systems/conftest.py."""
+    record_property("strategy", draw(seed).parts[0].system)
+    with tempfile.TemporaryDirectory() as folder:  # not one of pytest's, which stay
+        record_property("features", check(seed, Path(folder)))
 
 
-class Maze(Stack):
-    """Does what the pass says: any blocks in any order, some checkpointed, one or two heads, a scale of the root's own."""
+def test_what_is_wrong_is_found_and_says_how_to_see_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last bit of one weight after each step."""
+    step, seed = ManagedEngine._finish_step, list(MANAGED).index("random")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)])
-        self.heads[1].weight = self.head.weight
-        self.scale = nn.Parameter(torch.tensor(0.9))
-        self.way = Pass((0,), (0,))
+    def spoil(engine: ManagedEngine) -> None:
+        step(engine)
+        with engine.summon(write=True) as values:
+            value = next(iter(values.values())).flatten()
+            value[0] = torch.nextafter(value[0], torch.tensor(torch.inf))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.head(x.to(self.scale.dtype)) * self.scale
-        for number in self.way.order:
-            block = self.blocks[number]
-            if number in self.way.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=self.way.recompute[number])
-            else:
-                x = block(x)
-        return sum(self.heads[h](x) for h in self.way.heads) * self.scale
+    monkeypatch.setattr(ManagedEngine, "_finish_step", spoil)
+    with pytest.raises(AssertionError) as found:
+        check(seed, tmp_path)
+    assert any(f"make fuzz SEED={seed} DRAWS=1" in note for note in found.value.__notes__)
 
 
-def random_pass(luck: random.Random) -> Pass:
-    order = [luck.randrange(4) for _ in range(luck.choice((1, 3, 4, 6)))]
-    if luck.random() < 0.5:
-        order = [0, 1, 2, 3]
-    recompute = {number: luck.random() < 0.5 for number in range(4) if luck.random() < 0.3}
-    return Pass(order, luck.choice(((0,), (1,), (0, 1))), recompute, luck.choice((1, 2, 5)))
-
-
-class Loop:
-    """One training loop; everything it does follows from the seed, and nothing from the engine."""
-
-    def __init__(self, seed: int, system: Any, given: dict[str, Any], options: Any = None) -> None:
-        self.luck = random.Random(seed)
-        torch.manual_seed(seed)
-        self.model = Maze()
-        if self.luck.random() < 0.3:
-            self.model.blocks[1].requires_grad_(False)
-        self.engine = start(system, self.model, settings(accumulate=MICRO_BATCHES, **given), options)
-        self.ids = tokens(200, 1, batch=5, seed=seed)[:, 0]
-        self.used = 0
-        self.losses: list[float] = []
-
-    def batch(self, size: int) -> torch.Tensor:
-        self.used += 1
-        return self.ids[self.used][:size]
-
-    def evaluate(self) -> None:
-        if self.luck.random() < 0.3:
-            self.model.way = random_pass(self.luck)
-            with torch.no_grad():
-                self.losses.append(squared_error(self.engine, self.batch(self.luck.choice((1, 5))), 1).item())
-
-    def disturbed(self) -> Callable[[], None]:
-        """A hook that fails or spoils a gradient, now and then; what takes it away again."""
-        block, kind = self.model.blocks[self.luck.randrange(4)], self.luck.random()
-
-        def fail(*_: Any) -> None:
-            raise OnPurposeError
-
-        if kind < 0.1:
-            handle = block.down.register_forward_hook(fail)
-        elif kind < 0.2 and block.up.weight.requires_grad:
-            handle = block.up.weight.register_hook(fail)
-        elif kind < 0.3 and block.up.weight.requires_grad:
-            handle = block.up.weight.register_hook(lambda gradient: gradient * torch.inf)
-        else:
-            return lambda: None
-        return handle.remove
-
-    def step(self) -> None:
-        for _ in range(MICRO_BATCHES):
-            self.evaluate()
-            way = random_pass(self.luck)
-            self.model.way = way
-            loss = squared_error(self.engine, self.batch(way.batch), 30)
-            self.evaluate()
-            self.engine.backward(loss)
-            self.losses.append(loss.item())
-        self.evaluate()
-        self.engine.step()
-
-    def run(self, after: Callable[[Engine], None]) -> Run:
-        for _ in range(STEPS):
-            restore = self.disturbed()
-            try:
-                self.step()
-            except OnPurposeError:
-                self.losses.append(-1.0)
-            finally:
-                restore()
-            if self.luck.random() < 0.2:
-                self.engine.set_lr(self.luck.choice((1e-3, 1e-4)))
-            if self.luck.random() < 0.2:
-                with self.engine.summon(write=True) as values:
-                    values["scale"].mul_(0.99)
-            self.engine.drain()
-            after(self.engine)
-        return finished(self.engine, self.losses)
-
-
-def check(seed: int) -> None:
-    luck = random.Random(-seed)
-    given: dict[str, Any] = dict(dtype=luck.choice(("fp32", "bf16")), clip=luck.choice((0.0, 0.5)))
-    expected = Loop(seed, RESIDENT, given).run(lambda _: None)
-    log = dict(log_events=True)
-    options = ElixirOptions(prefetch=luck.randrange(4), variant=luck.choice(("master-shard", "write-back")))
-    for budget in (AMPLE, 600_000 if given["dtype"] == "fp32" else 400_000):
-        loop = Loop(seed, elixir(), given | log | {"device_memory": budget}, options)
-        run = loop.run(check_segments)
-        assert_equal(expected, run)
-        assert find_races(issued_operations(run.engine.log.operations)) == []  # type: ignore[attr-defined]
-    switches = h3t().Options(solver="drawn" if seed % 2 else "best")
-    loop = Loop(seed, h3t(), given | log | {"device_memory": 600_000 if given["dtype"] == "fp32" else 400_000}, switches)
-    assert_equal(expected, loop.run(check_segments))
-    assert find_races(issued_operations(loop.engine.log.operations)) == []  # type: ignore[attr-defined]
-    if seed % 2:
-        given["recompute"] = "full"
-    moving = RandomOptions(chunk_parameters=luck.choice((1, 3, 7)), activations="host" if seed % 2 else "device")
-    loop = Loop(seed, RANDOM, given, moving)
-    evict_at_once(loop.engine, seed=seed)
-    assert_equal(expected, loop.run(check_segments))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_random_loop_equals_resident(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
-def test_many_random_loops_equal_resident(part: int) -> None:
-    for seed in range(100 + 10 * part, 110 + 10 * part):
-        check(seed)
+def test_a_seed_says_everything_and_seeds_have_all_that_there_is() -> None:
+    draws = [draw(seed) for seed in range(1000)]
+    assert draws == [draw(seed) for seed in range(1000)]
+    assert {drawn.parts[0].system for drawn in draws[: len(MANAGED)]} == set(MANAGED)
+    assert {drawn.parts[1].system for drawn in draws if drawn.handover} == set(SYSTEMS)
+    assert all(drawn.parts[0].system != drawn.parts[1].system for drawn in draws if drawn.handover)
+    features = {feature for drawn in draws for feature in drawn.features}
+    assert features == {
+        "early updates",
+        "inputs on the host",
+        "recomputation",
+        "clipping",
+        "micro-batches",
+        "frozen blocks",
+        "checkpoint",
+        "fp32",
+        "bf16",
+        "fp16",
+    }
+    for name, system in MANAGED.items():
+        of_it = [drawn.parts[0].options for drawn in draws if drawn.parts[0].system == name]
+        for option, field in system.Options.model_fields.items():
+            if get_origin(field.annotation) is Literal:
+                assert {getattr(options, option) for options in of_it} == set(get_args(field.annotation)), (name, option)
