@@ -78,10 +78,10 @@ def budget_of(setup: Setup, level: str) -> int:
 SYSTEMS = WAYS
 
 
-def in_turn(names: Iterable[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each name with one of the rows, and with the others in the long tests."""
+def in_turn(names: Iterable[str], rows: Sequence[tuple[Any, ...]], *, each: int = 1) -> list[Any]:
+    """Each name with so many of the rows, those after the ones of the name before; with the others in the long tests."""
     return [
-        pytest.param(name, *row, marks=() if number == place % len(rows) else pytest.mark.slow)
+        pytest.param(name, *row, marks=() if (number - place * each) % len(rows) < each else pytest.mark.slow)
         for place, name in enumerate(names)
         for number, row in enumerate(rows)
     ]
