@@ -37,9 +37,10 @@ from tests.systems.running import (
     train,
     train_as,
 )
+from tests.systems.setups import in_turn
 
 PATRICKSTAR = ManagedSystem(STRATEGY)
-STEPS = 4
+STEPS = 3
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulate and clip": {"accumulate": 2, "clip": 1.0},
@@ -87,8 +88,9 @@ def mark_last_step(step: int, engine: Any) -> None:
         managed(engine).device.account.add_pool(0, "test: last step")
 
 
-@pytest.mark.parametrize("variant", ["base", "spongebob", "static-partition", "osc"])
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    ("setup", "variant"), in_turn(SETUPS, [("base",), ("spongebob",), ("static-partition",), ("osc",)], each=2)
+)
 def test_half_of_residents_memory_gives_its_bits(setup: str, variant: Variant) -> None:
     given = dict(SETUPS[setup])
     expected = reference("opt", setup)

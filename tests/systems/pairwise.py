@@ -1,10 +1,15 @@
-"""A small set of rows in which every two values of different factors meet, chosen the same way every time."""
+"""A small set of rows in which every two values of different factors meet, chosen the same way every time.
+
+A test of a product runs them in `make test`, and what is left of the product in `make test-slow`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 Row = dict[str, Any]
@@ -32,3 +37,10 @@ def pairwise(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], boo
         chosen.append(best)
         left -= pairs_of(best)
     return chosen
+
+
+def covered(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool] = lambda row: True) -> list[Any]:
+    """The whole product, for `parametrize`: what the pairwise rows do not have is for the long tests."""
+    chosen = pairwise(factors, possible)
+    rows = filter(possible, rows_of(factors))
+    return [pytest.param(*row.values(), marks=() if row in chosen else pytest.mark.slow) for row in rows]

@@ -78,10 +78,15 @@ def budget_of(setup: Setup, level: str) -> int:
 SYSTEMS = WAYS
 
 
-def in_turn(names: Iterable[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each name with one of the rows, and with the others in the long tests."""
-    return [
-        pytest.param(name, *row, marks=() if number == place % len(rows) else pytest.mark.slow)
-        for place, name in enumerate(names)
-        for number, row in enumerate(rows)
-    ]
+def in_turn(names: Iterable[Any], rows: Sequence[tuple[Any, ...]], *, each: int = 1) -> list[Any]:
+    """Each name, or tuple of values, with so many of the rows, those after the ones of the name before.
+
+    With the others in the long tests. Where more than two things vary: tests.systems.pairwise.covered.
+    """
+    found = []
+    for place, name in enumerate(names):
+        for number, row in enumerate(rows):
+            often = (number - place * each) % len(rows) < each
+            values = (*name, *row) if isinstance(name, tuple) else (name, *row)
+            found.append(pytest.param(*values, marks=() if often else pytest.mark.slow))
+    return found

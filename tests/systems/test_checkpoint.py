@@ -39,7 +39,7 @@ from tests.systems.running import (
 
 SYSTEMS: dict[str, Any] = {**every.STRATEGIES, "pages": paged(elixir(), 5), "resident": every.RESIDENT}
 LITTLE = 1_300_000
-TOGETHER = 6  # steps, half of them before
+BEFORE, TOGETHER = 2, 4  # steps: the second of a run is planned
 
 
 def begin(system: str, *, seed: int = 0, frozen: bool = True, **given: Any) -> Engine:
@@ -87,7 +87,7 @@ PAIRS += [("resident", name, {"accumulate": 2}) for name in OTHERS]
 @pytest.mark.parametrize(("before", "after", "given"), PAIRS, ids=str)
 def test_training_goes_on_as_if_it_had_not_stopped(before: str, after: str, given: dict[str, Any], tmp_path: Path) -> None:
     engine = begin(before, **given)
-    losses = steps_of(engine, 0, 3)
+    losses = steps_of(engine, 0, BEFORE)
     systems.save_checkpoint(engine, tmp_path / "here")
     saved = parameters_of(engine), adam_states(engine)
     engine.close()
@@ -98,10 +98,11 @@ def test_training_goes_on_as_if_it_had_not_stopped(before: str, after: str, give
     assert saved[1].keys() == restored[1].keys()
     for name, (first, second, updates) in saved[1].items():
         theirs = restored[1][name]
-        assert torch.equal(first, theirs.exp_avg) and torch.equal(second, theirs.exp_avg_sq) and updates == theirs.steps == 3
-    run, straight = finished(engine, steps_of(engine, 3, TOGETHER)), whole(**given)
-    assert [outcome.step for outcome in engine.outcomes] == [4, 5, 6]
-    run.losses, straight.norms, straight.skipped = losses + run.losses, straight.norms[3:], straight.skipped[3:]
+        assert torch.equal(first, theirs.exp_avg) and torch.equal(second, theirs.exp_avg_sq)
+        assert updates == theirs.steps == BEFORE
+    run, straight = finished(engine, steps_of(engine, BEFORE, TOGETHER)), whole(**given)
+    assert [outcome.step for outcome in engine.outcomes] == list(range(BEFORE + 1, TOGETHER + 1))
+    run.losses, straight.norms, straight.skipped = losses + run.losses, straight.norms[BEFORE:], straight.skipped[BEFORE:]
     assert_equal(straight, run)
 
 
@@ -109,11 +110,11 @@ def test_a_run_goes_on_after_it_has_saved_and_may_go_back(tmp_path: Path) -> Non
     """With a plan in force, optimizer states on the device, and updates during backward still to be taken in."""
     options = SYSTEMS["elixir"].Options(nonfinite="stop")
     engine = start(SYSTEMS["elixir"], models_small.build("opt"), settings(device_memory=LITTLE), options)
-    steps_of(engine, 0, 3)
+    steps_of(engine, 0, BEFORE)
     systems.save_checkpoint(engine, tmp_path / "here")
-    first = steps_of(engine, 3, TOGETHER)
+    first = steps_of(engine, BEFORE, TOGETHER)
     systems.load_checkpoint(engine, tmp_path / "here")
-    assert steps_of(engine, 3, TOGETHER) == first
+    assert steps_of(engine, BEFORE, TOGETHER) == first
     systems.save_checkpoint(engine, tmp_path / "here")
     manifest = json.loads((tmp_path / "here" / checkpoint.MANIFEST).read_text())
     assert manifest["steps"] == TOGETHER and {entry["updates"] for entry in manifest["parameters"].values()} == {TOGETHER}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from tests.systems.running import (
     start,
     train,
 )
+from tests.systems.setups import in_turn
 
 TIGHT = 130_000  # bytes: about a third of what resident needs for a Stack in fp32
 
@@ -61,6 +62,11 @@ def run_routes(system: Any, each_step: Callable[[int, Route], None], steps: int,
     return train(engine, tokens(steps, 1), squared_error, each_step=lambda step, _: each_step(step, model))
 
 
+@cache
+def routes_of_resident(each_step: Callable[[int, Route], None], steps: int) -> Run:
+    return run_routes(RESIDENT, each_step, steps)
+
+
 def check_nothing_in_flight(run: Run) -> None:
     engine = run.engine
     ours = managed(engine)
@@ -68,54 +74,55 @@ def check_nothing_in_flight(run: Run) -> None:
     assert ours.device.account.pool == 0
 
 
+ODD = tuple(step == "o" for step in "eeoooeoeeooe")  # in no regular order
+
+
+def leave_one_out(step: int, model: Route) -> None:
+    model.order = (0, 2, 3) if ODD[step] else (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize("system", MANAGED)
 def test_a_block_left_out_of_odd_steps(system: str) -> None:
-    """C02. Odd and even steps come in no regular order; what departs from the plan in force is counted."""
-    luck = torch.Generator().manual_seed(3)
-    odd = [bool(torch.randint(0, 2, (1,), generator=luck)) for _ in range(20)]
-    assert 8 <= sum(odd) <= 12 and not odd[0]
-
-    def choose(step: int, model: Route) -> None:
-        model.order = (0, 2, 3) if odd[step] else (0, 1, 2, 3)
-
-    expected = run_routes(RESIDENT, choose, 20)
-    run = run_routes(MANAGED[system], choose, 20, device_memory=TIGHT)
-    assert_equal(expected, run)
+    """C02. Whatever departs from the plan in force is counted."""
+    steps = len(ODD)
+    run = run_routes(MANAGED[system], leave_one_out, steps, device_memory=TIGHT)
+    assert_equal(routes_of_resident(leave_one_out, steps), run)
     check_nothing_in_flight(run)
     assert all(step["h2d_bytes"] > 0 for step in run.per_step)
     if system != "random":
-        changes = [step > 0 and odd[step] != odd[step - 1] for step in range(20)]
+        changes = [step > 0 and ODD[step] != ODD[step - 1] for step in range(steps)]
         assert [step["fallbacks"] for step in run.per_step] == [int(c) for c in changes]
-        assert [step["retraces"] for step in run.per_step] == [int(step == odd.index(True)) for step in range(20)]
+        assert [step["retraces"] for step in run.per_step] == [int(step == ODD.index(True)) for step in range(steps)]
         assert all(not s["on_demand_fetches"] for s, c in zip(run.per_step[1:], changes[1:], strict=True) if not c)
+
+
+SWAP = 4  # the step from which on two blocks have changed places
+
+
+def swap(step: int, model: Route) -> None:
+    model.order = (0, 1, 2, 3) if step < SWAP else (0, 2, 1, 3)
 
 
 @pytest.mark.parametrize("system", MANAGED)
 def test_two_blocks_swap_places(system: str) -> None:
-    """C02's second half: from step 7 on for good. One fallback, one new trace, then planned steps again."""
-
-    def choose(step: int, model: Route) -> None:
-        model.order = (0, 1, 2, 3) if step < 7 else (0, 2, 1, 3)
-
-    run = run_routes(MANAGED[system], choose, 12, device_memory=TIGHT)
-    assert_equal(run_routes(RESIDENT, choose, 12), run)
+    """C02's second half: from a step on for good. One fallback, one new trace, then planned steps again."""
+    run = run_routes(MANAGED[system], swap, SWAP + 4, device_memory=TIGHT)
+    assert_equal(routes_of_resident(swap, SWAP + 4), run)
     if system != "random":
-        assert [step["fallbacks"] for step in run.per_step] == [int(step == 7) for step in range(12)]
+        assert [step["fallbacks"] for step in run.per_step] == [int(step == SWAP) for step in range(SWAP + 4)]
         assert run.counters["retraces"] == 1
-        assert [s["on_demand_fetches"] for s in run.per_step[8:]] == [0] * 4
+        assert [s["on_demand_fetches"] for s in run.per_step[SWAP + 1 :]] == [0] * 3
 
 
-@pytest.mark.parametrize("system", MANAGED)
-@pytest.mark.parametrize("budget", [TIGHT, AMPLE])
+def change_heads(step: int, model: Route) -> None:
+    model.heads = ((model.head,), (model.other_head,), (model.head, model.other_head))[step % 3]
+
+
+@pytest.mark.parametrize(("system", "budget"), in_turn(MANAGED, [(TIGHT,), (AMPLE,)]))
 def test_two_heads_in_turn_and_one_module_never(system: str, budget: int) -> None:
     """C07. A parameter without a gradient is not stepped and not decayed, and its chunk is let go all the same."""
-
-    def choose(step: int, model: Route) -> None:
-        model.heads = ((model.head,), (model.other_head,), (model.head, model.other_head))[step % 3]
-
-    expected = run_routes(RESIDENT, choose, 9)
-    run = run_routes(MANAGED[system], choose, 9, device_memory=budget)
-    assert_equal(expected, run)
+    run = run_routes(MANAGED[system], change_heads, 9, device_memory=budget)
+    assert_equal(routes_of_resident(change_heads, 9), run)
     check_nothing_in_flight(run)
     assert run.adam["unused.weight"].steps == 0
     assert torch.equal(run.parameters["unused.weight"], route().unused.weight)
@@ -136,26 +143,28 @@ class Idle(Block):
         return super().forward(x) * self.now_and_then if self.on else super().forward(x)
 
 
+@cache
+def idle_run(system: Any, budget: int) -> Run:
+    torch.manual_seed(0)
+    model = Stack(Idle)
+    engine = start(system, model, settings(clip=0.5, device_memory=budget))
+    losses = []
+    for number, batch in enumerate(tokens(5, 1)):
+        for block in model.blocks:
+            block.on = number not in (0, 2)
+        losses.append(one_step(engine, batch, squared_error))
+        engine.drain()
+        if system is not RESIDENT:
+            assert not any(s.slot_holds_gradient for s in managed(engine).store.segments)
+    return finished(engine, losses)
+
+
 @pytest.mark.parametrize("system", MANAGED)
 def test_a_parameter_without_a_gradient_in_a_block_that_has_some(system: str) -> None:
     """Its slot goes to the host with the block's gradients: it has its parameters again when the step is over, also where it
     is a page of its own, so that its states can move to the device afterwards."""
-    runs = []
-    for chosen, memory in ((RESIDENT, AMPLE), (MANAGED[system], TIGHT + 70_000), (MANAGED[system], AMPLE)):
-        torch.manual_seed(0)
-        model = Stack(Idle)
-        engine = start(chosen, model, settings(clip=0.5, device_memory=memory))
-        losses = []
-        for number, batch in enumerate(tokens(5, 1)):
-            for block in model.blocks:
-                block.on = number not in (0, 2)
-            losses.append(one_step(engine, batch, squared_error))
-            engine.drain()
-            if chosen is not RESIDENT:
-                assert not any(s.slot_holds_gradient for s in managed(engine).store.segments)
-        runs.append(finished(engine, losses))
-    for run in runs[1:]:
-        assert_equal(runs[0], run)
+    for memory in (TIGHT + 70_000, AMPLE):
+        assert_equal(idle_run(RESIDENT, AMPLE), idle_run(MANAGED[system], memory))
 
 
 def test_an_unused_module_in_a_language_model() -> None:
@@ -198,20 +207,21 @@ def test_optimizer_state_leaves_the_device_in_the_middle_of_backward() -> None:
     assert_equal(*runs)
 
 
-@pytest.mark.parametrize("budget", [TIGHT, AMPLE])
-@pytest.mark.parametrize("system", MANAGED)
+@cache
+def looking_run(system: Any, budget: int) -> Run:
+    engine = start(system, route(), settings(clip=1.0, device_memory=budget))
+    losses = []
+    for batch in tokens(4, 1):
+        engine.backward(squared_error(engine, batch[0], 30))
+        losses.append(squared_error(engine, batch[0], 30).item())
+        engine.step()
+    return finished(engine, losses)
+
+
+@pytest.mark.parametrize(("system", "budget"), in_turn(MANAGED, [(TIGHT,), (AMPLE,)]))
 def test_a_forward_pass_between_backward_and_step(system: str, budget: int) -> None:
     """With gradients enabled and never used: it brings parameters to the device that the step then outdates."""
-    runs = []
-    for chosen, memory in ((RESIDENT, AMPLE), (MANAGED[system], budget)):
-        engine = start(chosen, route(), settings(clip=1.0, device_memory=memory))
-        losses = []
-        for batch in tokens(4, 1):
-            engine.backward(squared_error(engine, batch[0], 30))
-            losses.append(squared_error(engine, batch[0], 30).item())
-            engine.step()
-        runs.append(finished(engine, losses))
-    assert_equal(*runs)
+    assert_equal(looking_run(RESIDENT, AMPLE), looking_run(MANAGED[system], budget))
 
 
 class DropoutBlock(Block):
@@ -256,13 +266,12 @@ def evaluating_loop(system: Any, budget: int, look: Callable[[str, Engine], None
     return finished(engine, losses)
 
 
-@pytest.mark.parametrize(
-    ("system", "budget"),
-    [
-        pytest.param(*row, marks=pytest.mark.slow if row == ("h3t", TIGHT + 50_000) else ())
-        for row in product(MANAGED, [TIGHT + 20_000, TIGHT + 50_000, AMPLE])
-    ],
-)
+@cache
+def evaluating_resident() -> Run:
+    return evaluating_loop(RESIDENT, AMPLE)
+
+
+@pytest.mark.parametrize(("system", "budget"), in_turn(MANAGED, [(TIGHT + 20_000,), (TIGHT + 50_000,), (AMPLE,)], each=2))
 def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
     resident: list[tuple[frozenset[int], int]] = []
 
@@ -275,7 +284,7 @@ def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
 
     run = evaluating_loop(MANAGED[system], budget, look)
     assert len(resident) == 10
-    assert_equal(evaluating_loop(RESIDENT, AMPLE), run)
+    assert_equal(evaluating_resident(), run)
     assert len(run.engine.outcomes) == 7
     assert run.counters["fallbacks"] == 0 and run.counters["retraces"] == 0
     if system != "random":
@@ -323,6 +332,18 @@ def length_loop(system: Any, lengths: Sequence[int], budget: int, evict_all: boo
     return finished(engine, losses)
 
 
+@cache
+def lengths_of_resident(lengths: tuple[int, ...]) -> Run:
+    return length_loop(RESIDENT, lengths, AMPLE)
+
+
+@cache
+def least_bytes_for(length: int) -> int:
+    least = length_loop(RANDOM, [length] * 2, AMPLE, evict_all=True).memory.device_peak_bytes
+    assert least is not None
+    return least
+
+
 @pytest.mark.parametrize(
     ("system", "lengths"),
     [
@@ -332,12 +353,10 @@ def length_loop(system: Any, lengths: Sequence[int], budget: int, evict_all: boo
         pytest.param("elixir", (64, 8, 8, 120), id="first larger"),
     ],
 )
-def test_longer_sequences_than_the_first_evict_instead_of_failing(system: str, lengths: Sequence[int]) -> None:
+def test_longer_sequences_than_the_first_evict_instead_of_failing(system: str, lengths: tuple[int, ...]) -> None:
     """C04: the budget just holds the longest if nothing but what is in use stays, which is how it is found."""
-    expected = length_loop(RESIDENT, lengths, AMPLE)
-    least = length_loop(RANDOM, [max(lengths)] * 2, AMPLE, evict_all=True).memory.device_peak_bytes
-    assert least is not None
-    budget = int(1.03 * least)
+    expected = lengths_of_resident(lengths)
+    budget = int(1.03 * least_bytes_for(max(lengths)))
     assert budget < (expected.memory.device_peak_bytes or 0)
     run = length_loop(MANAGED[system], lengths, budget)
     assert_equal(expected, run)

@@ -52,6 +52,7 @@ from tests.systems.test_memory import check_segments
 
 SMALL = {
     **{name: (system, system.Options()) for name, system in STRATEGIES.items()},
+    "angel-ptm": (angel_ptm(), angel_ptm().Options(page=5120)),  # as many reads and writes as take seconds, not minutes
     "elixir": (elixir(), ElixirOptions(chunk_max=8192)),
     "random": (RANDOM, RandomOptions(chunk_parameters=1)),
 }
@@ -134,8 +135,9 @@ def test_a_larger_step_sends_states_home_in_its_middle(tmp_path: Path) -> None:
     """None of it is counted as an activation, which there is no room for."""
     lengths, given = (8, 8, 128, 8), {"clip": 0.5, "device_memory": 4_500_000}
     runs = []
-    for chosen, more in ((RESIDENT, {"device_memory": 1 << 30}), (angel_ptm(), {"host_memory": 3_000_000, "disk": tmp_path})):
-        engine = start(chosen, small("opt", positions=158), settings(**(given | more)))
+    on_disk = {"host_memory": 3_000_000, "disk": tmp_path}
+    for (chosen, options), more in (((RESIDENT, None), {"device_memory": 1 << 30}), (SMALL["angel-ptm"], on_disk)):
+        engine = start(chosen, small("opt", positions=158), settings(**(given | more)), options)
         runs.append(finished(engine, [one_step(engine, tokens(1, 1, 1, length, seed=length)[0]) for length in lengths]))
     assert runs[1].counters.get("demotions"), "void: nothing was sent home"
     assert runs[1].counters["disk_write_bytes"] > 0, "void: nothing is on the disk"

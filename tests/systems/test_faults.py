@@ -8,10 +8,9 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from systems.system import Engine
 from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
+from tests.systems.pairwise import covered
 from tests.systems.running import (
     Run,
     assert_equal,
@@ -42,6 +42,7 @@ from tests.systems.running import (
     settings,
     start,
 )
+from tests.systems.setups import in_turn
 
 LOSS = CASES["stack"].loss
 TIGHT = 150_000  # bytes: about 40 % of what resident needs
@@ -50,12 +51,6 @@ STEPS = 3
 
 class OnPurposeError(Exception):
     pass
-
-
-def once_or_twice(names: Iterable[str]) -> list[Any]:
-    """Systems with one and two micro-batches; H3T with one most often."""
-    rows = product(names, [1, 2])
-    return [pytest.param(*row, marks=pytest.mark.slow if row == ("h3t", 2) else ()) for row in rows]
 
 
 def started(system: str, accumulate: int = 1, **more: Any) -> Engine:
@@ -113,8 +108,11 @@ def block_of(engine: Engine) -> Any:
 PLACES = (fail_in_forward, fail_before_a_unit, fail_after_a_unit, fail_in_backward, interrupt)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("system", "accumulate"), once_or_twice(SYSTEMS))
+@pytest.mark.parametrize(
+    ("system", "place", "accumulate"),
+    covered({"system": list(SYSTEMS), "place": PLACES, "accumulate": (1, 2)}),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_an_exception_costs_its_step_and_nothing_else(system: str, place: Callable[[Engine], Any], accumulate: int) -> None:
     """In the warm-up step, in a planned one, and twice in a row; with two micro-batches in the second of them."""
     engine = started(system, accumulate, log_events=True)
@@ -198,7 +196,7 @@ def check_accounts(engine: Engine) -> None:
     assert not any(bundle.gradients.range for bundle in ours.gradients.bundles.values())
 
 
-@pytest.mark.parametrize(("system", "accumulate"), once_or_twice(MANAGED))
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(MANAGED, [(1,), (2,)]))
 def test_an_allocation_that_fails_once_is_made_again(system: str, accumulate: int) -> None:
     """One allocation in each step, then a later one, to the last: something is evicted, it is tried anew, no bit changes."""
     tried, number = 0, 0

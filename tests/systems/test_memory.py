@@ -30,7 +30,7 @@ from tests.systems.every import MANAGED, STRATEGIES
 from tests.systems.models_plain import CASES
 from tests.systems.models_small import tokens
 from tests.systems.running import HOST, RANDOM, elixir, managed, one_step, settings, start
-from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of
+from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of, in_turn
 
 SETUPS = [
     Setup("opt", "none", 1, "tied", "fp32"),
@@ -41,10 +41,6 @@ SETUPS = [
 
 
 OFFLOADS_ALL = {"random", "random write-back", "h3t"}  # the optimizer of every segment is on the host
-
-
-def name_of(setup: Setup) -> str:
-    return f"{setup.model}-{setup.recompute}-{setup.accumulate}-{setup.sharing}-{setup.dtype}"
 
 
 def engine_of(setup: Setup, system: str, budget: int, **more: Any) -> Engine:
@@ -69,15 +65,15 @@ def run_steps(engine: Engine, setup: Setup, after: Callable[[int], None], steps:
 
 
 @pytest.mark.parametrize(
-    ("setup", "system", "level"),
+    ("system", "setup", "level"),
     [
-        *product(SETUPS, ["elixir"], ["above"]),
-        *product(SETUPS, STRATEGIES, ["tight"]),
-        *product(SETUPS[1:3], ["random"], ["tight"]),
+        *in_turn(["elixir"], [(setup, "above") for setup in SETUPS], each=2),
+        *in_turn(STRATEGIES, [(setup, "tight") for setup in SETUPS], each=2),
+        *product(["random"], SETUPS[1:3], ["tight"]),
     ],
     ids=str,
 )
-def test_live_bytes_stay_within_the_budget_and_the_prediction(setup: Setup, system: str, level: str) -> None:
+def test_live_bytes_stay_within_the_budget_and_the_prediction(system: str, setup: Setup, level: str) -> None:
     budget = budget_of(setup, level)
     with engine_of(setup, system, budget, log_events=True) as engine:
         events: list[LoggedBytes] = engine.log.bytes  # type: ignore[attr-defined]
@@ -179,11 +175,11 @@ def pool_bytes(engine: ManagedEngine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("setup", "system", "level"),
-    [(SETUPS[0], "elixir", "above"), *product(SETUPS[:1], SYSTEMS, ["tight"]), *product(SETUPS[1:2], SYSTEMS, ["half"])],
+    ("system", "setup", "level"),
+    [("elixir", SETUPS[0], "above"), *in_turn(SYSTEMS, [(SETUPS[0], "tight"), (SETUPS[1], "half")])],
     ids=str,
 )
-def test_every_segment_has_one_authoritative_copy_after_every_step(setup: Setup, system: str, level: str) -> None:
+def test_every_segment_has_one_authoritative_copy_after_every_step(system: str, setup: Setup, level: str) -> None:
     tiers: set[Tier] = set()
     with engine_of(setup, system, budget_of(setup, level)) as engine:
         ours = managed(engine)
@@ -284,9 +280,8 @@ def test_what_was_asked_for_and_does_not_fit_ends_the_run(options: dict[str, Any
     engine.close()
 
 
-@pytest.mark.parametrize("system", MANAGED)
-@pytest.mark.parametrize("setup", SETUPS[:3], ids=name_of)
-def test_granules_as_on_cuda_keep_to_the_limit(setup: Setup, system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("system", "setup"), in_turn(MANAGED, [(setup,) for setup in SETUPS[:3]]), ids=str)
+def test_granules_as_on_cuda_keep_to_the_limit(system: str, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small granules and a slab a plan: what the pool takes of the device, holes included, not only what lives in it."""
     grown: list[tuple[int, int, bool]] = []  # bytes reserved, the limit, whether something could still have been evicted
 

@@ -33,9 +33,13 @@ from tests.systems.running import (
     train,
     train_as,
 )
-from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of, reference
+from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of, in_turn, reference
 
 SETUPS = [Setup("opt", clip=0.5), Setup("gpt2", "full", 2, "untied", "bf16")]
+
+
+def name_of(value: Any) -> str | None:
+    return value.model if isinstance(value, Setup) else None
 
 
 def sleeps(seed: int = 0, most_s: float = 0.001) -> Callable[[], None]:
@@ -64,8 +68,7 @@ def logged(setup: Setup, system: str, level: str, jitter: bool) -> tuple[Run, tu
     return run, tuple(run.engine.log.operations)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("system", "level", "jitter"),
+LOGGED = in_turn(
     [
         ("elixir", "half", True),
         ("elixir", "tight", False),
@@ -75,9 +78,12 @@ def logged(setup: Setup, system: str, level: str, jitter: bool) -> tuple[Run, tu
         ("random", "tight", False),
         ("random write-back", "tight", True),
     ],
+    [(setup,) for setup in SETUPS],
 )
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
-def test_no_race_in_what_was_issued(setup: Setup, system: str, level: str, jitter: bool) -> None:
+
+
+@pytest.mark.parametrize(("system", "level", "jitter", "setup"), LOGGED, ids=name_of)
+def test_no_race_in_what_was_issued(system: str, level: str, jitter: bool, setup: Setup) -> None:
     run, operations = logged(setup, system, level, jitter)
     lanes = {o.lane for o in operations}
     assert lanes == {"compute", "h2d", "d2h", "cpu"} and len(operations) > 200, "void: hardly anything was logged"
@@ -108,10 +114,10 @@ def test_a_forgotten_wait_is_found(system: str, lane: str, label: str) -> None:
     raise AssertionError(f"none of {len(chosen)} is missed")
 
 
-@pytest.mark.parametrize("system", ["elixir", "h3t"])
-@pytest.mark.parametrize(("level", "jitter"), [("half", True), ("tight", False)])
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
-def test_every_plan_made_is_valid_and_cannot_deadlock(setup: Setup, level: str, jitter: bool, system: str) -> None:
+@pytest.mark.parametrize(
+    ("system", "level", "jitter", "setup"), [row for row in LOGGED if row.values[0] in ("elixir", "h3t")], ids=name_of
+)
+def test_every_plan_made_is_valid_and_cannot_deadlock(system: str, level: str, jitter: bool, setup: Setup) -> None:
     run, _ = logged(setup, system, level, jitter)
     assert isinstance(run.engine, ManagedEngine)
     layout, context = run.engine.layout, run.engine.strategy._context  # type: ignore[attr-defined]
@@ -124,32 +130,38 @@ def test_every_plan_made_is_valid_and_cannot_deadlock(setup: Setup, level: str, 
         assert find_races(schedule.issued()) == []
 
 
+MANY = [15, pytest.param(50, marks=pytest.mark.slow)]  # steps
+
+
 @cache
-def fifty_steps() -> Run:
-    return train(start(RESIDENT, build("stack"), settings(clip=1.0)), tokens(50, 1), CASES["stack"].loss)
+def undisturbed(steps: int) -> Run:
+    return train(start(RESIDENT, build("stack"), settings(clip=1.0)), tokens(steps, 1), CASES["stack"].loss)
 
 
+@pytest.mark.parametrize("steps", MANY)
 @pytest.mark.parametrize(("prefetch", "jitter"), [(0, True), (1, True), (4, True), (4, False)])
-def test_sleeping_copies_change_no_bit(prefetch: int, jitter: bool) -> None:
-    budget = int(0.35 * (fifty_steps().memory.device_peak_bytes or 0))
+def test_sleeping_copies_change_no_bit(prefetch: int, jitter: bool, steps: int) -> None:
+    budget = int(0.35 * (undisturbed(steps).memory.device_peak_bytes or 0))
     asked = settings(clip=1.0, device_memory=budget)
     engine = start(elixir(), build("stack"), asked, ElixirOptions(prefetch=prefetch), sleeps(prefetch) if jitter else None)
-    run = train(engine, tokens(50, 1), CASES["stack"].loss)
-    assert_equal(fifty_steps(), run)
+    run = train(engine, tokens(steps, 1), CASES["stack"].loss)
+    assert_equal(undisturbed(steps), run)
     assert all(step["h2d_bytes"] > 0 for step in run.per_step)
     on_demand = sum(step["on_demand_fetches"] for step in run.per_step[1:])
     assert on_demand == 0, "the plan fetches all there is to fetch, with a prefetch depth of 0 too"
 
 
-def test_sleeping_copies_and_eager_eviction_change_no_bit() -> None:
+@pytest.mark.parametrize("steps", MANY)
+def test_sleeping_copies_and_eager_eviction_change_no_bit(steps: int) -> None:
     engine = start(RANDOM, build("stack"), settings(clip=1.0), None, sleeps())
     evict_at_once(engine)
-    assert_equal(fifty_steps(), train(engine, tokens(50, 1), CASES["stack"].loss))
+    assert_equal(undisturbed(steps), train(engine, tokens(steps, 1), CASES["stack"].loss))
 
 
-@pytest.mark.parametrize("system", ["elixir", "random write-back"])
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)
-def test_updates_that_overlap_change_no_bit(setup: Setup, system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("system", "setup"), in_turn(["elixir", "random write-back"], [(setup,) for setup in SETUPS]), ids=name_of
+)
+def test_updates_that_overlap_change_no_bit(system: str, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where the CPU lane has two threads: norms, accumulations, restored slots and updates of all segments."""
     monkeypatch.setattr(EmulatedDevice, "cpu_lane_threads", 2)
     chosen, options = SYSTEMS[system]

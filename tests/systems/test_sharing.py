@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -27,7 +27,7 @@ from tests.systems.running import (
     start,
     train,
 )
-from tests.systems.setups import blocks_of, checkpoint_blocks
+from tests.systems.setups import blocks_of, checkpoint_blocks, in_turn
 
 STEPS = 3
 
@@ -51,16 +51,7 @@ class Towers(nn.Module):
         return self.opt(inputs_embeds=states)
 
 
-ALL_ROWS = ("elixir", "h3t", "random")  # of these; the others have some of them, and all in the long tests
-
-
-def rows(given: Sequence[tuple[Any, ...]]) -> list[Any]:
-    found = []
-    for place, system in enumerate(MANAGED):
-        for number, row in enumerate(given):
-            often = system in ALL_ROWS or (number + place) % 3 == 0
-            found.append(pytest.param(system, *row, marks=() if often else pytest.mark.slow))
-    return found
+TIGHT = ("elixir", "h3t", "random")  # these train in half of what resident takes
 
 
 @cache
@@ -73,11 +64,11 @@ def towers(checkpointing: str, rounds: int) -> Run:
 TOWERS = list(product(["off", "reentrant", "non-reentrant"], [1, 2]))
 
 
-@pytest.mark.parametrize(("system", "checkpointing", "rounds"), rows(TOWERS))
+@pytest.mark.parametrize(("system", "checkpointing", "rounds"), in_turn(MANAGED, TOWERS, each=2))
 def test_tied_weights_in_towers_called_once_and_twice(system: str, checkpointing: str, rounds: int) -> None:
     """C14. The gradient of the tied weight is the sum over its uses; a step updates it once."""
     expected = towers(checkpointing, rounds)
-    budget = int((0.5 if system in ALL_ROWS else 0.7) * (expected.memory.device_peak_bytes or 0))
+    budget = int((0.5 if system in TIGHT else 0.7) * (expected.memory.device_peak_bytes or 0))
     asked = settings(accumulate=rounds, clip=1.0, device_memory=budget)
     run = train(start(SYSTEMS[system], Towers(rounds, checkpointing), asked), tokens(STEPS, rounds))
     assert_equal(expected, run)
@@ -128,7 +119,7 @@ def test_the_norm_is_the_oracle_s(sharing: str, accumulate: int) -> None:
     assert oracle > 1e3 * norm_of(plain_gradients(scaled(sharing, 1.0), first)), "void: the scaled layer hardly shows"
 
 
-@pytest.mark.parametrize(("system", "sharing", "accumulate"), rows(SCALED))
+@pytest.mark.parametrize(("system", "sharing", "accumulate"), in_turn(MANAGED, SCALED))
 def test_the_norm_and_the_factor_are_told(system: str, sharing: str, accumulate: int) -> None:
     """C27. One layer's gradient is scaled by 1e4; weights are on both tiers; tied weights count once."""
     expected = with_one_large_gradient(sharing, accumulate)
@@ -161,8 +152,7 @@ def custom() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(("system", "dtype"), in_turn(SYSTEMS, [("fp32",), ("bf16",)]))
 def test_a_user_s_initial_values_arrive_bit_for_bit(system: str, dtype: str) -> None:
     truth = {n: p.detach().clone() for n, p in custom().named_parameters()}
     itemsize = 4 if dtype == "fp32" else 2
@@ -183,6 +173,11 @@ def test_a_user_s_initial_values_arrive_bit_for_bit(system: str, dtype: str) -> 
         assert torch.equal(value, truth[prefix + name].to(value.dtype)), f"{name} as computed with"
 
 
+@cache
+def custom_run() -> Run:
+    return train(start(RESIDENT, custom(), settings()), tokens(STEPS, 1))
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_values_for_a_model_on_the_meta_device_are_asked_for_by_name(system: str) -> None:
     """The same as for a model that has them: filled in once a parameter, tied ones under their first name."""
@@ -197,7 +192,7 @@ def test_values_for_a_model_on_the_meta_device_are_asked_for_by_name(system: str
         model = build("opt")
     lazy = train(start(SYSTEMS[system], model, settings(initial_weights=fill)), tokens(STEPS, 1))
     assert sorted(asked) == sorted(truth)
-    assert_equal(train(start(SYSTEMS[system], custom(), settings()), tokens(STEPS, 1)), lazy)
+    assert_equal(custom_run(), lazy)
 
 
 def assert_same(values: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
@@ -208,28 +203,30 @@ def assert_same(values: dict[str, torch.Tensor], truth: dict[str, torch.Tensor])
 Edit = Callable[[dict[str, torch.Tensor]], None]
 
 
+def halve(values: dict[str, torch.Tensor]) -> None:
+    for value in values.values():
+        value.mul_(0.5)
+
+
+@cache
+def halved_on_the_way(system: str) -> Run:
+    engine = start(SYSTEMS[system], build("gpt2"), settings(dtype="bf16"))
+    losses = []
+    for number, batch in enumerate(tokens(4, 1)):
+        losses.append(one_step(engine, batch))
+        before = parameters_of(engine)
+        with engine.summon() as values:
+            halve(values)
+        assert_same(parameters_of(engine), before)
+        if number == 1:
+            with engine.summon(write=True) as values:
+                halve(values)
+            halve(before)
+            assert_same(parameters_of(engine), before)
+    return finished(engine, losses)
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_values_written_under_summon_are_trained_on(system: str) -> None:
     """Whatever is on the device at the time; without write=True a change is dropped."""
-
-    def halve(values: dict[str, torch.Tensor]) -> None:
-        for value in values.values():
-            value.mul_(0.5)
-
-    runs: list[Run] = []
-    for chosen in ("resident", system):
-        engine = start(SYSTEMS[chosen], build("gpt2"), settings(dtype="bf16"))
-        losses = []
-        for number, batch in enumerate(tokens(4, 1)):
-            losses.append(one_step(engine, batch))
-            before = parameters_of(engine)
-            with engine.summon() as values:
-                halve(values)
-            assert_same(parameters_of(engine), before)
-            if number == 1:
-                with engine.summon(write=True) as values:
-                    halve(values)
-                halve(before)
-                assert_same(parameters_of(engine), before)
-        runs.append(finished(engine, losses))
-    assert_equal(*runs)
+    assert_equal(halved_on_the_way("resident"), halved_on_the_way(system))
