@@ -19,7 +19,7 @@ from systems.planning import hardware
 from systems.planning.layout import round_up
 from systems.planning.policy.homes import PAGE
 from systems.prediction.forecast import Observations, Question, fits, forecast, policy_of
-from systems.prediction.remedies import Remedy, Room, remedies
+from systems.prediction.remedies import DiskRoom, Remedy, remedies
 
 PROFILE = "h100-80g-x1"  # for the times of a plan, on a machine that has no profile of its own
 ENOUGH_S = 30.0  # of looking for what would train
@@ -92,12 +92,12 @@ def _rounded(size: int | str) -> int:
     return round_up(size + MAPPINGS * PAGE, unit)
 
 
-def _disk(spec: RunSpec, request: Request) -> Room | None:
+def _disk(spec: RunSpec, request: Request) -> DiskRoom | None:
     """The folder of the records, if states may lie there."""
     if spec.disk is not None or not request.system.abilities.disk:
         return None
     try:
-        return Room(spec.results, disk_budget(replace(request.settings, disk=spec.results, disk_memory=None)))
+        return DiskRoom(spec.results, disk_budget(replace(request.settings, disk=spec.results, disk_memory=None)))
     except ValueError:
         return None
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from systems import registry
 from systems.errors import UnavailableError
-from systems.registry import Entry
+from systems.registry import RegistryEntry
 
 if TYPE_CHECKING:
     from systems.system import System
 
 
-def load(name: str, entries: Mapping[str, Entry] | None = None) -> System:
+def load(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> System:
     """The system of that name. ValueError if there is none, UnavailableError if it cannot run here."""
     system = registry.get(name, entries)
     package = system.abilities.package
@@ -41,7 +41,7 @@ def package_of(system: System) -> str | None:
         return f"{package} (version not known)"
 
 
-def load_all(entries: Mapping[str, Entry]) -> Iterator[tuple[str, System | UnavailableError]]:
+def load_all(entries: Mapping[str, RegistryEntry]) -> Iterator[tuple[str, System | UnavailableError]]:
     """Every system by name, or why it cannot run here."""
     for name, entry in entries.items():
         try:

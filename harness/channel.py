@@ -19,7 +19,7 @@ from harness.spec import RunSpec
 PROGRESS_PERIOD_S = 0.5
 
 
-class Job(BaseModel):
+class WorkerJob(BaseModel):
     """What the parent hands to the process of a run, on its standard input.
 
     host_budget_bytes: the smallest limit in force, for a spec that gives none. cgroup_root: where limits are read.

@@ -26,7 +26,7 @@ from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from harness import comparison, scale, store, trace
-from harness.compare import CompareSpec, Entry, StoredSpec, check_options, collect, entries, read_runs
+from harness.compare import CompareSpec, Contender, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, fill_standard_streams, progress_console, say
 from harness.plan_spec import PlanSpec
@@ -262,7 +262,7 @@ def compare(spec: CompareSpec) -> int:
     lost: list[Record] = []
     with stop_signals() as stop:
 
-        def execute(entry: Entry, replicate: int) -> Record | None:
+        def execute(entry: Contender, replicate: int) -> Record | None:
             return _execute(entry, replicate, console, stop, lost, tracker)
 
         records = collect(found, spec.repeat, execute)
@@ -270,7 +270,9 @@ def compare(spec: CompareSpec) -> int:
     return stop.code or (FAILED if lost else code)
 
 
-def _execute(entry: Entry, replicate: int, console: Console, stop: Stop, lost: list[Record], tracker: Tracker) -> Record | None:
+def _execute(
+    entry: Contender, replicate: int, console: Console, stop: Stop, lost: list[Record], tracker: Tracker
+) -> Record | None:
     """One run of a comparison; None if there shall be no further one. lost: takes up a record that could not be kept."""
     if lost or stop.number is not None:
         return None

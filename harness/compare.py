@@ -64,14 +64,14 @@ class StoredSpec(BaseModel):
 
 
 @dataclass(frozen=True)
-class Entry:
+class Contender:
     """One system of a comparison. label: as given to --system."""
 
     label: str
     spec: RunSpec
 
 
-def entries(spec: CompareSpec) -> list[Entry]:
+def entries(spec: CompareSpec) -> list[Contender]:
     """A run's spec for each system. Raises BadInputError for a system that cannot be read."""
     work = spec.model_dump(exclude={"system", "option"})
     found = []
@@ -83,11 +83,11 @@ def entries(spec: CompareSpec) -> list[Entry]:
         except ValueError as error:
             raise BadInputError(f"--system {text}: {str(error).removeprefix('`option` ')}") from None
         given = {"system": name.strip(), "option": tuple(f"{key}={value}" for key, value in options.items())}
-        found.append(Entry(text, RunSpec.model_validate(work | given)))
+        found.append(Contender(text, RunSpec.model_validate(work | given)))
     return found
 
 
-def check_options(found: Sequence[Entry]) -> None:
+def check_options(found: Sequence[Contender]) -> None:
     """Before the first run: a wrong option of the last system must not cost the runs of the others."""
     for entry in found:
         if not entry.spec.option:
@@ -100,12 +100,14 @@ def check_options(found: Sequence[Entry]) -> None:
             raise BadInputError(str(error)) from None
 
 
-def interleave(found: Sequence[Entry], repeat: int) -> Iterator[tuple[int, Entry]]:
+def interleave(found: Sequence[Contender], repeat: int) -> Iterator[tuple[int, Contender]]:
     """(replicate, entry): A B C A B C."""
     return ((replicate, entry) for replicate in range(repeat) for entry in found)
 
 
-def collect(found: Sequence[Entry], repeat: int, execute: Callable[[Entry, int], Record | None]) -> dict[str, list[Record]]:
+def collect(
+    found: Sequence[Contender], repeat: int, execute: Callable[[Contender, int], Record | None]
+) -> dict[str, list[Record]]:
     """Runs of each system by label. execute: a record, or None to stop here.
 
     A system that is refused or unavailable is so again: it is asked once. Other failures may not come twice.

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from harness.likeness import Difference, differences
 from harness.record import Part, Reason, Record
-from harness.stats import ENOUGH_PROCESSES, LARGEST, Figure, Ratio, compare_rates, summarize
+from harness.stats import ENOUGH_PROCESSES, LARGEST, MedianFigure, Ratio, compare_rates, summarize
 
 # How far the losses of one training may drift apart between systems, relative: larger and it is another training.
 LOSS_TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
@@ -48,7 +48,7 @@ class Configuration(Part):
     statistics: dict[str, Any] | None = Field(None, description="the system's own, with a baseline's configuration verbatim")
 
 
-class Row(Part):
+class ComparisonRow(Part):
     """One system. n counts the processes that ended well: all figures are of these. status: ok if all of them did."""
 
     label: str
@@ -57,10 +57,10 @@ class Row(Part):
     reason: Reason | None = None
     n: int = 0
     runs: list[str] = Field([], description="run ids, failed ones included")
-    median_step_time_s: Figure | None = Field(None, description="of the processes' median step times")
-    mean_step_time_s: Figure | None = Field(None, description="of the processes' timed regions over their steps")
-    tokens_per_s: Figure | None = None
-    relative_tflops: Figure | None = None
+    median_step_time_s: MedianFigure | None = Field(None, description="of the processes' median step times")
+    mean_step_time_s: MedianFigure | None = Field(None, description="of the processes' timed regions over their steps")
+    tokens_per_s: MedianFigure | None = None
+    relative_tflops: MedianFigure | None = None
     speed_ratio: Ratio | None = Field(
         None, description="tokens/s, of the whole region, over the reference's; null: refused, or nothing to compare"
     )
@@ -82,7 +82,7 @@ class Comparison(Part):
     kind: Literal["comparison"] = "comparison"
     spec: dict[str, Any] | None = None
     reference: str
-    rows: list[Row]
+    rows: list[ComparisonRow]
     refusals: list[str] = Field([], description="pairs that get no ratio, and why, a line each")
     marks: list[str] = Field([], description="what to know beside the ratios, a line each")
 
@@ -122,12 +122,12 @@ def _row(
     reference: Sequence[Record],
     unlike: list[Difference],
     is_reference: bool,
-) -> Row:
+) -> ComparisonRow:
     bad = next((record for record in records if record.status != "ok"), None)
     rates = _figures(good, "tokens_per_s")
     comparable = not is_reference and not any(difference.refused for difference in unlike)
     shown = good[0] if good else bad
-    return Row(
+    return ComparisonRow(
         label=label,
         system=shown.spec.system if shown else label.partition(":")[0],
         status=bad.status if bad else "ok" if good else "failed",
@@ -216,7 +216,7 @@ def _configuration(record: Record | None) -> Configuration:
     )
 
 
-def _marks(rows: Sequence[Row], reference: Sequence[Record]) -> list[str]:
+def _marks(rows: Sequence[ComparisonRow], reference: Sequence[Record]) -> list[str]:
     found: list[str] = []
     if few := [row.label for row in rows if 0 < row.n < ENOUGH_PROCESSES]:
         found.append(f"fewer than {ENOUGH_PROCESSES} processes of {', '.join(few)}: no figures for a table, use --repeat")

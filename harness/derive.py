@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.measure import Measured
+from harness.measure import RawResults
 from harness.record import Energy, Metrics, Resolved, Samples, Traffic
 from models.flops import FlopCount, Recompute, hardware_tflops, model_tflops, relative_tflops, tflops_6n
 from systems.settings import StepOutcome
@@ -20,7 +20,7 @@ DEFERRED_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWork:
+class StepFlops:
     """What one optimizer step of one rank computes. parameters, flops: None where no model was built or counted."""
 
     parameters: int | None = None
@@ -52,7 +52,7 @@ def _after_clip(outcome: StepOutcome) -> float | None:
     return None if outcome.norm is None else outcome.norm * outcome.clip_factor
 
 
-def samples(measured: Measured) -> dict[str, object]:
+def samples(measured: RawResults) -> dict[str, object]:
     """Fields of `Samples`, not yet cleaned: a norm may be infinite."""
     outcomes = measured.outcomes
     fields: dict[str, object] = {
@@ -68,13 +68,13 @@ def samples(measured: Measured) -> dict[str, object]:
     return fields
 
 
-def useful_steps(measured: Measured, warmup: int) -> int:
+def useful_steps(measured: RawResults, warmup: int) -> int:
     """Timed steps that updated the model."""
     timed = len(measured.step_time_s) - warmup
     return timed - sum(outcome.skipped for outcome in measured.outcomes[warmup:])
 
 
-def metrics(measured: Measured, resolved: Resolved, work: StepWork, ranks: int) -> dict[str, object]:
+def metrics(measured: RawResults, resolved: Resolved, work: StepFlops, ranks: int) -> dict[str, object]:
     """Fields of `Metrics`, not yet cleaned. Rates are left out (null) unless the timed region was completed."""
     assert resolved.warmup_steps is not None
     losses = [_sum(parts) for parts in measured.micro_batch_loss]
@@ -129,7 +129,7 @@ def _per_step(total: int, steps: int) -> int | float:
     return total // steps if total % steps == 0 else total / steps
 
 
-def traffic(measured: Measured, warmup: int) -> Traffic:
+def traffic(measured: RawResults, warmup: int) -> Traffic:
     """Bytes a step over the timed region; null for what the engine does not count, or where no region was completed."""
     timed = len(measured.step_time_s) - warmup
     if not measured.complete or timed < 1:
@@ -138,14 +138,14 @@ def traffic(measured: Measured, warmup: int) -> Traffic:
     return Traffic(**{key: _per_step(counted[key], timed) for key in TRAFFIC_KEYS if key in counted})
 
 
-def energy(measured: Measured, resolved: Resolved) -> Energy:
+def energy(measured: RawResults, resolved: Resolved) -> Energy:
     if not measured.complete or measured.timed_joules is None or not resolved.global_batch_samples:
         return Energy()
     useful = useful_steps(measured, resolved.warmup_steps or 0)
     return Energy(joules_per_sample=measured.timed_joules / (useful * resolved.global_batch_samples) if useful else None)
 
 
-def notes(measured: Measured, warmup: int) -> list[str]:
+def notes(measured: RawResults, warmup: int) -> list[str]:
     """What a reader of the numbers should know."""
     found = []
     skipped = sum(outcome.skipped for outcome in measured.outcomes)
@@ -161,7 +161,7 @@ def notes(measured: Measured, warmup: int) -> list[str]:
     return found
 
 
-def diverged(measured: Measured, warmup: int, taken: int = 0) -> str | None:
+def diverged(measured: RawResults, warmup: int, taken: int = 0) -> str | None:
     """What makes a run that reached its end a diverged one, or None. taken: steps of the run that it resumed.
 
     A loss that is not finite counts if its step updated the model or was the last; so do timed steps all skipped.

@@ -16,7 +16,7 @@ from harness.availability import load_all
 from harness.output import say
 from systems import registry
 from systems.errors import UnavailableError
-from systems.machine.limits import Limits, read_limits
+from systems.machine.limits import MachineLimits, read_limits
 from systems.native import build
 from systems.sizes import format_size
 
@@ -95,7 +95,7 @@ def huge_pages(path: Path = HUGE_PAGES) -> Finding:
     return Finding("huge pages", mode)
 
 
-def memory(limits: Limits) -> Finding:
+def memory(limits: MachineLimits) -> Finding:
     """The budget, and which limit sets it."""
     if limits.host_budget_bytes is None:
         return Finding("host memory", "no limit is readable", "give --host-memory")
@@ -111,21 +111,21 @@ def memory(limits: Limits) -> Finding:
     return Finding("host memory", f"budget {format_size(limits.host_budget_bytes)} ({known})", advice)
 
 
-def pinning(limits: Limits) -> Finding:
+def pinning(limits: MachineLimits) -> Finding:
     if limits.rlimit_memlock_bytes is None:
         return Finding("locked memory", "unlimited")
     size = format_size(limits.rlimit_memlock_bytes)
     return Finding("locked memory", f"ulimit -l {size}", "if pinning fails on CUDA: ulimit -l unlimited")
 
 
-def cores(limits: Limits) -> Finding:
+def cores(limits: MachineLimits) -> Finding:
     advice = ""
     if limits.machine_cores and limits.cores < limits.machine_cores:
         advice = "affinity, cpuset or a quota holds cores back: the CPU optimizer runs on the usable ones"
     return Finding("cores", f"{limits.cores} usable of {limits.machine_cores}", advice)
 
 
-def swap(limits: Limits) -> Finding:
+def swap(limits: MachineLimits) -> Finding:
     if not limits.swap_total_bytes:
         return Finding("swap", "none")
     used = format_size(limits.swap_used_bytes or 0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from harness.nvml import Link
+from harness.nvml import PcieLink
 from harness.record import Doubt
 from systems.sizes import format_size
 
@@ -54,7 +54,7 @@ CLOSED_LIST: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class Evidence:
     """What the doubts are judged by. None: not known, and then no doubt is raised.
 
     steps_without_plan: of the timed ones, those under a provisional plan included.
@@ -67,7 +67,7 @@ class Seen:
     swap_bytes: int | None = None
     other_processes: int | None = None
     throttled_by: Sequence[str] | None = None
-    link: Link | None = None
+    link: PcieLink | None = None
     mfu: float | None = None
     disk_direct: bool | None = None
 
@@ -94,7 +94,7 @@ def _timing(step_s: Sequence[float]) -> list[Doubt]:
     return found
 
 
-def judge(seen: Seen) -> list[Doubt]:
+def judge(seen: Evidence) -> list[Doubt]:
     """The doubts that apply, in the order of the list."""
     found = _timing(seen.timed_step_s)
     if seen.steps_without_plan:
@@ -104,7 +104,7 @@ def judge(seen: Seen) -> list[Doubt]:
         found.append(_doubt("other_processes_on_device", f"{seen.other_processes} of them"))
     if seen.throttled_by:
         found.append(_doubt("clocks_throttled", "by " + ", ".join(seen.throttled_by)))
-    link = seen.link or Link()
+    link = seen.link or PcieLink()
     if link.generation is not None and link.generation_max is not None and link.generation < link.generation_max:
         found.append(_doubt("pcie_link_below_maximum", f"generation {link.generation} of {link.generation_max}"))
     elif link.width is not None and link.width_max is not None and link.width < link.width_max:

@@ -16,7 +16,7 @@ import torch
 
 from harness import nvml
 from harness.record import Code, Environment, Hardware, Threads
-from systems.machine.limits import PROC, Limits
+from systems.machine.limits import PROC, MachineLimits
 from systems.messages import one_line
 
 PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe", "numpy", "pydantic", "triton")
@@ -138,7 +138,7 @@ def hardware(device: str, device_nvml: nvml.Nvml | None) -> Hardware:
     if device != "cuda":
         return Hardware(device_name="cpu-emulated", device_count=1, cpu_model=model, cpu_flags=flags)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    link = device_nvml.link() if device_nvml else nvml.Link()
+    link = device_nvml.link() if device_nvml else nvml.PcieLink()
     return Hardware(
         device_name=properties.name,
         device_count=torch.cuda.device_count(),
@@ -153,7 +153,7 @@ def hardware(device: str, device_nvml: nvml.Nvml | None) -> Hardware:
     )
 
 
-def describe(device: str, limits: Limits, seed: int, device_nvml: nvml.Nvml | None) -> Environment:
+def describe(device: str, limits: MachineLimits, seed: int, device_nvml: nvml.Nvml | None) -> Environment:
     return Environment(
         code=code(),
         versions=versions(),

@@ -28,9 +28,8 @@ from typing import Any
 from rich.console import Console
 
 from harness import trace
-from harness.channel import Job, Lines
-from harness.doubts import Seen as DoubtsSeen
-from harness.doubts import judge
+from harness.channel import Lines, WorkerJob
+from harness.doubts import Evidence, judge
 from harness.failures import LOG_LINES, Death, from_death, from_exception
 from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
@@ -75,7 +74,7 @@ def stop_signals() -> Iterator[Stop]:
 
 
 @dataclass
-class Seen:
+class Heard:
     """What the parent has heard and seen of the worker."""
 
     phase: str = "start"
@@ -95,8 +94,8 @@ class Worker:
     Raises OSError, with nothing left behind, if the machine cannot start a process.
     """
 
-    def __init__(self, job: Job, messages: tuple[int, int], console: Console) -> None:
-        self.seen = Seen()
+    def __init__(self, job: WorkerJob, messages: tuple[int, int], console: Console) -> None:
+        self.seen = Heard()
         self._console = console
         self._held_back: list[str] | None = []  # until the input is known to be good: bad input is one line
         read_end, write_end = messages
@@ -253,7 +252,7 @@ def launch(
     now, started_s = datetime.now(UTC), time.monotonic()
     fill_standard_streams()
     messages = os.pipe()
-    job = Job(
+    job = WorkerJob(
         spec=spec,
         run_id=new_run_id(spec.system, spec.model, now),
         started_at=now.isoformat(),
@@ -318,19 +317,19 @@ def _watch(worker: Worker, timeout_s: float | None, stop: Stop) -> bool:
     return False
 
 
-def _identity(job: Job) -> dict[str, Any]:
+def _identity(job: WorkerJob) -> dict[str, Any]:
     return {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": job.spec}
 
 
-def _swap_doubt(seen: Seen) -> list[Doubt]:
+def _swap_doubt(seen: Heard) -> list[Doubt]:
     """The worker itself knows only what is swapped out when it ends."""
     known = seen.record.doubts if seen.record else []
     if any(doubt.code == "swap_in_use" for doubt in known):
         return known
-    return [*known, *judge(DoubtsSeen(timed_step_s=(), threads=1, cores=1, swap_bytes=seen.swap_peak_bytes))]
+    return [*known, *judge(Evidence(timed_step_s=(), threads=1, cores=1, swap_bytes=seen.swap_peak_bytes))]
 
 
-def _finish(job: Job, seen: Seen, death: Death, *, exited: bool, wall_s: float) -> Record:
+def _finish(job: WorkerJob, seen: Heard, death: Death, *, exited: bool, wall_s: float) -> Record:
     """The worker's record with what only the parent knows, or one in its stead."""
     if seen.record is None:
         status, reason = from_death(death)

@@ -31,7 +31,7 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """What a step trains on.
 
     batch: (step, micro_step, split) to a batch on the compute device. loss: (call, batch, label_count) to a scalar,
@@ -82,7 +82,7 @@ class LateReader:
 
 
 @dataclass
-class Measured:
+class RawResults:
     """Raw results, filled as the run goes, so that a failed one keeps what it had. One entry per finished step."""
 
     step_time_s: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Measurement:
     def __init__(
         self,
         engine: Engine,
-        work: Work,
+        work: Workload,
         *,
         steps: int,
         warmup: int,
@@ -129,14 +129,14 @@ class Measurement:
             raise ValueError(f"a warm-up of {warmup} leaves nothing to time in {steps - taken} steps")
         self.engine, self.work, self.steps, self.warmup, self.eval_every = engine, work, steps, warmup, eval_every
         self.taken, self._skipped, self._save_every, self._save = taken, skipped, save_every, save
-        self.measured = Measured()
+        self.measured = RawResults()
         self._clock, self._energy, self._enter, self._on_step = clock, energy, enter, on_step
         self._late = LateReader()
         self._boundary_s = self._span_start_s = 0.0
         self._span_counters: Mapping[str, int] = {}
         self._span_joules: float | None = None
 
-    def run(self) -> Measured:
+    def run(self) -> RawResults:
         self._enter("warm-up" if self.warmup else "step")
         started_s = self._boundary_s = self._clock()
         for step in range(self.taken, self.steps):

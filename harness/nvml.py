@@ -22,7 +22,7 @@ _THROTTLE_BITS = {
 
 
 @dataclass(frozen=True)
-class Link:
+class PcieLink:
     """PCIe generation and lanes, now and at most. An idle device lowers its generation: read it under load."""
 
     generation: int | None = None
@@ -59,9 +59,9 @@ class Nvml:
         pids = [process.pid for process in running]
         return len(pids) - (1 if os.getpid() in pids else min(1, len(pids)))  # in a container its own pid reads otherwise
 
-    def link(self) -> Link:
+    def link(self) -> PcieLink:
         library, handle = self._library, self._handle
-        return Link(
+        return PcieLink(
             generation=self._ask(lambda: library.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
             generation_max=self._ask(lambda: library.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
             width=self._ask(lambda: library.nvmlDeviceGetCurrPcieLinkWidth(handle)),
@@ -80,7 +80,7 @@ class Watch:
     device: Nvml | None
     throttled_by: set[str] = field(default_factory=set)
     other_processes: int | None = None
-    best_link: Link = Link()
+    best_link: PcieLink = PcieLink()
 
     def look(self) -> None:
         if self.device is None:

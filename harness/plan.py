@@ -28,7 +28,7 @@ from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.meta_step import Unfilled
-from systems.prediction.remedies import LAYERS, Depths, Remedy, Room, remedies
+from systems.prediction.remedies import LAYERS, Depths, DiskRoom, Remedy, remedies
 from systems.system import System
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -117,10 +117,10 @@ def _plan_one(spec: PlanSpec, question: Question, observations: Observations) ->
     return FITS if found.fits else DOES_NOT_FIT
 
 
-def _room(system: System, question: Question) -> Room | None:
+def _room(system: System, question: Question) -> DiskRoom | None:
     """The profile's disk, under any name."""
     there = question.profile.disk_bytes
-    return None if there is None or not system.abilities.disk else Room("disk", there.value)
+    return None if there is None or not system.abilities.disk else DiskRoom("disk", there.value)
 
 
 def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:

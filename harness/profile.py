@@ -25,7 +25,7 @@ from harness.roofs.host import HostSizes
 from harness.spec import BadInputError, Device
 from systems.adam.cpu import cpu_kernel
 from systems.machine.durable import prove_writable, write_whole
-from systems.machine.limits import Limits, in_memory, read_limits
+from systems.machine.limits import MachineLimits, in_memory, read_limits
 from systems.messages import one_line
 from systems.planning.hardware import HardwareProfile
 from systems.sizes import format_size
@@ -73,7 +73,12 @@ class Figures:
 
 
 def measure_host(
-    figures: Figures, limits: Limits, sizes: HostSizes, disk: Path | None, tell: Callable[[str], None], flags: int = os.O_DIRECT
+    figures: Figures,
+    limits: MachineLimits,
+    sizes: HostSizes,
+    disk: Path | None,
+    tell: Callable[[str], None],
+    flags: int = os.O_DIRECT,
 ) -> None:
     """The host's part. flags: how the disk's file is opened."""
     if disk is not None:
@@ -97,7 +102,12 @@ def measure_host(
 
 
 def measure_devices(
-    figures: Figures, kind: Devices, limits: Limits, host_sizes: HostSizes, sizes: DeviceSizes, tell: Callable[[str], None]
+    figures: Figures,
+    kind: Devices,
+    limits: MachineLimits,
+    host_sizes: HostSizes,
+    sizes: DeviceSizes,
+    tell: Callable[[str], None],
 ) -> None:
     """The devices' part, and what they and the host do together."""
     figures.put("nodes", 1, "this machine")
@@ -164,7 +174,7 @@ def _put_copies(figures: Figures, found: on_device.Copies, devices: int) -> None
     figures.put("node_both_ways_bytes_per_s", found.both_ways_all, f"{devices} devices at once, sum of both ways, {pinned}")
 
 
-def _prepare(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
+def _prepare(spec: ProfileSpec, limits: MachineLimits, sizes: HostSizes) -> None:
     """What can be found wrong before any measurement. Raises BadInputError."""
     try:
         _check(spec, limits, sizes)
@@ -172,7 +182,7 @@ def _prepare(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
         raise BadInputError(f"{one_line(str(error))}: name another file or folder") from None
 
 
-def _check(spec: ProfileSpec, limits: Limits, sizes: HostSizes) -> None:
+def _check(spec: ProfileSpec, limits: MachineLimits, sizes: HostSizes) -> None:
     if spec.device == "cuda" and not torch.cuda.is_available():
         raise BadInputError("--device cuda: torch finds no CUDA device here: see harness doctor, or use --device cpu")
     room = limits.available_memory_bytes

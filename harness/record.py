@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.spec import RunSpec
-from systems.machine.limits import Limits
+from systems.machine.limits import MachineLimits
 
 SCHEMA_VERSION = 1
 
@@ -105,7 +105,7 @@ class Environment(Part):
     code: Code = Code()
     versions: dict[str, str | None] = {}
     hardware: Hardware = Hardware()
-    limits: Limits | None = None
+    limits: MachineLimits | None = None
     threads: Threads = Threads()
     seeds: dict[str, int] = {}
     variables: dict[str, str] = Field({}, description="environment variables, from an allow-list")
@@ -163,7 +163,7 @@ class Traffic(Part):
     disk_write_bytes: int | float | None = None
 
 
-class Memory(Part):
+class MemoryPeaks(Part):
     """Peaks over the whole run in bytes, maximum over ranks. The first eight are the system's own accounts."""
 
     device_peak_bytes: int | None = None
@@ -220,7 +220,7 @@ class Record(Part):
         "startup.*; with --phases those of one more step as phase.*",
     )
     traffic: Traffic = Traffic()
-    memory: Memory = Memory()
+    memory: MemoryPeaks = MemoryPeaks()
     counters: dict[str, int] = Field({}, description="the system's own, over the whole run")
     timed_counters: dict[str, int] = Field({}, description="the same, over the timed region")
     plan: PlanFigures = PlanFigures()

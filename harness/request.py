@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from harness import environment
 from harness.availability import load, package_of
-from harness.channel import Job
+from harness.channel import WorkerJob
 from harness.measure import CLOCK
 from harness.record import Resolved, build_part
 from harness.spec import Device, RunSpec
@@ -21,7 +21,7 @@ from models.shape import ModelShape
 from systems import checkpoint, registry
 from systems.checkpoint import LoopState
 from systems.errors import UnavailableError
-from systems.machine.limits import Limits
+from systems.machine.limits import MachineLimits
 from systems.settings import AdamSettings, Settings
 from systems.system import System
 
@@ -51,7 +51,7 @@ def choose_device(asked: Device | None) -> Device:
     return asked or ("cuda" if found else "cpu")
 
 
-def set_threads(limits: Limits) -> None:
+def set_threads(limits: MachineLimits) -> None:
     """As many as there are usable cores, unless the user's OMP_NUM_THREADS asks for another number."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 0 else limits.cores)
@@ -76,7 +76,7 @@ def _open_data(spec: RunSpec, shape: ModelShape, seq_len: int) -> Dataset:
     return dataset
 
 
-def resolve(job: Job, device: Device) -> Request:
+def resolve(job: WorkerJob, device: Device) -> Request:
     """Raises ValueError, one line, for bad input, and UnavailableError for a system that does not load."""
     spec = job.spec
     system = load(spec.system)

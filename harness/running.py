@@ -18,19 +18,19 @@ from typing import Any
 import torch
 
 from harness import derive, doubts, environment, record, trace
-from harness.channel import Channel, Job
+from harness.channel import Channel, WorkerJob
 from harness.failures import from_exception
-from harness.measure import Batch, Measured, Measurement, Work
+from harness.measure import Batch, Measurement, RawResults, Workload
 from harness.nvml import Watch
 from harness.output import complain
-from harness.record import Memory, PlanFigures, Reason, Record, Status
+from harness.record import MemoryPeaks, PlanFigures, Reason, Record, Status
 from harness.request import Request, choose_device, resolve, set_threads
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.flops import count
 from models.loss import count_labels, token_loss
 from systems import checkpoint
-from systems.machine.limits import Limits, process_memory, raise_open_files, read_limits
+from systems.machine.limits import MachineLimits, process_memory, raise_open_files, read_limits
 from systems.messages import one_line
 from systems.prediction.meta_step import Unfilled
 from systems.settings import Settings
@@ -48,11 +48,11 @@ class Known:
     """What is known of a run so far. A record can be made of it at any moment."""
 
     phases_s: dict[str, float]
-    limits: Limits
+    limits: MachineLimits
     request: Request | None = None
     environment: record.Environment = field(default_factory=record.Environment)
-    work: derive.StepWork = field(default_factory=derive.StepWork)
-    measured: Measured = field(default_factory=Measured)
+    work: derive.StepFlops = field(default_factory=derive.StepFlops)
+    measured: RawResults = field(default_factory=RawResults)
     watch: Watch = field(default_factory=lambda: Watch(None))
     engine: Engine | None = None
     engine_fields: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Known:
             self.phases_s[phase] = time.perf_counter() - started_s
 
 
-def host_room(limits: Limits) -> int | None:
+def host_room(limits: MachineLimits) -> int | None:
     """Bytes that the host could still give this process: what is free, and what its limit leaves."""
     now, resident = read_limits().available_memory_bytes, process_memory("self").get("VmRSS")
     budget = limits.host_budget_bytes
@@ -90,7 +90,7 @@ def host_room(limits: Limits) -> int | None:
     return min((room for room in (now, below_budget) if room is not None), default=None)
 
 
-def _judge(job: Job, known: Known) -> tuple[Status, Reason | None]:
+def _judge(job: WorkerJob, known: Known) -> tuple[Status, Reason | None]:
     """Status of a run that reached its end."""
     why = derive.diverged(known.measured, known.resolved.warmup_steps or 0, known.resolved.steps_before or 0)
     if why:
@@ -101,13 +101,13 @@ def _judge(job: Job, known: Known) -> tuple[Status, Reason | None]:
     return "ok", None
 
 
-def _metrics(job: Job, known: Known) -> dict[str, object]:
+def _metrics(job: WorkerJob, known: Known) -> dict[str, object]:
     if known.request is None:
         return {}
     return derive.metrics(known.measured, known.resolved, known.work, job.spec.ranks)
 
 
-def run(job: Job, channel: Channel, import_s: float) -> Record:
+def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
     """The record of this job. Raises BadInputError."""
     raise_open_files()  # of every system alike, and before limits are read
     known = Known(phases_s={"import": import_s}, limits=read_limits(cgroup_root=Path(job.cgroup_root)))
@@ -137,7 +137,7 @@ def run(job: Job, channel: Channel, import_s: float) -> Record:
     return _record(job, known, status, reason)
 
 
-def _advice(job: Job, channel: Channel, known: Known) -> list[str]:
+def _advice(job: WorkerJob, channel: Channel, known: Known) -> list[str]:
     """What would work where memory was short. A run that has an end set gets none: the looking takes a while."""
     if known.request is None or not known.request.needs_model or job.spec.timeout is not None:
         return []
@@ -152,7 +152,7 @@ def _advice(job: Job, channel: Channel, known: Known) -> list[str]:
         return []
 
 
-def _train(job: Job, channel: Channel, known: Known) -> None:
+def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
     channel.enter("resolve")
     set_threads(known.limits)
     device = choose_device(job.spec.device)
@@ -224,7 +224,7 @@ def _train(job: Job, channel: Channel, known: Known) -> None:
             broken = True
 
 
-def _check_room(job: Job, request: Request, model: torch.nn.Module) -> None:
+def _check_room(job: WorkerJob, request: Request, model: torch.nn.Module) -> None:
     """For the run's checkpoints, where it writes any."""
     spec, resolved = job.spec, request.resolved
     if spec.checkpoint is not None:
@@ -233,7 +233,7 @@ def _check_room(job: Job, request: Request, model: torch.nn.Module) -> None:
         checkpoint.check_room(model, spec.checkpoint, saves=1 + within)
 
 
-def _save(job: Job, engine: Engine) -> None:
+def _save(job: WorkerJob, engine: Engine) -> None:
     """Batches follow from the step alone, so dropout's random numbers are all that the loop adds."""
     beside = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -248,14 +248,14 @@ def _set_random_states(beside: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(beside["random.cuda"])
 
 
-def _trace(job: Job, measurement: Measurement, known: Known) -> None:
+def _trace(job: WorkerJob, measurement: Measurement, known: Known) -> None:
     """See harness/trace.py. Every figure of the record is taken before."""
     path = Path(str(job.spec.trace))
     trace.take(measurement.extra_step, path, known.resolved.device or "cpu")
     known.notes.append(f"a trace of one more step is in {path}")
 
 
-def _phases(job: Job, measurement: Measurement, known: Known) -> None:
+def _phases(job: WorkerJob, measurement: Measurement, known: Known) -> None:
     """Where the time of one more step goes, phase by phase. Every figure of the record is taken before."""
     found = measurement.engine.phases_s(measurement.extra_step)
     known.phases_s |= {f"phase.{name}": seconds for name, seconds in found.items()}
@@ -288,11 +288,11 @@ def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Set
         return torch.nn.Module(), request.settings
     with Unfilled():
         model = models_registry.build(request.shape)
-    known.work = derive.StepWork(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    known.work = derive.StepFlops(parameters=sum(parameter.numel() for parameter in model.parameters()))
     return model, request.system.look_for_room(model, request.settings, request.options)
 
 
-def _count(job: Job, known: Known, request: Request, model: torch.nn.Module) -> None:
+def _count(job: WorkerJob, known: Known, request: Request, model: torch.nn.Module) -> None:
     """Parameters and FLOPs of a step."""
     spec, resolved = job.spec, request.resolved
     if not request.needs_model:
@@ -303,7 +303,7 @@ def _count(job: Job, known: Known, request: Request, model: torch.nn.Module) -> 
     except ValueError as error:
         flops = None
         known.notes.append(one_line(str(error)))
-    known.work = derive.StepWork(
+    known.work = derive.StepFlops(
         parameters=known.work.parameters,
         flops=flops,
         accumulate=spec.accumulate,
@@ -311,7 +311,7 @@ def _count(job: Job, known: Known, request: Request, model: torch.nn.Module) -> 
     )
 
 
-def _work(job: Job, request: Request) -> Work:
+def _work(job: WorkerJob, request: Request) -> Workload:
     spec, resolved = job.spec, request.resolved
 
     def batch(step: int, micro_step: int, split: str) -> Batch:
@@ -327,7 +327,7 @@ def _work(job: Job, request: Request) -> Work:
             return on_host
         return {name: tensor.pin_memory().to("cuda", non_blocking=True) for name, tensor in on_host.items()}
 
-    return Work(
+    return Workload(
         batch=batch,
         loss=partial(token_loss, objective=request.shape.objective),
         count_labels=partial(count_labels, objective=request.shape.objective),
@@ -337,7 +337,9 @@ def _work(job: Job, request: Request) -> Work:
     )
 
 
-def _measurement(engine: Engine, work: Work, job: Job, channel: Channel, known: Known, request: Request) -> Measurement:
+def _measurement(
+    engine: Engine, work: Workload, job: WorkerJob, channel: Channel, known: Known, request: Request
+) -> Measurement:
     resolved, resumed = known.resolved, request.resumed
     steps, warmup, taken = resolved.steps or 1, resolved.warmup_steps or 0, resolved.steps_before or 0
     energy: Callable[[], float | None] = known.watch.device.energy_joules if known.watch.device else lambda: None
@@ -390,7 +392,7 @@ def _engine_fields(engine: Engine, known: Known) -> dict[str, Any]:
     }
 
 
-def _memory(known: Known) -> Memory:
+def _memory(known: Known) -> MemoryPeaks:
     """The engine's accounts and, beside them, what torch and the operating system saw.
 
     The host's budget holds for every system alike: one that keeps no account of the host has none to tell of it.
@@ -399,7 +401,7 @@ def _memory(known: Known) -> Memory:
     seen = known.seen_memory or _seen_memory(known.resolved)
     if accounts.get("host_budget_bytes") is None:
         seen = seen | {"host_budget_bytes": known.resolved.host_budget_bytes}
-    return record.build_part(Memory, **(accounts | seen))
+    return record.build_part(MemoryPeaks, **(accounts | seen))
 
 
 def _seen_memory(resolved: record.Resolved) -> dict[str, Any]:
@@ -414,7 +416,7 @@ def _seen_memory(resolved: record.Resolved) -> dict[str, Any]:
     return seen
 
 
-def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Record:
+def _record(job: WorkerJob, known: Known, status: Status, reason: Reason | None) -> Record:
     measured, resolved, fields = known.measured, known.resolved, known.engine_fields
     warmup = resolved.warmup_steps or 0
     metrics = _metrics(job, known)
@@ -423,7 +425,7 @@ def _record(job: Job, known: Known, status: Status, reason: Reason | None) -> Re
         phases |= {"warm_up": measured.warmup_s or 0.0, "timed": measured.timed_s or 0.0, "eval": measured.eval_s}
         phases |= {"save": measured.save_s} if job.spec.save_every else {}
     phases |= {f"startup.{name}": seconds for name, seconds in fields.get("startup", {}).items()}
-    seen = doubts.Seen(
+    seen = doubts.Evidence(
         timed_step_s=measured.step_time_s[warmup:] if measured.complete else (),
         threads=torch.get_num_threads(),
         cores=known.limits.cores,

@@ -45,7 +45,7 @@ Spread = Literal["one process", "min-max", "bootstrap 95 %", "t 95 %"]
 Verdict = Literal["faster", "slower", "no difference", "too few runs"]
 
 
-class Figure(BaseModel):
+class MedianFigure(BaseModel):
     """A median over n processes and its spread; low and high are null for a single one, which has none."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -83,18 +83,18 @@ def _interval(resampled: list[float]) -> tuple[float, float]:
     return resampled[round(_TAIL * last)], resampled[round((1 - _TAIL) * last)]
 
 
-def summarize(values: Sequence[float]) -> Figure | None:
+def summarize(values: Sequence[float]) -> MedianFigure | None:
     """values: one a process. None if there is none."""
     if not values:
         return None
     median, n = statistics.median(values), len(values)
     if n == 1:
-        return Figure(median=median, low=None, high=None, n=1, spread="one process")
+        return MedianFigure(median=median, low=None, high=None, n=1, spread="one process")
     if n < BOOTSTRAP_FROM:
-        return Figure(median=median, low=min(values), high=max(values), n=n, spread="min-max")
+        return MedianFigure(median=median, low=min(values), high=max(values), n=n, spread="min-max")
     draw = random.Random(_SEED)
     low, high = _interval([_resample(values, draw) for _ in range(RESAMPLES)])
-    return Figure(median=median, low=low, high=high, n=n, spread="bootstrap 95 %")
+    return MedianFigure(median=median, low=low, high=high, n=n, spread="bootstrap 95 %")
 
 
 def compare_rates(rates: Sequence[float], reference: Sequence[float]) -> Ratio | None:

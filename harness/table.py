@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.comparison import Comparison, Configuration, Row
-from harness.stats import Figure
+from harness.comparison import Comparison, ComparisonRow, Configuration
+from harness.stats import MedianFigure
 from systems.messages import printable
 from systems.sizes import format_size
 
@@ -36,7 +36,7 @@ def _plain(text: str) -> str:
     return escape(printable(text))
 
 
-def _speed(row: Row, reference: str) -> list[str]:
+def _speed(row: ComparisonRow, reference: str) -> list[str]:
     ratio = row.speed_ratio
     if ratio is not None:
         judged = [f"{ratio.value:.3f}x", _range(ratio.low, ratio.high), ratio.verdict]
@@ -58,7 +58,7 @@ def _speed(row: Row, reference: str) -> list[str]:
     ]
 
 
-def _beside(row: Row) -> list[str]:
+def _beside(row: ComparisonRow) -> list[str]:
     losses, peaks = row.losses, row.peaks
     deviation = losses.max_relative_deviation
     return [
@@ -81,7 +81,7 @@ def _runs_on(configuration: Configuration) -> str:
     return f"{configuration.package}, {kind}{file}"
 
 
-def _median(figure: Figure | None) -> str:
+def _median(figure: MedianFigure | None) -> str:
     return _NONE if figure is None else f"{figure.median:.4g}"
 
 

@@ -17,12 +17,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness import comparison, store
-from harness.comparison import Row
+from harness.comparison import ComparisonRow
 from harness.likeness import alike
 from harness.output import complain, say
 from harness.record import Reason, Record
 from harness.spec import BadInputError, RunSpec
-from harness.stats import Figure
+from harness.stats import MedianFigure
 from systems.machine.durable import write_whole
 from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line, printable
@@ -86,7 +86,7 @@ class TableData(_Data):
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     label: str
     spec: RunSpec
 
@@ -96,8 +96,8 @@ class Group:
     """The reference is one of the cells."""
 
     title: str
-    reference: Cell
-    cells: tuple[Cell, ...]
+    reference: TableCell
+    cells: tuple[TableCell, ...]
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,15 @@ def _group(table: TableData, group: GroupData) -> Group:
     return Group(group.title, by_label[group.reference], cells)
 
 
-def _cell(work: Mapping[str, Any]) -> Cell:
+def _cell(work: Mapping[str, Any]) -> TableCell:
     spec = RunSpec.model_validate(work)
     for field in RESOLVED_WORK:
         if getattr(spec, field) is None:
             raise ValueError(f"a row of {spec.system} names no {field}")
-    return Cell(":".join(filter(None, [spec.system, ",".join(spec.option)])), spec)
+    return TableCell(":".join(filter(None, [spec.system, ",".join(spec.option)])), spec)
 
 
-def belongs(record: Record, cell: Cell, hardware: str) -> bool:
+def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
     """Whether the run did the cell's work on that device."""
     spec, resolved = record.spec, record.resolved
     if resolved.device_label != hardware:
@@ -149,7 +149,7 @@ def _comparable(spec: RunSpec, field: str) -> Any:
     return sorted(value) if field in ("set", "option") else value
 
 
-def replicates(records: Sequence[Record], cell: Cell, hardware: str) -> list[Record]:
+def replicates(records: Sequence[Record], cell: TableCell, hardware: str) -> list[Record]:
     """The cell's last run and those like it in every fact that is known of both, the code among them; oldest first."""
     found = sorted((record for record in records if belongs(record, cell, hardware)), key=lambda record: record.run_id)
     return [record for record in found if record is found[-1] or alike(record, found[-1])]
@@ -167,7 +167,7 @@ def markdown(table: ResultsTable, records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _row(group: Group, cell: Cell, records: Sequence[Record], hardware: str) -> Row:
+def _row(group: Group, cell: TableCell, records: Sequence[Record], hardware: str) -> ComparisonRow:
     """The cell's row of a comparison with the reference, budgets aside where the two are asked to differ in them."""
     ours, reference = (replicates(records, one, hardware) for one in (cell, group.reference))
     if cell is group.reference:
@@ -176,7 +176,7 @@ def _row(group: Group, cell: Cell, records: Sequence[Record], hardware: str) -> 
     return comparison.compare({f"reference {cell.label}": reference, cell.label: ours}, intended=intended).rows[1]
 
 
-def _columns(cell: Cell, row: Row, *, is_reference: bool) -> list[str]:
+def _columns(cell: TableCell, row: ComparisonRow, *, is_reference: bool) -> list[str]:
     budget = "all" if cell.spec.device_memory is None else format_size(cell.spec.device_memory)
     head = [cell.label, budget]
     if not row.runs:
@@ -199,7 +199,7 @@ def _columns(cell: Cell, row: Row, *, is_reference: bool) -> list[str]:
     ]
 
 
-def _ratio(row: Row) -> str:
+def _ratio(row: ComparisonRow) -> str:
     assert row.speed_ratio is not None
     low, high = row.speed_ratio.low, row.speed_ratio.high
     spread = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
@@ -215,7 +215,7 @@ def _failure(status: str, reason: Reason | None) -> str:
     return f"{status} ({told})" if told else status
 
 
-def _notes(rows: Sequence[Row], reference: str) -> list[str]:
+def _notes(rows: Sequence[ComparisonRow], reference: str) -> list[str]:
     found = []
     doubts: dict[str, list[str]] = {}
     for row in rows:
@@ -236,7 +236,7 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _number(figure: Figure | None) -> str:
+def _number(figure: MedianFigure | None) -> str:
     return NONE if figure is None else f"{figure.median:.4g}"
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from harness.channel import Channel, Job
+from harness.channel import Channel, WorkerJob
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,7 +25,7 @@ def die_with(parent_pid: int) -> None:
 
 
 def main() -> None:
-    job = Job.model_validate_json(sys.stdin.buffer.read())
+    job = WorkerJob.model_validate_json(sys.stdin.buffer.read())
     die_with(job.parent_pid)
     faulthandler.enable(all_threads=False)  # short enough for the last lines that a record keeps
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # a run that is timed out says where it was

@@ -26,7 +26,7 @@ from rich.table import Table
 from harness import store
 from harness.plan import Unfilled
 from harness.record import Record
-from harness.tables import Cell, replicates
+from harness.tables import TableCell, replicates
 from models import registry as models_registry
 from models.loss import token_loss
 from systems import registry
@@ -96,7 +96,7 @@ def cells_of(records: Sequence[Record], profile: HardwareProfile) -> list[list[R
     for record in sorted(known, key=lambda record: record.run_id):
         resolved = record.resolved
         work = record.spec.model_copy(update={"batch_size": resolved.batch_size, "seq_len": resolved.seq_len})
-        like = replicates(known, Cell(record.spec.system, work), profile.device_name)
+        like = replicates(known, TableCell(record.spec.system, work), profile.device_name)
         found.setdefault(like[-1].run_id, like)
     return list(found.values())
 

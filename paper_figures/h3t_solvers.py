@@ -37,7 +37,7 @@ SHOWN = ("partition", "lazy_prefetch", "rematerialise", "offload_hidden")
 
 
 @dataclass(frozen=True)
-class Cell:
+class SolverCase:
     """global_batch: sequences of all GPUs. budget: the paper's M, bytes. Factors: of the paper's manual slow-downs."""
 
     model: str
@@ -59,7 +59,7 @@ def layer_parameters(shape: ModelShape) -> int:
     return 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
 
 
-def model_costs(cell: Cell) -> ModelCosts:
+def model_costs(cell: SolverCase) -> ModelCosts:
     """Reckoned, not measured. Attention is not fused (section C.3): its scores and probabilities are part of A_i."""
     shape, profile = models_registry.resolve(cell.model), hardware.load(cell.environment)
     ranks = profile.devices
@@ -126,11 +126,11 @@ def solved(solver: Callable[[], Assignment]) -> tuple[Assignment | None, float]:
     return found, time.perf_counter() - began
 
 
-def dp(cell: Cell) -> Callable[[], Assignment]:
+def dp(cell: SolverCase) -> Callable[[], Assignment]:
     return lambda: pruned_dp(model_costs(cell), cell.budget)
 
 
-def greedy(cell: Cell) -> Callable[[], Assignment]:
+def greedy(cell: SolverCase) -> Callable[[], Assignment]:
     return lambda: greedy_solver(model_costs(cell), cell.budget, choices=SYNCHRONISED)
 
 
@@ -150,7 +150,7 @@ def table5() -> Table:
     paper = ((12.0, 0.6, 0.1), (4.7, 0.9, 0.2), (2.8, 0.6, 0.1), (13.9, 0.6, 0.1))
     table = Table("model", "batch", "M", "DP s", "greedy s", "random s", "paper: DP, greedy, random (min)", title="table 5")
     for (model, batch, budget), theirs in zip(settings, paper, strict=True):
-        cell = Cell(model, "h3t-a100-40g-x64", batch, budget * GB)
+        cell = SolverCase(model, "h3t-a100-40g-x64", batch, budget * GB)
         costs = model_costs(cell)
         times = [f"{solved(solver)[1]:.2f}" for solver in reversed(solvers(costs, cell.budget)[1:])]
         table.add_row(model, str(batch), f"{budget} GB", *times, ", ".join(map(str, theirs)))
@@ -159,7 +159,7 @@ def table5() -> Table:
 
 def table6() -> Table:
     """Switch-on ratios of BERT-1.8B, batch 128, 8 x 2080 Ti, M = 8 GB."""
-    plain = Cell("bert-1.8b", "h3t-2080ti-10g-x8", 128, 8 * GB)
+    plain = SolverCase("bert-1.8b", "h3t-2080ti-10g-x8", 128, 8 * GB)
     cases = (
         ("/", dp(plain), (90, 8, 92, 21)),
         ("PCI-E speed x0.1", dp(replace(plain, host_link_factor=0.1)), (0, 0, 98, 0)),
@@ -196,11 +196,11 @@ def figure6() -> Table:
     for environment, budget, lines in ENVIRONMENTS:
         for model, batches in lines:
             for batch in batches:
-                table.add_row(environment, model, str(batch), *_speeds(Cell(model, environment, batch, budget)))
+                table.add_row(environment, model, str(batch), *_speeds(SolverCase(model, environment, batch, budget)))
     return table
 
 
-def _speeds(cell: Cell) -> Iterator[str]:
+def _speeds(cell: SolverCase) -> Iterator[str]:
     for solver in solvers(model_costs(cell), cell.budget):
         found, _ = solved(solver)
         yield "-" if found is None else f"{cell.global_batch / found.runtime_s:.4g}"
@@ -208,7 +208,7 @@ def _speeds(cell: Cell) -> Iterator[str]:
 
 def gpt3() -> Table:
     """Appendix D.1: GPT-3 175B, batch 512 on 64 A100, about 11.1 GB a device at a minimum and 40.8 s a step."""
-    cell = Cell("gpt3-175b", "h3t-a100-40g-x64", 512, 28 * GB)
+    cell = SolverCase("gpt3-175b", "h3t-a100-40g-x64", 512, 28 * GB)
     costs = model_costs(cell)
     least = evaluate(costs, all_on(costs))
     fastest, _ = solved(lambda: pruned_dp(costs, cell.budget))

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from systems.planning import hardware
-from systems.planning.clock.clocks import Span
+from systems.planning.clock.clocks import BusySpan
 from systems.planning.clock.rates import STATE_BYTES, Costs, Rates, default_queues
 from systems.planning.clock.simulator import clocked
-from systems.planning.hardware import Figure, HardwareProfile
+from systems.planning.hardware import HardwareProfile, SourcedNumber
 from systems.planning.layout import Bundle, FlatSpace, Layout, Parameter, Segment, pack
 from systems.planning.plan import LaneKind
 from systems.planning.step.derived_waits import with_waits
@@ -103,7 +103,7 @@ class Diagram:
 
 def drawn(case: Case) -> Diagram:
     """The case, timed by the simulator."""
-    step = _Step(case)
+    step = _DrawnStep(case)
     step.build()
     profile = machine(case)
     context = PlanningContext(1 << 50, 1 << 50, itemsize=ITEM, ranks=RANKS, accumulate=1, seed=0)
@@ -135,8 +135,9 @@ def machine(case: Case) -> HardwareProfile:
     speeds["d2h_bytes_per_s"] = shard * ITEM / lengths.offload_s
     speeds["cpu_adam_bytes_per_s"] = RANKS * shard * (STATE_BYTES + 2 * ITEM) / lengths.update_s
     speeds |= {"copy_latency_s": 1e-9, "unit_event_s": 1e-9}
-    figures: dict[str, Figure | None] = {n: Figure(value=v, source="chosen for the drawing") for n, v in speeds.items()}
-    link = Figure(value=shard * ITEM / lengths.collective_s, source="chosen for the drawing")
+    chosen = "chosen for the drawing"
+    figures: dict[str, SourcedNumber | None] = {n: SourcedNumber(value=v, source=chosen) for n, v in speeds.items()}
+    link = SourcedNumber(value=shard * ITEM / lengths.collective_s, source="chosen for the drawing")
     return hardware.load("h3t-a100-40g-x8").model_copy(
         update={**figures, "device_link_bytes_per_s": link if case.link else None}
     )
@@ -151,7 +152,7 @@ def _layout(layers: int) -> Layout:
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class _HeldMemory:
     """Device memory from the start of one operation to the end of another. None: from the step's begin, or to its end."""
 
     nbytes: int
@@ -159,7 +160,7 @@ class _Buffer:
     last: int | None
 
 
-def _peak(buffers: Sequence[_Buffer], spans: Mapping[int, Span]) -> int:
+def _peak(buffers: Sequence[_HeldMemory], spans: Mapping[int, BusySpan]) -> int:
     changes: list[tuple[float, int]] = []
     for buffer in buffers:
         begin = 0.0 if buffer.first is None else spans[buffer.first].start_s
@@ -174,13 +175,13 @@ def _peak(buffers: Sequence[_Buffer], spans: Mapping[int, Span]) -> int:
 
 
 @dataclass
-class _Step:
+class _DrawnStep:
     """Queues the operations of one step. See Note [Segments]. Layers count from 0 here."""
 
     case: Case
     operations: list[ScheduledOperation] = field(default_factory=list)
     names: dict[int, tuple[str, int]] = field(default_factory=dict)
-    buffers: list[_Buffer] = field(default_factory=list)
+    buffers: list[_HeldMemory] = field(default_factory=list)
     segment: int = 0
     _since: dict[str, int] = field(default_factory=dict)
 
@@ -190,7 +191,7 @@ class _Step:
 
     def build(self) -> None:
         layers, lengths, s = self.case.layers, self.case.lengths, self.case.switches
-        self.buffers += [_Buffer(self._sizes["shard"], None, None)] * (0 if s.lazy_prefetch else layers)
+        self.buffers += [_HeldMemory(self._sizes["shard"], None, None)] * (0 if s.lazy_prefetch else layers)
         self._segment([], self._prepared(0, again=False), s.economical_forward, [("edge", 0, lengths.edge_s)])
         for i in range(layers):
             ahead = self._prepared(i + 1, again=False) if i + 1 < layers else []
@@ -285,7 +286,7 @@ class _Step:
             self._since.setdefault(what, ticket)
         for what in self._ends(name, i):
             if what in self._since:
-                self.buffers.append(_Buffer(self._sizes[what.split(":")[0]], self._since.pop(what), ticket))
+                self.buffers.append(_HeldMemory(self._sizes[what.split(":")[0]], self._since.pop(what), ticket))
 
     @property
     def _sizes(self) -> dict[str, int]:

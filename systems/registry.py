@@ -30,7 +30,7 @@ FOLDERS: Mapping[str, str] = MappingProxyType({"systems.baselines": "SYSTEM", "s
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     """A module that offers a system. exposes: SYSTEM or STRATEGY. broken: why its source cannot be read, or None."""
 
     name: str
@@ -65,10 +65,10 @@ def _sources(folder: Path) -> list[tuple[str, Path]]:
     return sorted((name, path) for name, path in found if not name.startswith("_"))
 
 
-def find(root: Path | None = None, folders: Mapping[str, str] = FOLDERS) -> dict[str, Entry]:
+def find(root: Path | None = None, folders: Mapping[str, str] = FOLDERS) -> dict[str, RegistryEntry]:
     """Every entry by name. root: the folder that holds the packages; by default the one this file was loaded from."""
     root = root or Path(__file__).resolve().parents[1]
-    entries: dict[str, Entry] = {}
+    entries: dict[str, RegistryEntry] = {}
     for package, exposes in folders.items():
         for module, path in _sources(root.joinpath(*package.split("."))):
             name, broken = module.replace("_", "-"), None
@@ -77,7 +77,7 @@ def find(root: Path | None = None, folders: Mapping[str, str] = FOLDERS) -> dict
                     continue
             except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
                 broken = one_line(f"{type(error).__name__}: {error}")
-            entries[name] = Entry(name=name, module=f"{package}.{module}", exposes=exposes, broken=broken)
+            entries[name] = RegistryEntry(name=name, module=f"{package}.{module}", exposes=exposes, broken=broken)
     return dict(sorted(entries.items()))
 
 
@@ -85,7 +85,7 @@ def names() -> list[str]:
     return list(find())
 
 
-def get(name: str, entries: Mapping[str, Entry] | None = None) -> System:
+def get(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> System:
     """The system of that name. ValueError if there is none, UnavailableError if its module does not import."""
     entries = find() if entries is None else entries
     if name not in entries:
@@ -105,7 +105,7 @@ def get(name: str, entries: Mapping[str, Entry] | None = None) -> System:
         raise UnavailableError(one_line(f"{name} is unavailable: {type(error).__name__}: {error}")) from error
 
 
-def _checked(exposed: Any, entry: Entry) -> Any:
+def _checked(exposed: Any, entry: RegistryEntry) -> Any:
     """What the module exposes. ValueError where it lacks what every system has, before anybody asks for it."""
     if getattr(exposed, "name", None) != entry.name:
         raise ValueError(f"{entry.exposes}.name is {getattr(exposed, 'name', None)!r}: the file's name makes it {entry.name!r}")

@@ -89,7 +89,7 @@ def cuda_devices() -> Devices:
     )
 
 
-class Link:
+class HostLink:
     """Memory at both ends of a device's link to the host, apart for each direction, with a queue for each."""
 
     def __init__(self, kind: Devices, device: torch.device, nbytes: int, host: Callable[[int], torch.Tensor]) -> None:
@@ -110,7 +110,9 @@ class Link:
                 target.copy_(source, non_blocking=True)
 
 
-def copy_rate(kind: Devices, links: Sequence[Link], directions: Sequence[Direction], size: int, sizes: DeviceSizes) -> float:
+def copy_rate(
+    kind: Devices, links: Sequence[HostLink], directions: Sequence[Direction], size: int, sizes: DeviceSizes
+) -> float:
     """Payload bytes a second of all links in all of the directions at once, copies of `size` back to back."""
     count = max(sizes.issued // size, 1)
 
@@ -138,8 +140,8 @@ class Copies:
 
 def copies(kind: Devices, sizes: DeviceSizes) -> Copies:
     large = sizes.copies[-1]
-    links = [Link(kind, device, large, kind.pin) for device in kind.devices]
-    pageable = [Link(kind, kind.first, large, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))]
+    links = [HostLink(kind, device, large, kind.pin) for device in kind.devices]
+    pageable = [HostLink(kind, kind.first, large, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))]
     one = links[:1]
     return Copies(
         by_size={d: tuple((size, copy_rate(kind, one, [d], size, sizes)) for size in sizes.copies) for d in BOTH},
@@ -156,7 +158,7 @@ def beside_copies(kind: Devices, adam: Callable[[], None], adam_bytes: int, size
     adam: one pass, which lets other threads run meanwhile.
     """
     large = sizes.copies[-1]
-    links = [Link(kind, device, large, kind.pin) for device in kind.devices]
+    links = [HostLink(kind, device, large, kind.pin) for device in kind.devices]
     stop = threading.Event()
     passes: list[float] = []
 

@@ -95,7 +95,7 @@ def rebind_s(device: torch.device, sizes: HostSizes) -> float:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskRoof:
     """free: bytes left in the folder before. Rates in bytes a second, past the page cache."""
 
     free: int
@@ -103,7 +103,7 @@ class Disk:
     write: float
 
 
-def disk(folder: Path, sizes: HostSizes, flags: int = os.O_DIRECT) -> Disk:
+def disk(folder: Path, sizes: HostSizes, flags: int = os.O_DIRECT) -> DiskRoof:
     """Write and read back one file, which is gone afterwards. Raises BadInputError for a folder that cannot be used.
 
     flags: how the file is opened beside reading and writing.
@@ -126,7 +126,7 @@ def disk(folder: Path, sizes: HostSizes, flags: int = os.O_DIRECT) -> Disk:
         os.close(opened)
 
 
-def _write_and_read(descriptor: int, free: int, sizes: HostSizes) -> Disk:
+def _write_and_read(descriptor: int, free: int, sizes: HostSizes) -> DiskRoof:
     block = mmap.mmap(-1, sizes.disk_block)  # starts on a page, as O_DIRECT wants it
     block.write(os.urandom(sizes.disk_block))
     offsets = range(0, sizes.disk - sizes.disk_block + 1, sizes.disk_block)
@@ -140,4 +140,4 @@ def _write_and_read(descriptor: int, free: int, sizes: HostSizes) -> Disk:
     for offset in offsets:
         os.preadv(descriptor, [block], offset)
     read = time.perf_counter()
-    return Disk(free=free, read=moved / (read - written), write=moved / (written - began))
+    return DiskRoof(free=free, read=moved / (read - written), write=moved / (written - began))

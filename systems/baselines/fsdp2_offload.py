@@ -49,7 +49,7 @@ class FsdpEngine(PackageEngine):
         found: FoundModel,
         settings: Settings,
         *,
-        limits: budget.Limits,
+        limits: budget.BudgetInForce,
         config: Config,
         statistics: PackageStatistics,
     ) -> None:
@@ -180,7 +180,7 @@ class Fsdp2Offload(System):
             dtypes={"weights": settings.dtype, "gradients": settings.dtype, "states": "fp32"},
             notes=[] if cuda else [budget.ONE_MEMORY],
         )
-        return FsdpEngine(model, found, settings, limits=budget.Limits(settings), config=config, statistics=statistics)
+        return FsdpEngine(model, found, settings, limits=budget.BudgetInForce(settings), config=config, statistics=statistics)
 
 
 SYSTEM = Fsdp2Offload()

@@ -34,7 +34,7 @@ from systems.recipe.model.giving_back import on_the_host, remember_buffers
 from systems.recipe.model.inputs import cast_inputs, refuse_wanted_gradients
 from systems.recipe.model.parameter_watch import ParameterWatch
 from systems.recipe.model.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
-from systems.recipe.model.unit_tensors import Seen, TooManyValuesError, too_many, wanted
+from systems.recipe.model.unit_tensors import SeenTensor, TooManyValuesError, too_many, wanted
 from systems.recipe.model.units import ROOT, FoundModel, find_units, take
 from systems.recipe.recomputation.recompute import apply_recompute, recomputation_in_words
 from systems.recipe.recomputation.repeats import Repeats
@@ -169,7 +169,7 @@ class ResidentEngine(SteppingEngine):
                 self._follow(made, given)
             return made
 
-    def _follow(self, made: object, given: Mapping[int, Seen]) -> None:
+    def _follow(self, made: object, given: Mapping[int, SeenTensor]) -> None:
         """What the model made, and not what it was given and hands back: that has a backward pass of its own."""
         try:
             found = wanted(made)
@@ -351,9 +351,9 @@ def _restore(engine: ResidentEngine, parameter: int) -> bool:
     return master is not None
 
 
-def _seen(given: object) -> dict[int, Seen]:
+def _seen(given: object) -> dict[int, SeenTensor]:
     try:
-        return {id(tensor): Seen(tensor) for tensor in wanted(given)}
+        return {id(tensor): SeenTensor(tensor) for tensor in wanted(given)}
     except TooManyValuesError:  # then what is passed through is taken for made
         return {}
 

@@ -67,7 +67,7 @@ class RoundPipeEngine(PackageEngine):
         roundpipe: Any,
         layers: Callable[[], nn.Sequential],
         asynchronous: bool,
-        limits: budget.Limits,
+        limits: budget.BudgetInForce,
         config: Config,
         statistics: PackageStatistics,
     ) -> None:
@@ -253,7 +253,7 @@ class RoundPipeSystem(System):
             roundpipe=package,
             layers=lambda: cut(model, self.name),
             asynchronous=options.asynchronous,
-            limits=budget.Limits(settings),
+            limits=budget.BudgetInForce(settings),
             config=config,
             statistics=statistics,
         )

@@ -28,7 +28,7 @@ from systems.baselines.external import budget
 from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, PackageEngine, Update
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
 from systems.baselines.external.process import OneRank
-from systems.baselines.external.torch_adam import InPlace, Updates, WithMasters, arguments_of, check_arguments
+from systems.baselines.external.torch_adam import OnParameters, UpdateChoice, WithMasters, arguments_of, check_arguments
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
 from systems.recipe.model.adoption import place_buffers
@@ -60,7 +60,7 @@ class DdpEngine(PackageEngine):
         settings: Settings,
         *,
         weights: Weights,
-        limits: budget.Limits,
+        limits: budget.BudgetInForce,
         config: Config,
         statistics: PackageStatistics,
     ) -> None:
@@ -85,9 +85,9 @@ class DdpEngine(PackageEngine):
         self._startup = {"initialize": time.perf_counter() - started}
         limits.look()
 
-    def _make_updates(self, masters: Masters, weights: Weights, device: torch.device, arguments: Config) -> Updates:
+    def _make_updates(self, masters: Masters, weights: Weights, device: torch.device, arguments: Config) -> UpdateChoice:
         if weights != "masters" or self.settings.dtype == "fp32":
-            return InPlace(self._parameters, self.settings, arguments)
+            return OnParameters(self._parameters, self.settings, arguments)
         updates = WithMasters(self._parameters, self.settings, arguments)
         for number in range(len(self._parameters)):
             updates.start_from(number, masters.value(number, device))
@@ -180,7 +180,7 @@ class TorchDdp(System):
             found,
             settings,
             weights=options.weights,
-            limits=budget.Limits(settings),
+            limits=budget.BudgetInForce(settings),
             config=config,
             statistics=statistics,
         )

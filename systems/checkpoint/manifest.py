@@ -30,7 +30,7 @@ Count = Annotated[int, Field(ge=0, le=1 << 53)]
 FileName = Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]
 
 
-class Entry(BaseModel):
+class ManifestEntry(BaseModel):
     """files: by part, the file that has it."""
 
     model_config = ConfigDict(extra="forbid")
@@ -57,7 +57,7 @@ class Manifest(BaseModel):
     loss_scale: float = Field(gt=0, allow_inf_nan=False)
     good_steps: Count
     skips_in_a_row: Count
-    parameters: dict[str, Entry]
+    parameters: dict[str, ManifestEntry]
     hashes: dict[FileName, FileHash] | None = None
     seal: str | None = None
 

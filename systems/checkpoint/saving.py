@@ -19,8 +19,8 @@ from systems.checkpoint.manifest import (
     BUFFERS,
     DATA,
     MANIFEST,
-    Entry,
     Manifest,
+    ManifestEntry,
     read_manifest,
     sealed,
 )
@@ -105,7 +105,7 @@ def _replace(state: TrainingState, more: Mapping[str, dict[str, torch.Tensor]], 
     flush(target.parent)
 
 
-def _entries(state: TrainingState, writer: Writer) -> Iterator[tuple[str, Entry]]:
+def _entries(state: TrainingState, writer: Writer) -> Iterator[tuple[str, ManifestEntry]]:
     for number, described in enumerate(state.parameters):
         files = {}
         for part in parts_of(described.trainable):
@@ -116,7 +116,7 @@ def _entries(state: TrainingState, writer: Writer) -> Iterator[tuple[str, Entry]
             files[part] = writer.add(f"{part}/{described.name}", values)
         yield (
             described.name,
-            Entry(
+            ManifestEntry(
                 shape=described.shape,
                 trainable=described.trainable,
                 updates=state.control.updates[number],

@@ -23,7 +23,7 @@ MEMORY_DEVICES = ("/dev/ram", "/dev/zram")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
-class Limits(BaseModel):
+class MachineLimits(BaseModel):
     """Bytes and cores. host_budget_bytes: the smallest of the machine, every enclosing cgroup and RLIMIT_AS."""
 
     model_config = ConfigDict(frozen=True)
@@ -143,7 +143,7 @@ def _smallest(values: list[int | None]) -> int | None:
     return min(known, default=None)
 
 
-def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> Limits:
+def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> MachineLimits:
     """All limits in force for this process now."""
     groups = find_cgroups(proc, cgroup_root)
     memory = {key: int(value) * 1024 for key, value in _table(_read(proc / "meminfo")).items() if value.isdigit()}
@@ -151,7 +151,7 @@ def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> Limits:
     swap_total, swap_free = memory.get("SwapTotal"), memory.get("SwapFree")
     cores: list[int] = [len(os.sched_getaffinity(0)), *_cpuset_cores(groups)]
     cores += [math.ceil(quota) for quota in _quota_cores(groups)]
-    return Limits(
+    return MachineLimits(
         machine_memory_bytes=memory.get("MemTotal"),
         available_memory_bytes=memory.get("MemAvailable"),
         cgroup_memory_bytes=cgroup,

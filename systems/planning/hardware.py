@@ -34,7 +34,7 @@ class _Sourced(BaseModel):
     source: str = Field(min_length=1)
 
 
-class Figure(_Sourced):
+class SourcedNumber(_Sourced):
     """A positive number and where it comes from: "measured 2026-11-27, torch 2.11", "H3T section C.2", "data sheet"."""
 
     value: float = Field(gt=0)
@@ -117,28 +117,28 @@ class HardwareProfile(BaseModel):
     device_memory_bytes: Count
     host_memory_bytes: Count
     disk_bytes: Count | None = None
-    disk_read_bytes_per_s: Figure | None = None
-    disk_write_bytes_per_s: Figure | None = None
-    matmul_flops_per_s: Mapping[DTypeName, Figure] = Field(min_length=1)
+    disk_read_bytes_per_s: SourcedNumber | None = None
+    disk_write_bytes_per_s: SourcedNumber | None = None
+    matmul_flops_per_s: Mapping[DTypeName, SourcedNumber] = Field(min_length=1)
     matmul_efficiency: Share
     attention_by_width: ByWidth | None = None
-    device_dram_bytes_per_s: Figure
+    device_dram_bytes_per_s: SourcedNumber
     device_dram_efficiency: Share | None = None
-    h2d_bytes_per_s: Figure
-    d2h_bytes_per_s: Figure
-    both_ways_bytes_per_s: Figure
-    node_copy_bytes_per_s: Figure
-    node_both_ways_bytes_per_s: Figure
-    copy_latency_s: Figure
+    h2d_bytes_per_s: SourcedNumber
+    d2h_bytes_per_s: SourcedNumber
+    both_ways_bytes_per_s: SourcedNumber
+    node_copy_bytes_per_s: SourcedNumber
+    node_both_ways_bytes_per_s: SourcedNumber
+    copy_latency_s: SourcedNumber
     copies_by_size: BySize | None = None
-    device_link_bytes_per_s: Figure | None = None
-    network_bytes_per_s: Figure | None = None
-    host_dram_bytes_per_s: Figure
-    cpu_adam_bytes_per_s: Figure
+    device_link_bytes_per_s: SourcedNumber | None = None
+    network_bytes_per_s: SourcedNumber | None = None
+    host_dram_bytes_per_s: SourcedNumber
+    cpu_adam_bytes_per_s: SourcedNumber
     cpu_adam_dram_share: Share | None = None
-    unit_event_s: Figure
-    kernel_launch_s: Figure | None = None
-    other: Mapping[str, Figure] = {}
+    unit_event_s: SourcedNumber
+    kernel_launch_s: SourcedNumber | None = None
+    other: Mapping[str, SourcedNumber] = {}
 
     @model_validator(mode="after")
     def _whole(self) -> HardwareProfile:

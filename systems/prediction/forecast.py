@@ -18,7 +18,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.clock.rates import Rates
 from systems.planning.clock.simulator import Simulation, simulation_of
-from systems.planning.clock.work import StepWork, interval_seconds, trace_of_work
+from systems.planning.clock.work import MicroStepWork, interval_seconds, trace_of_work
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout, ModelIndex, round_up
 from systems.planning.plan import Plan
@@ -86,9 +86,9 @@ class Observations:
 
     model: nn.Module
     loss: Callable[..., torch.Tensor]
-    _known: dict[Any, tuple[ModelIndex, StepWork]] = field(default_factory=dict)
+    _known: dict[Any, tuple[ModelIndex, MicroStepWork]] = field(default_factory=dict)
 
-    def of(self, question: Question) -> tuple[ModelIndex, StepWork]:
+    def of(self, question: Question) -> tuple[ModelIndex, MicroStepWork]:
         key = (question.batch_size, question.seq_len, question.dtype, question.recompute)
         if key not in self._known:
             self._known[key] = observe(
@@ -154,7 +154,7 @@ def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
 
 def forecast(system: System, options: BaseModel, question: Question, observations: Observations) -> Forecast:
     """Raises UnsupportedError, one line, if the system cannot do what is asked on any machine."""
-    planner = _Planner(system, options, question, observations)
+    planner = _PlansByBudget(system, options, question, observations)
     least, refusal = _least_budget(planner)
     planned = planner.at(max(least, question.device_memory))
     assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
@@ -184,7 +184,7 @@ def forecast(system: System, options: BaseModel, question: Question, observation
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
     """The same without the simulation."""
-    planner = _Planner(system, options, question, observations)
+    planner = _PlansByBudget(system, options, question, observations)
     planned = planner.at(question.device_memory, any_plan=True)
     if not isinstance(planned, _Planned):
         return False
@@ -197,7 +197,7 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     )
 
 
-class _Planner:
+class _PlansByBudget:
     """A system's plans by device budget, each made once; host memory is looked at apart."""
 
     def __init__(self, system: System, options: BaseModel, question: Question, observations: Observations) -> None:
@@ -290,7 +290,7 @@ class _Planner:
         slab = allowance.slab(pool, layout.largest_movable_bytes, context.memory_for(plannable))
         return slab + max(trace.non_model_bytes)
 
-    def _trace(self, question: Question, layout: Layout, work: StepWork) -> Trace:
+    def _trace(self, question: Question, layout: Layout, work: MicroStepWork) -> Trace:
         seconds = interval_seconds(question.profile, question.dtype)
         return trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
 
@@ -323,7 +323,7 @@ def _input_bytes(trace: Trace, units: frozenset[int]) -> int:
     return sum(round_up(size, PAGE) for unit, size in trace.input_bytes if unit in units)
 
 
-def _least_budget(planner: _Planner) -> tuple[int, str | None]:
+def _least_budget(planner: _PlansByBudget) -> tuple[int, str | None]:
     """(smallest device budget with a plan, why the one asked for is not enough or None if it is).
 
     A policy refuses a budget with what it needs. It may find more to need once it has that, so it is asked again.

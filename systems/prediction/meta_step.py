@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from systems.errors import UnsupportedError
-from systems.planning.clock.work import Interval, StepWork
+from systems.planning.clock.work import Interval, MicroStepWork
 from systems.planning.layout import ModelIndex
 from systems.planning.trace import NO_UNIT, Phase
 from systems.prediction.attention import FusedAttention
@@ -47,7 +47,7 @@ def observe(
     seq_len: int,
     dtype: torch.dtype,
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
-) -> tuple[ModelIndex, StepWork]:
+) -> tuple[ModelIndex, MicroStepWork]:
     """A micro-step on token ids (batch_size, seq_len). `model` is left as it is.
 
     loss: called with (model, batch of input_ids and labels, label_count), as in Engine.forward_backward.
@@ -152,10 +152,10 @@ class _Observer:
         self._events.append((phase, unit))
         self._left.append(self._pending.get(unit, 0))
 
-    def work(self) -> StepWork:
+    def work(self) -> MicroStepWork:
         intervals = (*self._intervals, self.meter.interval())
         gradients, buffers = dict(self.meter.gradient_bytes), self.meter.buffer_bytes
-        return StepWork(tuple(self._events), tuple(self._left), intervals, gradients, buffers)
+        return MicroStepWork(tuple(self._events), tuple(self._left), intervals, gradients, buffers)
 
 
 class _Meter(TorchDispatchMode):

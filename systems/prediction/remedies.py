@@ -33,7 +33,7 @@ class Depths:
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskRoom:
     """A folder on a disk, and the bytes that may lie there."""
 
     folder: str
@@ -47,7 +47,7 @@ def remedies(
     observations: Observations,
     *,
     depths: Depths | None = None,
-    disk: Room | None = None,
+    disk: DiskRoom | None = None,
 ) -> Iterator[Remedy]:
     """For a forecast that does not fit, the changes that alone make it fit, and those of memory. None if it fits.
 
@@ -133,7 +133,7 @@ def _fewer_layers(question: Question, helps_at: Callable[[int], Helps], layers: 
             yield Remedy({LAYERS: found, "recompute": "full", "batch_size": 1}, what)
 
 
-def _disk(question: Question, helps: Helps, disk: Room) -> Iterator[Remedy]:
+def _disk(question: Question, helps: Helps, disk: DiskRoom) -> Iterator[Remedy]:
     if not question.disk_memory and helps(replace(question, disk_memory=disk.nbytes)):
         yield Remedy({"disk": disk.folder}, "keep optimizer states that the host has no room for on a disk")
 

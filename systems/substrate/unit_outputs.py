@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from systems.planning.layout import ModelIndex
-from systems.recipe.model.unit_tensors import Kept, Seen, TooManyValuesError, too_many, wanted
+from systems.recipe.model.unit_tensors import Kept, SeenTensor, TooManyValuesError, too_many, wanted
 
 
 class Given:
@@ -18,7 +18,7 @@ class Given:
     __slots__ = ("inputs", "since")
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self.inputs = {id(t): Seen(t) for t in inputs}
+        self.inputs = {id(t): SeenTensor(t) for t in inputs}
         self.since = torch.autograd._get_sequence_nr()
 
     def passed_through(self, tensor: torch.Tensor) -> bool:
@@ -37,7 +37,7 @@ class UnitOutputs:
 
     def __init__(self, index: ModelIndex) -> None:
         self._index = index
-        self.last: dict[int, list[Seen]] = {}
+        self.last: dict[int, list[SeenTensor]] = {}
         self._kept: dict[int, Kept] = {}
 
     def of_call(self, unit: int, module: nn.Module, given: Given, places: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -50,5 +50,5 @@ class UnitOutputs:
         except TooManyValuesError:
             raise too_many(f"module {self._index.units[unit].name}", "returns, is given or keeps") from None
         made = [t for t in {id(t): t for t in found}.values() if not given.passed_through(t)]
-        self.last[unit] = [Seen(t) for t in made]
+        self.last[unit] = [SeenTensor(t) for t in made]
         return made

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.channel import Channel, Job
+from harness.channel import Channel, WorkerJob
 from harness.record import Record, build
 from harness.running import run
 from harness.spec import RunSpec
@@ -33,7 +33,7 @@ def run_here() -> Iterator[Callable[..., Record]]:
     descriptor = os.open(os.devnull, os.O_WRONLY)
 
     def here(spec: RunSpec, *, host_budget: int | None = 1 << 40, cgroup_root: Path = CGROUP_ROOT) -> Record:
-        job = Job(
+        job = WorkerJob(
             spec=spec,
             run_id="here",
             started_at="2026-11-28",

@@ -16,7 +16,7 @@ import types
 from pathlib import Path
 
 import harness
-from harness.channel import Channel, Job
+from harness.channel import Channel, WorkerJob
 from harness.record import Record, build
 from harness.spec import BadInputError
 from systems.registry import split_assignments
@@ -49,7 +49,7 @@ def misbehave(at: int, script: dict[str, str]) -> None:
         time.sleep(_HOUR_S)
 
 
-def run(job: Job, channel: Channel, import_s: float) -> Record:
+def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
     spec, script = job.spec, split_assignments("option", job.spec.option)
     steps, warmup = spec.resolve_steps("cpu")
     sys.stderr.write("a package has something to say\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness import cli, running
-from harness.channel import Channel, Job
+from harness.channel import Channel, WorkerJob
 from harness.command import command
 from harness.plan_spec import PlanSpec
 from harness.record import Record
@@ -34,7 +34,7 @@ def channel() -> Iterator[Channel]:
 
 
 def carry_out(spec: RunSpec, channel: Channel, host: int = 8 << 30) -> Record:
-    job = Job(
+    job = WorkerJob(
         spec=spec,
         run_id="run",
         started_at="2026-11-29T00:00:00+00:00",

@@ -19,7 +19,7 @@ from harness.record import Record
 from harness.spec import RunSpec, flag
 from models import registry as models_registry
 from systems.baselines.resident import SYSTEM as RESIDENT
-from systems.registry import Entry
+from systems.registry import RegistryEntry
 from systems.system import Abilities
 from tests.harness.conftest import make_record
 
@@ -211,7 +211,7 @@ def test_nothing_heavy_is_imported_to_read_a_command_line() -> None:
 
 
 def test_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Entry(name="broken", module="systems.baselines.broken", exposes="SYSTEM", broken="SyntaxError: oh")
+    broken = RegistryEntry(name="broken", module="systems.baselines.broken", exposes="SYSTEM", broken="SyntaxError: oh")
     found = listing.registry.find()
     monkeypatch.setattr(listing.registry, "find", lambda: found | {"broken": broken})
     needs = Abilities(package="no_such_package", install="pip install 'offload-bench[parts]'")

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from harness.doubts import CLOSED_LIST, Seen, judge
-from harness.nvml import Link, Watch
+from harness.doubts import CLOSED_LIST, Evidence, judge
+from harness.nvml import PcieLink, Watch
 
 STEADY = [1.0] * 10
 
 
 def codes(**seen: Any) -> list[str]:
     given: dict[str, Any] = {"timed_step_s": STEADY, "threads": 2, "cores": 2}
-    return [doubt.code for doubt in judge(Seen(**(given | seen)))]
+    return [doubt.code for doubt in judge(Evidence(**(given | seen)))]
 
 
 def test_a_good_run_raises_none() -> None:
-    link = Link(generation=5, generation_max=5, width=16, width_max=16)
+    link = PcieLink(generation=5, generation_max=5, width=16, width_max=16)
     assert codes(swap_bytes=0, other_processes=0, throttled_by=[], link=link, mfu=0.5) == []
     assert codes() == []
 
@@ -32,8 +32,8 @@ def test_a_good_run_raises_none() -> None:
         ("steps_without_plan", {"steps_without_plan": 1}),
         ("other_processes_on_device", {"other_processes": 1}),
         ("clocks_throttled", {"throttled_by": ["power cap"]}),
-        ("pcie_link_below_maximum", {"link": Link(generation=1, generation_max=5)}),
-        ("pcie_link_below_maximum", {"link": Link(generation=5, generation_max=5, width=8, width_max=16)}),
+        ("pcie_link_below_maximum", {"link": PcieLink(generation=1, generation_max=5)}),
+        ("pcie_link_below_maximum", {"link": PcieLink(generation=5, generation_max=5, width=8, width_max=16)}),
         ("swap_in_use", {"swap_bytes": 4096}),
         ("page_cache", {"disk_direct": False}),
         ("fewer_threads_than_cores", {"threads": 1}),
@@ -58,7 +58,7 @@ def test_few_long_steps_are_no_doubt() -> None:
 class FakeDevice:
     """Tells one look after another."""
 
-    def __init__(self, looks: list[tuple[list[str], int, Link]]) -> None:
+    def __init__(self, looks: list[tuple[list[str], int, PcieLink]]) -> None:
         self._looks, self._now = iter(looks), looks[0]
 
     def throttled_by(self) -> list[str]:
@@ -68,12 +68,12 @@ class FakeDevice:
     def other_processes(self) -> int:
         return self._now[1]
 
-    def link(self) -> Link:
+    def link(self) -> PcieLink:
         return self._now[2]
 
 
 def test_a_watch_keeps_the_worst_of_clocks_and_the_best_of_the_link() -> None:
-    idle, busy = Link(generation=1, width=16), Link(generation=5, width=16)
+    idle, busy = PcieLink(generation=1, width=16), PcieLink(generation=5, width=16)
     watch = Watch(FakeDevice([(["power cap"], 0, busy), ([], 2, idle)]))  # type: ignore[arg-type]
     watch.look()
     watch.look()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness import derive
-from harness.measure import EVAL_BATCHES, Measured, Measurement, Work, schedule_factor
+from harness.measure import EVAL_BATCHES, Measurement, RawResults, Workload, schedule_factor
 from harness.record import Resolved
 from models.flops import FlopCount, ForwardFlops
 from models.loss import count_labels, token_loss
@@ -55,7 +55,7 @@ class Trial:
         settings = Settings(accumulate=accumulate, clip=1.0)
         self.engine = DummyEngine(DummyOptions(**options), settings, sleep=self.clock.sleep)
         self.warmup, self.accumulate = warmup, accumulate
-        work = Work(
+        work = Workload(
             batch=self._batch,
             loss=token_loss,
             count_labels=count_labels,
@@ -83,17 +83,17 @@ class Trial:
         ids = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) % 8
         return {"input_ids": ids, "labels": ids.clone()}
 
-    def run(self) -> Measured:
+    def run(self) -> RawResults:
         try:
             return self.measurement.run()
         finally:
             self.engine.close()
 
-    def metrics(self, measured: Measured, ranks: int = 1, **fields: Any) -> dict[str, Any]:
+    def metrics(self, measured: RawResults, ranks: int = 1, **fields: Any) -> dict[str, Any]:
         samples = BATCH * self.accumulate * ranks
         resolved = Resolved(warmup_steps=self.warmup, global_batch_samples=samples, tokens_per_step=samples * SEQ, **fields)
         flops = FlopCount(ForwardFlops(other=10**9), (ForwardFlops(other=10**8),) * 2)
-        work = derive.StepWork(parameters=10**6, flops=flops, accumulate=self.accumulate, recompute=(0,))
+        work = derive.StepFlops(parameters=10**6, flops=flops, accumulate=self.accumulate, recompute=(0,))
         return derive.metrics(measured, resolved, work, ranks)
 
 
@@ -169,7 +169,7 @@ def test_deferred_work_is_paid_for() -> None:
 
 
 def test_deferred_work_behind_the_last_step_is_said() -> None:
-    measured = Measured(step_time_s=[0.1, 0.1], timed_s=1.2, complete=True)
+    measured = RawResults(step_time_s=[0.1, 0.1], timed_s=1.2, complete=True)
     assert "behind the last step boundary" in derive.notes(measured, warmup=0)[0]
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from models import registry
-from paper_figures.h3t_solvers import GB, Cell, dp, layer_parameters, main, model_costs, solved, solvers
+from paper_figures.h3t_solvers import GB, SolverCase, dp, layer_parameters, main, model_costs, solved, solvers
 from systems.strategies.h3t.evaluation import all_on, memory_of
 from systems.strategies.h3t.switches import Assignment
 
-PLAIN = Cell("bert-1.8b", "h3t-2080ti-10g-x8", 128, 8 * GB)
+PLAIN = SolverCase("bert-1.8b", "h3t-2080ti-10g-x8", 128, 8 * GB)
 
 
-def assignment(cell: Cell) -> Assignment:
+def assignment(cell: SolverCase) -> Assignment:
     found, _ = solved(dp(cell))
     assert found is not None
     return found
@@ -41,14 +41,14 @@ def test_more_memory_switches_rematerialisation_off() -> None:
 
 @pytest.mark.parametrize("model", ["bert-6b", "bert-13b"])
 def test_solvers_rank_as_figure_6_has_them(model: str) -> None:
-    cell = Cell(model, "h3t-a100-40g-x8", 256, 28 * GB)
+    cell = SolverCase(model, "h3t-a100-40g-x8", 256, 28 * GB)
     manual, random, greedy, pruned = (solved(each)[0] for each in solvers(model_costs(cell), cell.budget))
     assert random is None and manual is not None and greedy is not None and pruned is not None
     assert pruned.runtime_s < greedy.runtime_s < manual.runtime_s
 
 
 def test_gpt3_fits_64_devices() -> None:
-    costs = model_costs(Cell("gpt3-175b", "h3t-a100-40g-x64", 512, 28 * GB))
+    costs = model_costs(SolverCase("gpt3-175b", "h3t-a100-40g-x64", 512, 28 * GB))
     need = int(memory_of(costs, all_on(costs))[0][0])
     assert 0.7 * 11.1 * GB < need < 1.5 * 11.1 * GB
 

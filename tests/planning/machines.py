@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from systems.planning.hardware import Count, Figure, HardwareProfile, Share
+from systems.planning.hardware import Count, HardwareProfile, Share, SourcedNumber
 
 BANDWIDTHS = (
     "device_dram_bytes_per_s",
@@ -22,8 +22,8 @@ BANDWIDTHS = (
 PLENTY = 1e18
 
 
-def figure(value: float) -> Figure:
-    return Figure(value=value, source="test")
+def figure(value: float) -> SourcedNumber:
+    return SourcedNumber(value=value, source="test")
 
 
 def machine(*, nodes: int = 1, devices: int = 1, **figures: Any) -> HardwareProfile:
@@ -46,7 +46,7 @@ def scaled(profile: HardwareProfile, names: Iterable[str], factor: float) -> Har
     """The same with these bandwidths multiplied; absent ones stay absent."""
     changes = {}
     for name in names:
-        old: Figure | None = getattr(profile, name)
+        old: SourcedNumber | None = getattr(profile, name)
         if old is not None:
             changes[name] = figure(old.value * factor)
     return profile.model_copy(update=changes)

@@ -9,68 +9,68 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.clock.clocks import CircularWaitError, Claim, Job, Resource, Span, run
+from systems.planning.clock.clocks import BusySpan, CircularWaitError, Claim, SharedResource, TimedJob, run
 
 DRAM = "dram"
 
 
 def approx(seconds: float) -> float:
-    """A time in a Span that is compared within rounding."""
+    """A time in a BusySpan that is compared within rounding."""
     return cast(float, pytest.approx(seconds))
 
 
-def flow(queue: str, size: float, rate: float, *, favoured: bool = False, **more: Any) -> Job:
-    return Job(queue, flow_bytes=size, rate=rate, claims=(Claim(DRAM, favoured=favoured),), **more)
+def flow(queue: str, size: float, rate: float, *, favoured: bool = False, **more: Any) -> TimedJob:
+    return TimedJob(queue, flow_bytes=size, rate=rate, claims=(Claim(DRAM, favoured=favoured),), **more)
 
 
 def test_two_lanes_by_hand() -> None:
     """Compute 3 s, then 2 s that need the second of two copies of 2 s and 4 s; the third copy waits for compute."""
     jobs = [
-        Job("copy", fixed_s=0.5, flow_bytes=30, rate=20.0),
-        Job("compute", fixed_s=3.0),
-        Job("copy", fixed_s=0.5, flow_bytes=70, rate=20.0),
-        Job("compute", waits=(2,), fixed_s=2.0),
-        Job("copy", waits=(3,), flow_bytes=10, rate=20.0),
+        TimedJob("copy", fixed_s=0.5, flow_bytes=30, rate=20.0),
+        TimedJob("compute", fixed_s=3.0),
+        TimedJob("copy", fixed_s=0.5, flow_bytes=70, rate=20.0),
+        TimedJob("compute", waits=(2,), fixed_s=2.0),
+        TimedJob("copy", waits=(3,), flow_bytes=10, rate=20.0),
     ]
-    assert run(jobs, {}) == [Span(0, 2), Span(0, 3), Span(2, 6), Span(6, 8), Span(8, 8.5)]
+    assert run(jobs, {}) == [BusySpan(0, 2), BusySpan(0, 3), BusySpan(2, 6), BusySpan(6, 8), BusySpan(8, 8.5)]
 
 
 def test_flows_that_ask_for_too_much_are_slowed_in_proportion() -> None:
     """10 and 20 a second of 15: 5 and 10 until the second is done with its 60 at 6 s; 70 are left, at 10: 13 s."""
-    spans = run([flow("a", 100, 10), flow("b", 60, 20)], {DRAM: Resource(15)})
-    assert spans == [Span(0, approx(13)), Span(0, approx(6))]
+    spans = run([flow("a", 100, 10), flow("b", 60, 20)], {DRAM: SharedResource(15)})
+    assert spans == [BusySpan(0, approx(13)), BusySpan(0, approx(6))]
 
 
 def test_the_favoured_side_gets_its_share_and_what_the_others_leave() -> None:
     """10 and 20 of 15, the first favoured with 0.8: it moves at 10 and the other at 5; 10 are left at 10 s."""
-    spans = run([flow("a", 100, 10, favoured=True), flow("b", 60, 20)], {DRAM: Resource(15, favoured_share=0.8)})
-    assert spans == [Span(0, approx(10)), Span(0, approx(10 + 10 / 15))]
-    both = run([flow("a", 100, 30, favoured=True), flow("b", 60, 30)], {DRAM: Resource(15, favoured_share=0.8)})
-    assert both[0] == Span(0, approx(100 / 12))  # 12 and 3
-    alone = run([flow("a", 100, 10, favoured=True)], {DRAM: Resource(15, favoured_share=0.8)})
-    assert alone == [Span(0, approx(10))]
+    spans = run([flow("a", 100, 10, favoured=True), flow("b", 60, 20)], {DRAM: SharedResource(15, favoured_share=0.8)})
+    assert spans == [BusySpan(0, approx(10)), BusySpan(0, approx(10 + 10 / 15))]
+    both = run([flow("a", 100, 30, favoured=True), flow("b", 60, 30)], {DRAM: SharedResource(15, favoured_share=0.8)})
+    assert both[0] == BusySpan(0, approx(100 / 12))  # 12 and 3
+    alone = run([flow("a", 100, 10, favoured=True)], {DRAM: SharedResource(15, favoured_share=0.8)})
+    assert alone == [BusySpan(0, approx(10))]
 
 
 def test_a_flow_through_two_resources_moves_at_the_slowest() -> None:
     claims = (Claim("link"), Claim(DRAM, units=2.0))
-    job = Job("a", flow_bytes=90, rate=30.0, claims=claims)
-    assert run([job], {"link": Resource(20), DRAM: Resource(30)}) == [Span(0, approx(6))]
+    job = TimedJob("a", flow_bytes=90, rate=30.0, claims=claims)
+    assert run([job], {"link": SharedResource(20), DRAM: SharedResource(30)}) == [BusySpan(0, approx(6))]
 
 
 def test_a_fixed_time_takes_nothing_of_a_resource() -> None:
     """The second flow begins at 4 s, when the first has 60 of 100 left: 5 each, 40 s, 12 s later both are done."""
     jobs = [flow("a", 100, 10), flow("b", 60, 10, fixed_s=4.0)]
-    assert run(jobs, {DRAM: Resource(10)}) == [Span(0, approx(16)), Span(0, approx(16))]
+    assert run(jobs, {DRAM: SharedResource(10)}) == [BusySpan(0, approx(16)), BusySpan(0, approx(16))]
 
 
 def test_queues_keep_their_order_unless_jobs_have_priorities() -> None:
-    late = [Job("other", fixed_s=5.0), Job("one", waits=(0,), fixed_s=1.0), Job("one", fixed_s=1.0)]
-    assert run(late, {})[1:] == [Span(5, 6), Span(6, 7)]
+    late = [TimedJob("other", fixed_s=5.0), TimedJob("one", waits=(0,), fixed_s=1.0), TimedJob("one", fixed_s=1.0)]
+    assert run(late, {})[1:] == [BusySpan(5, 6), BusySpan(6, 7)]
     jobs = [
-        Job("cpu", fixed_s=2.0, priority=9),
-        Job("cpu", fixed_s=2.0, priority=5),
-        Job("other", fixed_s=1.0),
-        Job("cpu", waits=(2,), fixed_s=2.0, priority=1),
+        TimedJob("cpu", fixed_s=2.0, priority=9),
+        TimedJob("cpu", fixed_s=2.0, priority=5),
+        TimedJob("other", fixed_s=1.0),
+        TimedJob("cpu", waits=(2,), fixed_s=2.0, priority=1),
     ]
     spans = run(jobs, {})
     assert [span.start_s for span in spans] == [4.0, 0.0, 0.0, 2.0]
@@ -78,18 +78,18 @@ def test_queues_keep_their_order_unless_jobs_have_priorities() -> None:
 
 def test_jobs_that_wait_for_each_other_are_found() -> None:
     with pytest.raises(CircularWaitError, match="waits for ever"):
-        run([Job("a", waits=(1,)), Job("b", waits=(0,))], {})
+        run([TimedJob("a", waits=(1,)), TimedJob("b", waits=(0,))], {})
     assert run([], {}) == []
 
 
 @st.composite
-def job_lists(draw: st.DrawFn) -> list[Job]:
+def job_lists(draw: st.DrawFn) -> list[TimedJob]:
     found = []
     for number in range(draw(st.integers(1, 12))):
         waits = tuple(sorted(draw(st.sets(st.integers(0, number - 1), max_size=2)))) if number else ()
         queue = draw(st.sampled_from(["a", "b", "cpu"]))
         found.append(
-            Job(
+            TimedJob(
                 queue,
                 waits,
                 fixed_s=draw(st.integers(0, 4)) / 2,
@@ -104,8 +104,8 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 
 @settings(max_examples=150, deadline=None)
 @given(job_lists(), st.sampled_from([0.0, 0.7]))
-def test_what_runs_is_in_order_one_at_a_time_and_conserves_bytes(jobs: list[Job], share: float) -> None:
-    spans = run(jobs, {DRAM: Resource(6.0, favoured_share=share)})
+def test_what_runs_is_in_order_one_at_a_time_and_conserves_bytes(jobs: list[TimedJob], share: float) -> None:
+    spans = run(jobs, {DRAM: SharedResource(6.0, favoured_share=share)})
     close = 1e-9
     for job, span in zip(jobs, spans, strict=True):
         alone = job.fixed_s + job.flow_bytes / job.rate

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from systems.planning import hardware
-from systems.planning.clock.clocks import Job, run
+from systems.planning.clock.clocks import TimedJob, run
 from systems.planning.clock.rates import Costs, Rates, default_queues
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import ScheduledOperation, Work
@@ -54,7 +54,7 @@ def contended(name: str) -> tuple[float, float]:
     copies = [made.job(operation(Work.FETCH, LaneKind.H2D, bytes=size), ())]
     copies += [made.job(operation(Work.OFFLOAD, LaneKind.D2H, bytes=size), ())]
     long = 100 * size  # each copy outlasts Adam, and then both run without it
-    endless = [Job(c.queue, flow_bytes=long, rate=c.rate, claims=c.claims) for c in copies]
+    endless = [TimedJob(c.queue, flow_bytes=long, rate=c.rate, claims=c.claims) for c in copies]
     spans = run([adam, *endless], rates.resources())
     seconds, end = spans[0].end_s, max(span.end_s for span in spans)
     moved = 2 * long - rates.both_ways * (end - seconds)

@@ -213,7 +213,7 @@ def test_any_plan_fits_where_the_best_one_does(system: str, given: Mapping[str, 
         least = asked(system, "opt-tiny", about, **given).least_device_bytes
         for budget in (least - 1, least + least // 4):
             best, any_plan = (
-                forecasts._Planner(chosen, chosen.Options(**given), about, seen).at(budget, any_plan=quick)
+                forecasts._PlansByBudget(chosen, chosen.Options(**given), about, seen).at(budget, any_plan=quick)
                 for quick in (False, True)
             )
             assert isinstance(best, BudgetError) == isinstance(any_plan, BudgetError) == (budget < least)
@@ -265,7 +265,7 @@ def test_more_bandwidth_never_slows_a_shipped_plan(system: str, rule: UpdateRule
     chosen = registry.get(system)
     options = chosen.Options.model_validate({"nonfinite": "skip" if rule is UpdateRule.AFTER_NORM else "stop"})
     about = question(profile, device_memory=GIB, batch_size=1, seq_len=256, recompute="full")
-    planned = forecasts._Planner(chosen, options, about, observations("opt-1.3b", 3)).at(GIB)
+    planned = forecasts._PlansByBudget(chosen, options, about, observations("opt-1.3b", 3)).at(GIB)
     assert isinstance(planned, forecasts._Planned)
 
     def step_time_s(names: tuple[str, ...], factor: float) -> float:
@@ -325,7 +325,8 @@ def test_slab_and_activations_fit_side_by_side(system: str, budget: int, options
     activations here, and without a second look patrickstar's first plan passes it by a fifth."""
     about = question(device_memory=budget * MIB, batch_size=32, recompute="full", allowance=SLAB)
     chosen = registry.get(system)
-    planned = forecasts._Planner(chosen, chosen.Options(**options), about, observations("opt-tiny")).at(about.device_memory)
+    plans = forecasts._PlansByBudget(chosen, chosen.Options(**options), about, observations("opt-tiny"))
+    planned = plans.at(about.device_memory)
     assert isinstance(planned, forecasts._Planned)
     memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
     assert max(memory.device_non_model_bytes) > about.device_memory // 3, "void: hardly any activations"
@@ -336,7 +337,7 @@ def test_ranges_that_wait_for_their_update_are_the_pools() -> None:
     """On several ranks a gradient updated on the device stays in its range until the end of the step."""
     about = question("h100-80g-x4", device_memory=10 * MIB, batch_size=8, seq_len=64, recompute="full", allowance=SLAB)
     chosen = registry.get("patrickstar")
-    planned = forecasts._Planner(chosen, chosen.Options(), about, observations("gpt-tiny")).at(about.device_memory)
+    planned = forecasts._PlansByBudget(chosen, chosen.Options(), about, observations("gpt-tiny")).at(about.device_memory)
     assert isinstance(planned, forecasts._Planned)
     assert planned.context.ranks == 4 and Tier.DEVICE in planned.plan.optimizer_tier, "void: no such gradient"
     memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
@@ -349,7 +350,7 @@ def test_of_several_plans_only_those_that_fit_side_by_side_are_compared() -> Non
     about = question("h100-80g-x4", device_memory=9_945_806, host_memory=8 * GIB, seq_len=16, allowance=slab)
     chosen = registry.get("h3t")
     given = chosen.Options(variant="resident-optimizer", solver="on")
-    planned = forecasts._Planner(chosen, given, about, observations("gpt-tiny")).at(about.device_memory)
+    planned = forecasts._PlansByBudget(chosen, given, about, observations("gpt-tiny")).at(about.device_memory)
     assert isinstance(planned, forecasts._Planned)
     memory = timeline(planned.layout, planned.trace, planned.plan, planned.context)
     assert excess_bytes(memory, planned.layout, planned.context) <= 0

@@ -16,7 +16,7 @@ from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnsupportedError
 from systems.planning import hardware
-from systems.planning.clock.work import Interval, StepWork, interval_seconds, trace_of_work
+from systems.planning.clock.work import Interval, MicroStepWork, interval_seconds, trace_of_work
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.trace import Trace
 from systems.prediction.meta_step import observe
@@ -27,7 +27,7 @@ BATCH, LENGTH = 4, 32
 TINY = ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny"]
 
 
-def observed(shape: ModelShape, dtype: DType, recompute: Any, **more: int) -> tuple[ModelIndex, StepWork]:
+def observed(shape: ModelShape, dtype: DType, recompute: Any, **more: int) -> tuple[ModelIndex, MicroStepWork]:
     given = {"batch_size": BATCH, "seq_len": LENGTH} | more
     model = models_registry.build(shape)
     loss = partial(token_loss, objective=shape.objective)

@@ -19,7 +19,7 @@ from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Phase, Trace
 from systems.strategies.elixir import STRATEGY
-from systems.strategies.elixir.chunks import Chunker
+from systems.strategies.elixir.chunks import ElixirChunker
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics
 from systems.strategies.elixir.strategy import Elixir
 from tests.planning.reference import ReferenceRuntime
@@ -55,7 +55,7 @@ def resident_peak(index: ModelIndex, trace: Trace, *, accumulate: int = 1) -> in
 @settings(max_examples=100, deadline=None)
 @given(models(groups=True), st.sampled_from([1, 2]), st.sampled_from([PLENTY, 200_000]))
 def test_layouts_keep_their_promises(index: ModelIndex, ranks: int, device: int) -> None:
-    layout = Chunker(index, ElixirOptions(), context(ranks=ranks, device=device)).layout
+    layout = ElixirChunker(index, ElixirOptions(), context(ranks=ranks, device=device)).layout
     placed = [p.parameter for s in layout.segments for p in s.placements]
     assert sorted(placed) == [p.index for p in index.parameters]  # each once
     units = {u.name: u.index for u in index.units}
@@ -87,7 +87,7 @@ def test_layouts_keep_their_promises(index: ModelIndex, ranks: int, device: int)
 def test_the_search_finds_the_least_waste_of_the_users_range(index: ModelIndex, low: int, width: int, step: int) -> None:
     unit = 128 * 2
     options = ElixirOptions(chunk_min=low * unit, chunk_max=(low + width) * unit, chunk_step=step * unit)
-    chunker = Chunker(index, options, context())
+    chunker = ElixirChunker(index, options, context())
     tested = [(low + i * step) * 128 for i in range(width // step + 1)]
     single = [round_up(p.numel, 128) for p in index.parameters if len(p.users) == 1]
     holding = [size for size in tested if size >= max(single, default=0)] or [tested[-1]]
@@ -98,7 +98,7 @@ def test_the_search_finds_the_least_waste_of_the_users_range(index: ModelIndex, 
 @settings(max_examples=60, deadline=None)
 @given(models(groups=True))
 def test_the_automatic_search_is_as_good_as_trying_every_size(index: ModelIndex) -> None:
-    chunker = Chunker(index, ElixirOptions(), context())
+    chunker = ElixirChunker(index, ElixirOptions(), context())
     sizes = chunker.candidates()
     low, high = chunker.range()
     every = range(round_up(low, 128), max(high, low) + 1, 128)
@@ -110,14 +110,14 @@ def test_the_automatic_search_is_as_good_as_trying_every_size(index: ModelIndex)
 def test_the_search_tries_the_size_from_which_a_group_is_fused() -> None:
     """A frozen group that takes 1664 elements is fused where a chunk holds more than that, and wastes nothing then."""
     index = model_of([(None, [385, 897]), (0, [1, 385, 1281]), (None, [1])], frozen=frozenset({0, 1, 2}))
-    chunker = Chunker(index, ElixirOptions(), context())
+    chunker = ElixirChunker(index, ElixirOptions(), context())
     assert 1664 + 128 in chunker.candidates() and chunker.chunk == 1664 + 128
     assert chunker.statistics["num_fused"] == 1
 
 
 def test_waste_by_hand() -> None:
     index = model_of([(0, [256, 256]), (1, [256, 256]), (2, [256, 384])])
-    chunker = Chunker(index, ElixirOptions(chunk_min=768 * 2, chunk_max=768 * 2), context())
+    chunker = ElixirChunker(index, ElixirOptions(chunk_min=768 * 2, chunk_max=768 * 2), context())
     # 512 + 512 + 640 elements; the second unit does not fit behind the first, nor the third behind it
     assert chunker.statistics["num_chunks"] == 3
     assert chunker.statistics["wasted_bytes"] == (3 * 768 - 1664) * 2
@@ -144,7 +144,7 @@ def test_tied_weights_have_a_bundle_of_their_own() -> None:
 def test_a_tiny_chunk_limit_still_lays_out_every_parameter() -> None:
     layout = laid_out(TINY, chunk_min=256, chunk_max=1024)
     assert sorted(p.parameter for s in layout.segments for p in s.placements) == list(range(len(TINY.parameters)))
-    statistics = Chunker(TINY, ElixirOptions(chunk_min=256, chunk_max=1024), context()).statistics
+    statistics = ElixirChunker(TINY, ElixirOptions(chunk_min=256, chunk_max=1024), context()).statistics
     assert statistics["num_private"] > 0
     assert statistics["chunk_size_bytes"] <= 1024
 
@@ -156,7 +156,7 @@ def test_small_groups_are_fused_and_never_move() -> None:
     (fused,) = [b for b in layout.bundles if not b.movable]
     assert fused.units == (0, 1)
     assert {layout.segments[s].space.group for s in fused.segments} == {"expert"}
-    tight = Chunker(index, ElixirOptions(), context(device=2000)).layout
+    tight = ElixirChunker(index, ElixirOptions(), context(device=2000)).layout
     assert all(b.movable for b in tight.bundles)  # too dear for this device
 
 

@@ -21,7 +21,7 @@ from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, Moment, Phase, Trace
 from systems.strategies.patrickstar import STRATEGY
-from systems.strategies.patrickstar.chunks import LISTS, Chunker
+from systems.strategies.patrickstar.chunks import LISTS, PatrickStarChunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
 from systems.strategies.patrickstar.strategy import PatrickStar
 from systems.strategies.patrickstar.tracer import margin
@@ -64,7 +64,7 @@ def resident_peak(index: ModelIndex, trace: Trace, **options: object) -> int:
 @settings(max_examples=100, deadline=None)
 @given(models(), st.sampled_from([1, 2]), st.sampled_from(["base", "spongebob"]))
 def test_chunk_lists_keep_their_promises(index: ModelIndex, ranks: int, variant: str) -> None:
-    chunker = Chunker(index, PatrickStarOptions.model_validate({"variant": variant}), context(ranks=ranks))
+    chunker = PatrickStarChunker(index, PatrickStarOptions.model_validate({"variant": variant}), context(ranks=ranks))
     layout = chunker.layout
     placed = [p.parameter for s in layout.segments for p in s.placements]
     assert sorted(placed) == [p.index for p in index.parameters]  # each once, in one chunk only
@@ -91,7 +91,7 @@ def test_chunk_lists_keep_their_promises(index: ModelIndex, ranks: int, variant:
 def test_the_search_finds_the_least_waste_of_the_users_range(index: ModelIndex, low: int, width: int, step: int) -> None:
     unit = 128 * 2
     options = PatrickStarOptions(chunk_min=low * unit, chunk_max=(low + width) * unit, chunk_step=step * unit)
-    chunker = Chunker(index, options, context())
+    chunker = PatrickStarChunker(index, options, context())
     tested = [(low + i * step) * 128 for i in range(width // step + 1)]
     single = [round_up(p.numel, 128) for p in index.parameters if len(p.users) == 1]
     holding = [size for size in tested if size >= max(single, default=0)] or [tested[-1]]
@@ -103,7 +103,7 @@ def test_the_search_finds_the_least_waste_of_the_users_range(index: ModelIndex, 
 def test_utilization_by_hand() -> None:
     """As in table 3: elements of parameters over elements of chunks."""
     index = model_of([(0, [256, 256]), (1, [256, 256]), (2, [256, 384])])
-    chunker = Chunker(index, PatrickStarOptions(chunk_min=768 * 2, chunk_max=768 * 2), context())
+    chunker = PatrickStarChunker(index, PatrickStarOptions(chunk_min=768 * 2, chunk_max=768 * 2), context())
     # 256 256 256 | 256 256, and 384 does not fit behind them
     assert chunker.statistics["num_chunks"] == 3
     assert chunker.statistics["utilization"] == 1664 / (3 * 768)
@@ -111,7 +111,7 @@ def test_utilization_by_hand() -> None:
 
 
 def test_what_no_chunk_holds_is_labelled_out_of_chunks() -> None:
-    statistics = Chunker(TINY, PatrickStarOptions(chunk_min=256, chunk_max=1024), context()).statistics
+    statistics = PatrickStarChunker(TINY, PatrickStarOptions(chunk_min=256, chunk_max=1024), context()).statistics
     assert statistics["num_out_of_chunks"] > 1
     layout = laid_out()
     (tied,) = [b for b in layout.bundles if b.units == (0, len(TINY.units) - 1)]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from systems.device.lanes.compute import HostCompute
 from systems.device.lanes.lane import Lane, UpdateLane
 from systems.device.lanes.ticket import CudaTicket, HostTicket
-from systems.device.lanes.transfers import Memory, Transfers
+from systems.device.lanes.transfers import TrackedMemory, Transfers
 from systems.device.watch.events import EventLog, Extent
 from systems.device.watch.stopwatch import HostStopwatch
 from systems.planning.plan import LaneKind
@@ -410,7 +410,7 @@ def test_operations_leave_what_they_leave_one_after_another(issued: list[Any], t
         LaneKind.D2H: Lane(LaneKind.D2H, jitter=sleep),
     }
     transfers = Transfers(lanes, HostCompute(HostStopwatch()), EventLog(keep=False))
-    memories = [Memory(Extent("x", place, place + 1)) for place in range(5)]
+    memories = [TrackedMemory(Extent("x", place, place + 1)) for place in range(5)]
 
     def operation(numbers: list[int], runs: list[int], id: int, reads: set[int], writes: set[int]) -> Callable[[], None]:
         def work() -> None:

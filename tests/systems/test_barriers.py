@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from systems.device.lanes.ticket import Ticket
-from systems.device.lanes.transfers import Memory, Transfers
+from systems.device.lanes.transfers import TrackedMemory, Transfers
 from systems.device.watch.events import EventLog, Extent, LoggedOperation
 from systems.planning.plan import DEVICE_LANES, LaneKind, Plan
 from systems.planning.step.operations import LaneOperation, Work
@@ -209,7 +209,7 @@ def test_streams_wait_for_each_other_and_the_host_for_none() -> None:
     def issue(kind: LaneKind) -> int:
         place = next(places)
         operation = LaneOperation(Work.FETCH, kind)
-        return transfers.issue(operation, lambda: None, writes=[Memory(Extent("x", place, place + 1))]).id
+        return transfers.issue(operation, lambda: None, writes=[TrackedMemory(Extent("x", place, place + 1))]).id
 
     issue(LaneKind.H2D)
     up, down, update = issue(LaneKind.H2D), issue(LaneKind.D2H), issue(LaneKind.CPU)

@@ -459,12 +459,12 @@ def test_copies_from_and_for_the_disk_are_no_activations(tmp_path: Path) -> None
     engine = with_disk(SETUPS[0], "angel-ptm", "above", tmp_path, device_memory=1 << 30)
     ours = managed(engine)
     index, device = on_device_though_home_is_the_disk(engine)[0], ours.device
-    (run, *_) = ours.bundles[ours.layout.bundle_of_segment[index]].runs
+    (stretch, *_) = ours.bundles[ours.layout.bundle_of_segment[index]].stretches
     before = device.account.other
     device.account.start_interval()
     with device.metered():
         ours.tiers.to_home(index)
-        ours.residency._master(run)
+        ours.residency._master(stretch)
         ours.tiers.to_device(index)
     device.drain()
     assert device.account.start_interval() <= before

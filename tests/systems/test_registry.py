@@ -36,7 +36,7 @@ def test_unknown_systems_get_near_names() -> None:
         registry.get("rezident")
 
 
-def folder(root: Path, files: dict[str, str]) -> dict[str, registry.Entry]:
+def folder(root: Path, files: dict[str, str]) -> dict[str, registry.RegistryEntry]:
     for name, text in files.items():
         path = root / "toys" / name
         path.parent.mkdir(parents=True, exist_ok=True)

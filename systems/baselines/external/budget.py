@@ -37,7 +37,7 @@ def check_host(settings: Settings, *, system: str, need: int) -> None:
         )
 
 
-class Limits:
+class BudgetInForce:
     """The budgets of one engine, in force from here on, and its peaks."""
 
     def __init__(self, settings: Settings) -> None:

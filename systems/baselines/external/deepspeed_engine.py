@@ -49,7 +49,7 @@ class DeepSpeedRun(PackageEngine):
         settings: Settings,
         *,
         deepspeed: Any,
-        limits: budget.Limits,
+        limits: budget.BudgetInForce,
         config: Config,
         statistics: PackageStatistics,
         disk: Path | None,

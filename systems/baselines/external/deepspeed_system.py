@@ -97,7 +97,7 @@ class DeepSpeedSystem(System):
             found,
             settings,
             deepspeed=deepspeed,
-            limits=budget.Limits(settings),
+            limits=budget.BudgetInForce(settings),
             config=config,
             statistics=statistics,
             disk=disk,

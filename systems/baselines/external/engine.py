@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from systems.baselines.external.budget import Limits
+from systems.baselines.external.budget import BudgetInForce
 from systems.baselines.external.package import PackageStatistics
 from systems.errors import DivergedError
 from systems.recipe.model.giving_back import leave_without
@@ -58,7 +58,7 @@ class Update:
 class PackageEngine(Engine):
     """known: counters whose totals are known without counting; the others a package does not tell are left out."""
 
-    def __init__(self, model: nn.Module, settings: Settings, limits: Limits, known: dict[str, int]) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, limits: BudgetInForce, known: dict[str, int]) -> None:
         take(model)
         self.module, self.settings, self.limits = model, settings, limits
         self.outcomes: list[StepOutcome] = []

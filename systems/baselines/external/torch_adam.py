@@ -41,7 +41,7 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-class Updates(ABC):
+class UpdateChoice(ABC):
     """How parameters on the device are updated. values: what counts as the master, parameter by parameter."""
 
     values: Sequence[torch.Tensor]
@@ -65,7 +65,7 @@ class Updates(ABC):
         """`values` were changed from outside."""
 
 
-class InPlace(Updates):
+class OnParameters(UpdateChoice):
     """The optimizer works on the parameters themselves, with torch's loss scale where the compute dtype is fp16."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: Settings, arguments: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class InPlace(Updates):
         return
 
 
-class WithMasters(Updates):
+class WithMasters(UpdateChoice):
     """fp32 masters beside 16-bit parameters: gradients are raised to fp32 a bucket at a time, masters lowered after.
 
     Gradients of several micro-batches add up in fp32, 4 more bytes a parameter, as in the reference recipe.

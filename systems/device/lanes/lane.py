@@ -22,7 +22,7 @@ from systems.planning.plan import LaneKind
 from systems.planning.step.operations import LaneOperation
 
 
-class _Job:
+class _LaneJob:
     __slots__ = ("after", "operation", "priority", "ticket", "work")
 
     def __init__(
@@ -51,7 +51,7 @@ class Lane:
         threads: int = 1,
     ) -> None:
         self.kind, self.stream, self._jitter = kind, stream, jitter
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_LaneJob] = deque()
         self._lock = threading.RLock()  # taken itself: a Condition's way to it is Python, where Ctrl-C may leave it taken
         self._changed = threading.Condition(self._lock)
         self._running = True
@@ -80,7 +80,7 @@ class Lane:
         if os.getpid() != self._access.process:  # a lock may be held for ever, too
             self._access.check_process()
         ticket = HostTicket(id) if self.stream is None else CudaTicket(id)
-        job = _Job(work, after, ticket, priority, operation)
+        job = _LaneJob(work, after, ticket, priority, operation)
         with self._lock:
             if not self._running:
                 self._fail(ticket, self.error or self._closed())
@@ -97,7 +97,7 @@ class Lane:
     def _waiting(self) -> bool:
         return bool(self._jobs)
 
-    def _take(self) -> _Job | None:
+    def _take(self) -> _LaneJob | None:
         """The next job, or None after a sleep: look again. Called with the lock held and jobs present."""
         return self._jobs.popleft()
 
@@ -141,7 +141,7 @@ class Lane:
                 self._fail(job.ticket, error)
             self._changed.notify_all()
 
-    def _left(self) -> list[_Job]:
+    def _left(self) -> list[_LaneJob]:
         """Takes all jobs that were not begun."""
         left = list(self._jobs)
         self._jobs.clear()
@@ -157,7 +157,7 @@ class Lane:
     def _closed(self) -> RuntimeError:
         return RuntimeError(f"the {self.kind.value} lane is closed")
 
-    def _carry_out(self, job: _Job, *, by_caller: bool = False) -> None:
+    def _carry_out(self, job: _LaneJob, *, by_caller: bool = False) -> None:
         """An error is its ticket's. by_caller: what only ends programs (Ctrl-C) is not this lane's, and goes on."""
         ticket = job.ticket
         try:
@@ -225,10 +225,10 @@ class UpdateLane(Lane):
     """
 
     def __init__(self, kind: LaneKind, *, jitter: Callable[[], None] | None = None, threads: int = 1) -> None:
-        self._ready: list[_Job] = []
+        self._ready: list[_LaneJob] = []
         super().__init__(kind, jitter=jitter, threads=threads)
 
-    def _take(self) -> _Job | None:
+    def _take(self) -> _LaneJob | None:
         missing = self._missing()
         while self._jobs and missing is None:
             self._ready.append(self._jobs.popleft())
@@ -252,6 +252,6 @@ class UpdateLane(Lane):
     def _waiting(self) -> bool:
         return bool(self._jobs or self._ready)
 
-    def _left(self) -> list[_Job]:
+    def _left(self) -> list[_LaneJob]:
         left, self._ready = self._ready, []
         return left + super()._left()

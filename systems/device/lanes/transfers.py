@@ -25,7 +25,7 @@ from systems.planning.step.operations import LaneOperation
 MAX_READERS = 32  # finished readers are forgotten beyond this many
 
 
-class Memory:
+class TrackedMemory:
     """A range of memory with the tickets of who used it last."""
 
     __slots__ = ("extent", "readers", "writer")
@@ -60,8 +60,8 @@ class Transfers:
         operation: LaneOperation,
         work: Callable[[], None],
         *,
-        reads: Sequence[Memory] = (),
-        writes: Sequence[Memory] = (),
+        reads: Sequence[TrackedMemory] = (),
+        writes: Sequence[TrackedMemory] = (),
         priority: int = 0,
     ) -> Ticket:
         """Queue `work` on the operation's lane after everything it depends on. See Note [Derived waits]."""
@@ -74,8 +74,8 @@ class Transfers:
         self,
         operation: LaneOperation,
         work: Callable[[], None],
-        reads: Sequence[Memory],
-        writes: Sequence[Memory],
+        reads: Sequence[TrackedMemory],
+        writes: Sequence[TrackedMemory],
         priority: int,
     ) -> Ticket:
         lane, waits = operation.lane, _waits(reads, writes)
@@ -88,7 +88,7 @@ class Transfers:
         self._leave(ticket, operation, reads, writes, waits)
         return ticket
 
-    def order_compute(self, *, reads: Sequence[Memory], label: str) -> None:
+    def order_compute(self, *, reads: Sequence[TrackedMemory], label: str) -> None:
         """Compute is about to read this memory: later compute comes after its writers. `compute` must follow the use."""
         waits = _waits(reads, ())
         for ticket in waits:
@@ -97,7 +97,7 @@ class Transfers:
             extents = [m.extent for m in reads]
             self._log.operation(self._log.next_ticket(), label, extents, [], [t.id for t in waits])
 
-    def compute(self, *, reads: Sequence[Memory] = (), writes: Sequence[Memory] = (), label: str) -> None:
+    def compute(self, *, reads: Sequence[TrackedMemory] = (), writes: Sequence[TrackedMemory] = (), label: str) -> None:
         """Compute is about to use, or has just used, this memory: orders it and leaves its ticket."""
         waits = _waits(reads, writes)
         for ticket in waits:
@@ -121,8 +121,8 @@ class Transfers:
         self,
         ticket: Ticket,
         what: LaneOperation | str,
-        reads: Sequence[Memory],
-        writes: Sequence[Memory],
+        reads: Sequence[TrackedMemory],
+        writes: Sequence[TrackedMemory],
         waits: Sequence[Ticket],
     ) -> None:
         for memory in reads:
@@ -136,7 +136,7 @@ class Transfers:
             self._log.operation(ticket.id, what, read, written, [t.id for t in waits])
 
 
-def _waits(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Ticket]:
+def _waits(reads: Sequence[TrackedMemory], writes: Sequence[TrackedMemory]) -> list[Ticket]:
     found = {id(m.writer): m.writer for m in (*reads, *writes) if m.writer is not None}
     found |= {id(t): t for m in writes for t in m.readers}
     return list(found.values())

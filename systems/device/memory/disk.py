@@ -21,7 +21,7 @@ import torch
 
 from systems.device.lanes.lane import Lane
 from systems.device.lanes.ticket import Ticket
-from systems.device.lanes.transfers import Memory, Transfers
+from systems.device.lanes.transfers import TrackedMemory, Transfers
 from systems.device.memory.account import Account, uncounted
 from systems.device.memory.host import HostMapping
 from systems.device.watch.events import EventLog, Extent
@@ -49,7 +49,7 @@ class DiskPlace:
     nbytes: int
     numel: int
     buffer: int
-    memory: Memory
+    memory: TrackedMemory
 
     @property
     def payload_bytes(self) -> int:
@@ -58,11 +58,11 @@ class DiskPlace:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class DiskBuffer:
     """Host memory for one segment's three parts, each as long as the longest."""
 
     parts: tuple[torch.Tensor, ...]
-    memory: Memory
+    memory: TrackedMemory
 
     def views(self, place: DiskPlace) -> list[torch.Tensor]:
         return [part[: place.numel] for part in self.parts]
@@ -126,22 +126,22 @@ class Disk:
             buffered, self._files[-1] = self._files[-1], direct
             os.close(buffered)
 
-    def _buffer(self, mapping: HostMapping, longest: int, number: int) -> Buffer:
+    def _buffer(self, mapping: HostMapping, longest: int, number: int) -> DiskBuffer:
         taken = [mapping.take(torch.float32, longest // 4) for _ in ROLES]
         start, stop = taken[0][1].extent.start, taken[-1][1].extent.stop
-        return Buffer(tuple(tensor for tensor, _ in taken), Memory(Extent(mapping.name, start, stop)))
+        return DiskBuffer(tuple(tensor for tensor, _ in taken), TrackedMemory(Extent(mapping.name, start, stop)))
 
     def _places(self) -> dict[int, DiskPlace]:
         buffers, offset, found = buffer_of(self._layout), 0, {}
         for segment in segments_on_disk(self._layout):
             size = part_bytes(segment)
-            memory = Memory(Extent("disk", offset, offset + size))
+            memory = TrackedMemory(Extent("disk", offset, offset + size))
             s, bundle = segment.index, self._layout.bundle_of_segment[segment.index]
             found[s] = DiskPlace(bundle, s, offset, size, segment.shard_numel, buffers[s], memory)
             offset += size
         return found
 
-    def read(self, place: DiskPlace, transfers: Transfers) -> Buffer:
+    def read(self, place: DiskPlace, transfers: Transfers) -> DiskBuffer:
         """Issue: all three parts into the segment's buffer. Who then uses that names its memory."""
         buffer = self.buffers[place.buffer]
         self._log.count("disk_read_bytes", place.payload_bytes)

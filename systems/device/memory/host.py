@@ -16,7 +16,7 @@ import mmap
 
 import torch
 
-from systems.device.lanes.transfers import Memory
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import Account, uncounted
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError, OutOfMemoryError
@@ -72,12 +72,12 @@ class HostMapping:
         assert self._bytes is not None
         return self._bytes.untyped_storage()
 
-    def take(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, Memory]:
+    def take(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, TrackedMemory]:
         """The next `numel` elements, 256-byte aligned, with their tickets."""
         assert self._bytes is not None
         start, stop = self._used, self._used + numel * dtype.itemsize
         self._used = round_up(stop, ALIGN_BYTES)
-        return self._bytes[start:stop].view(dtype), Memory(Extent(self.name, start, stop))
+        return self._bytes[start:stop].view(dtype), TrackedMemory(Extent(self.name, start, stop))
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same bytes as a flat tensor whose storage is its own and keeps the memory, even when the mapping is closed."""

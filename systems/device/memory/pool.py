@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from systems.device.lanes.ticket import Ticket
-from systems.device.lanes.transfers import Memory
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import Account
 from systems.device.memory.granule import Fit, Granule
 from systems.device.watch.events import Extent
@@ -28,7 +28,7 @@ class Allocation:
     def __init__(self, granule: Granule, start: int, nbytes: int, reserved: int, tickets: list[Ticket]) -> None:
         self.granule, self.start, self.nbytes, self.reserved = granule, start, nbytes, reserved
         self.data = granule.memory[start : start + nbytes]
-        self.memory = Memory(Extent(granule.space, start, start + reserved), tickets)
+        self.memory = TrackedMemory(Extent(granule.space, start, start + reserved), tickets)
         self.views: dict[int, torch.Tensor] = {}  # of parameters, made once
 
     def view(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Resource:
+class SharedResource:
     """capacity: units a second. favoured_share: of the flows that claim it as favoured, see Note [Sharing]; 0: nobody is."""
 
     capacity: float
@@ -39,7 +39,7 @@ class Claim:
     favoured: bool = False
 
 
-class Job(NamedTuple):
+class TimedJob(NamedTuple):
     """waits: numbers of jobs. rate: bytes a second when alone. priority: None on queues that keep their order."""
 
     queue: str
@@ -51,7 +51,7 @@ class Job(NamedTuple):
     priority: int | None = None
 
 
-class Span(NamedTuple):
+class BusySpan(NamedTuple):
     start_s: float
     end_s: float
 
@@ -60,9 +60,9 @@ class CircularWaitError(ValueError):
     """Jobs that wait for each other can never run."""
 
 
-def run(jobs: Sequence[Job], resources: Mapping[str, Resource]) -> list[Span]:
+def run(jobs: Sequence[TimedJob], resources: Mapping[str, SharedResource]) -> list[BusySpan]:
     """When each job runs. O(jobs x queues)."""
-    return _Run(jobs, resources).spans()
+    return _VirtualRun(jobs, resources).spans()
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class _Queue:
     active: _Active | None = None
 
 
-class _Run:
-    def __init__(self, jobs: Sequence[Job], resources: Mapping[str, Resource]) -> None:
+class _VirtualRun:
+    def __init__(self, jobs: Sequence[TimedJob], resources: Mapping[str, SharedResource]) -> None:
         self._jobs, self._resources = jobs, resources
         self._now = 0.0
-        self._spans: list[Span | None] = [None] * len(jobs)
+        self._spans: list[BusySpan | None] = [None] * len(jobs)
         self._missing = [0] * len(jobs)
         self._waiters: list[list[int]] = [[] for _ in jobs]
         self._queues = {job.queue: _Queue() for job in jobs}
@@ -105,7 +105,7 @@ class _Run:
             elif not waits:
                 heapq.heappush(queue.ready, (job.priority, number))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[BusySpan]:
         self._start()
         self._set_rates()
         while self._active:
@@ -156,7 +156,7 @@ class _Run:
 
     def _finish(self, one: _Active) -> None:
         self._queues[self._jobs[one.number].queue].active = None
-        self._spans[one.number] = Span(one.started_s, self._now)
+        self._spans[one.number] = BusySpan(one.started_s, self._now)
         for number in self._waiters[one.number]:
             self._missing[number] -= 1
             job = self._jobs[number]

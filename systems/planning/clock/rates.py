@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from systems.planning.clock.clocks import Claim, Job, Resource
+from systems.planning.clock.clocks import Claim, SharedResource, TimedJob
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
@@ -84,11 +84,11 @@ class Rates:
             raise ValueError(f"the plan uses a disk, and the hardware profile ({profile.description}) has none")
         return rate.value / self.on_node
 
-    def resources(self) -> dict[str, Resource]:
+    def resources(self) -> dict[str, SharedResource]:
         share = self.profile.cpu_adam_dram_share
         return {
-            HOST_DRAM: Resource(self.host_dram, share.value if share is not None else 0.0),
-            HOST_LINK: Resource(self.both_ways),
+            HOST_DRAM: SharedResource(self.host_dram, share.value if share is not None else 0.0),
+            HOST_LINK: SharedResource(self.both_ways),
         }
 
 
@@ -113,17 +113,18 @@ class Costs:
     queues: Mapping[LaneKind, str]
     updates: Mapping[int, int] = field(default_factory=dict)
 
-    def job(self, operation: ScheduledOperation, waits: tuple[int, ...]) -> Job:
+    def job(self, operation: ScheduledOperation, waits: tuple[int, ...]) -> TimedJob:
         """waits: job numbers. The operation is on a lane."""
         assert operation.lane is not None
         if operation.kind is Work.NORM:  # the host reads it and goes on: it belongs to the host's own order
-            return Job(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value)
+            return TimedJob(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value)
         queue = self.queues[operation.lane]
         if operation.lane is LaneKind.CPU:
             claims = (Claim(HOST_DRAM, favoured=True),)
-            return Job(queue, waits, 0.0, self.host_bytes(operation), self.rates.cpu_adam, claims, self._priority(operation))
+            nbytes, priority = self.host_bytes(operation), self._priority(operation)
+            return TimedJob(queue, waits, 0.0, nbytes, self.rates.cpu_adam, claims, priority)
         if operation.lane is LaneKind.COMPUTE or operation.kind is Work.SQUARES:
-            return Job(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
+            return TimedJob(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
         if operation.lane in (LaneKind.GATHER, LaneKind.REDUCE):
             return self._collective(operation, queue, waits)
         return self._copy(operation, queue, waits)
@@ -169,19 +170,19 @@ class Costs:
             return -1
         return self.updates.get(operation.bundle, operation.bundle) if operation.kind is Work.UPDATE else operation.bundle
 
-    def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> Job:
+    def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
         if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
-            return Job(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
+            return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
         rate = self.rates.h2d if operation.lane is LaneKind.H2D else self.rates.d2h
-        return Job(queue, waits, fixed, operation.bytes, rate, (Claim(HOST_DRAM), Claim(HOST_LINK)))
+        return TimedJob(queue, waits, fixed, operation.bytes, rate, (Claim(HOST_DRAM), Claim(HOST_LINK)))
 
-    def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> Job:
+    def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
         profile, size = self.rates.profile, self.payload(operation)
         hops = math.ceil(math.log2(self.context.ranks))
         fixed = hops * profile.copy_overhead_s(size / max(1, self.context.ranks - 1))
         own_link = profile.device_link_bytes_per_s is not None
         claims = () if own_link else (Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK))
-        return Job(queue, waits, fixed, size, self.rates.collective(operation.lane), claims)
+        return TimedJob(queue, waits, fixed, size, self.rates.collective(operation.lane), claims)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from systems.planning.clock.clocks import Job, Span, run
+from systems.planning.clock.clocks import BusySpan, TimedJob, run
 from systems.planning.clock.perfetto import TimedEvent
 from systems.planning.clock.rates import HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
 from systems.planning.hardware import HardwareProfile
@@ -132,8 +132,8 @@ class TimedStep:
     """
 
     step_time_s: float
-    operations: tuple[tuple[ScheduledOperation, Span], ...]
-    work: tuple[tuple[ScheduledOperation, Job], ...]
+    operations: tuple[tuple[ScheduledOperation, BusySpan], ...]
+    work: tuple[tuple[ScheduledOperation, TimedJob], ...]
 
 
 def clocked(operations: Sequence[ScheduledOperation], moments: int, costs: Costs) -> TimedStep:
@@ -160,8 +160,8 @@ class _Steps:
 
     def __init__(self, operations: Sequence[ScheduledOperation], moments: int, costs: Costs, steps: int) -> None:
         self._operations = [(o, costs.job(o, ())) for o in operations if o.lane is not None]
-        self._moments, self._event = moments, Job(HOST_QUEUE, fixed_s=costs.rates.profile.unit_event_s.value)
-        self.jobs: list[Job] = []
+        self._moments, self._event = moments, TimedJob(HOST_QUEUE, fixed_s=costs.rates.profile.unit_event_s.value)
+        self.jobs: list[TimedJob] = []
         self._shown: list[tuple[int, ScheduledOperation]] = []  # (job, operation) of the last step
         self._firsts: list[int] = []
         self._writer: dict[str, int] = {}
@@ -207,7 +207,7 @@ class _Steps:
             self._readers.setdefault(name, []).append(number)
         return [other for other in waits if other != number]
 
-    def ends(self, spans: list[Span]) -> list[dict[str, float]]:
+    def ends(self, spans: list[BusySpan]) -> list[dict[str, float]]:
         """Per step and queue when its last job is done."""
         edges = [*self._firsts, len(self.jobs)]
         found: list[dict[str, float]] = []
@@ -218,16 +218,16 @@ class _Steps:
             found.append(last)
         return found
 
-    def one_step(self) -> list[tuple[ScheduledOperation, Job]]:
+    def one_step(self) -> list[tuple[ScheduledOperation, TimedJob]]:
         return [(operation, self.jobs[number]) for number, operation in self._shown]
 
-    def timed(self, spans: list[Span]) -> Iterator[tuple[ScheduledOperation, Span]]:
+    def timed(self, spans: list[BusySpan]) -> Iterator[tuple[ScheduledOperation, BusySpan]]:
         """Of the last step; operations of no length are left out."""
         first = min(spans[number].start_s for number, _ in self._shown)
         for number, operation in self._shown:
             span = spans[number]
             if span.end_s > span.start_s:
-                yield operation, Span(span.start_s - first, span.end_s - first)
+                yield operation, BusySpan(span.start_s - first, span.end_s - first)
 
 
 def _lane(operation: ScheduledOperation) -> str:
@@ -242,7 +242,7 @@ def _busy(events: tuple[TimedEvent, ...]) -> dict[str, float]:
     return busy
 
 
-def _moved(work: Sequence[tuple[ScheduledOperation, Job]], costs: Costs) -> dict[str, int]:
+def _moved(work: Sequence[tuple[ScheduledOperation, TimedJob]], costs: Costs) -> dict[str, int]:
     """Bytes per lane of what moves between memories."""
     moved: dict[str, int] = {}
     for operation, _ in work:
@@ -252,7 +252,7 @@ def _moved(work: Sequence[tuple[ScheduledOperation, Job]], costs: Costs) -> dict
     return moved
 
 
-def _bounds(work: Sequence[tuple[ScheduledOperation, Job]], trace: Trace, plan: Plan, costs: Costs) -> dict[str, float]:
+def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, plan: Plan, costs: Costs) -> dict[str, float]:
     """See Note [Bounds]. Seconds; those of what a step does not use are left out."""
     compute: list[float] = [0.0] * len(trace)
     claimed: dict[str, float] = {}

@@ -36,7 +36,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class StepWork:
+class MicroStepWork:
     """One micro-step. events: its (phase, unit), BACKWARD_END last. pending: after each of them, calls of its unit whose
     backward has not ended. intervals: one more than events, the first is what comes before them. gradient_bytes: per
     parameter, of those that get a gradient. buffer_bytes: part of every interval's peak.
@@ -75,7 +75,7 @@ def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval
     return seconds
 
 
-def trace_of_work(work: StepWork, layout: Layout, *, accumulate: int, seconds: Callable[[Interval], float]) -> Trace:
+def trace_of_work(work: MicroStepWork, layout: Layout, *, accumulate: int, seconds: Callable[[Interval], float]) -> Trace:
     """The steady step's trace: a bundle is flushed at the first exit at which all its gradients are there and none of its
     units is still to come.
     """
@@ -118,7 +118,7 @@ def _joined(one: Interval, other: Interval) -> Interval:
     )
 
 
-def _produced(work: StepWork, intervals: Sequence[Interval]) -> list[int]:
+def _produced(work: MicroStepWork, intervals: Sequence[Interval]) -> list[int]:
     """Bytes of each parameter's first gradient of the step."""
     seen: set[int] = set()
     produced = []
@@ -129,7 +129,7 @@ def _produced(work: StepWork, intervals: Sequence[Interval]) -> list[int]:
     return produced
 
 
-def _flushes(work: StepWork, layout: Layout) -> list[tuple[int, ...]]:
+def _flushes(work: MicroStepWork, layout: Layout) -> list[tuple[int, ...]]:
     """Per event the bundles that are flushed there."""
     owner = layout.bundle_of_parameter
     missing: dict[int, set[int]] = {}

@@ -49,19 +49,19 @@ def plan_cache(request: CacheRequest) -> CachePlan:
     """Steps are simulated until one ends as it began."""
     start: frozenset[int] = frozenset()
     for _ in range(MAX_ROUNDS):
-        step = _Step(request, start)
+        step = _CachedStep(request, start)
         step.run()
         if step.resident == start:
             break
         start = frozenset(step.resident)
     else:
         start = frozenset()
-        step = _Step(request, start)
+        step = _CachedStep(request, start)
         step.run(empty_at_end=True)
     return CachePlan(tuple(step.operations), start)
 
 
-class _Step:
+class _CachedStep:
     """One step through the cache."""
 
     def __init__(self, request: CacheRequest, start: frozenset[int]) -> None:

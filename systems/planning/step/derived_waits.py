@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from systems.planning.plan import DEVICE_LANES, LaneKind
 from systems.planning.step.operations import ScheduledOperation, Work, grad, param
-from systems.planning.step.waits import Accesses, Barriers, Room, Waits, merge
+from systems.planning.step.waits import Accesses, Barriers, FreedRoom, Waits, merge
 
 
 def with_waits(
@@ -16,7 +16,7 @@ def with_waits(
 
     late: fetches that need an update issued after them (a flaw); their wait points forward, so that the cycle shows.
     """
-    accesses, room = Accesses(), Room(max(0, unused_bytes), LaneKind.COMPUTE.value)
+    accesses, room = Accesses(), FreedRoom(max(0, unused_bytes), LaneKind.COMPUTE.value)
     barriers = Barriers(lane.value for lane in DEVICE_LANES)
     count, found = len(operations), []
     updates = {o.bundle: o.ticket for o in operations if o.kind is Work.UPDATE}

@@ -35,7 +35,7 @@ class Race:
 
 
 @dataclass
-class _Resource:
+class _LastAccesses:
     """Latest accesses as (ticket, lane number, position in lane); the last reader on a lane stands for all on it."""
 
     write: tuple[int, int, int] | None = None
@@ -52,7 +52,7 @@ def find_races(operations: Iterable[IssuedOperation]) -> list[Race]:
     lanes: dict[str, int] = {}
     lane_clocks: list[list[int]] = []
     clocks: dict[int, list[int]] = {}
-    resources: dict[str, _Resource] = {}
+    resources: dict[str, _LastAccesses] = {}
     races: list[Race] = []
     first_ticket: int | None = None
     for operation in operations:
@@ -73,12 +73,12 @@ def find_races(operations: Iterable[IssuedOperation]) -> list[Race]:
         clocks[operation.ticket] = lane_clocks[lane] = clock
         access = (operation.ticket, lane, clock[lane])
         for name in operation.reads:
-            resource = resources.setdefault(name, _Resource())
+            resource = resources.setdefault(name, _LastAccesses())
             if resource.write is not None and not _before(resource.write, clock):
                 races.append(Race(name, resource.write[0], operation.ticket))
             resource.reads[lane] = access
         for name in operation.writes:
-            resource = resources.setdefault(name, _Resource())
+            resource = resources.setdefault(name, _LastAccesses())
             earlier = [*resource.reads.values(), *([resource.write] if resource.write is not None else [])]
             races.extend(
                 Race(name, other[0], operation.ticket)

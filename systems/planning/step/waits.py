@@ -73,7 +73,7 @@ class Barriers:
         return owed
 
 
-class Room:
+class FreedRoom:
     """Freed memory in order of freeing. A new range takes what was never used, then, if a copy is its first writer, what was
     freed longest ago; if `own`, the lane that never waits for itself, is, what another lane last used longest ago."""
 

@@ -25,7 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INTERNAL = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
-class _Span(NamedTuple):
+class _ByteRange(NamedTuple):
     """Bytes [start, stop) that a tensor lies in, if with gaps. trained: it is a Parameter that is."""
 
     start: int
@@ -49,7 +49,7 @@ def refuse_shared_memory(model: nn.Module, parameters: Mapping[nn.Parameter, Seq
         if id(tensor) not in known and _has_memory(tensor):
             spans.append(_span(name, tensor, trained=False))
     spans.sort(key=lambda span: (str(span.tensor.device), span.start))
-    open_ones: list[_Span] = []
+    open_ones: list[_ByteRange] = []
     for span in spans:
         open_ones = [o for o in open_ones if o.stop > span.start and o.tensor.device == span.tensor.device]
         for other in open_ones:
@@ -73,9 +73,9 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _span(name: str, tensor: torch.Tensor, *, trained: bool) -> _Span:
+def _span(name: str, tensor: torch.Tensor, *, trained: bool) -> _ByteRange:
     start = tensor.data_ptr()
-    return _Span(start, start + _extent(tensor) * tensor.itemsize, name, tensor, trained)
+    return _ByteRange(start, start + _extent(tensor) * tensor.itemsize, name, tensor, trained)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -83,7 +83,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return known == 1 or (known == 2 and int(_marks(tensor, 0, _extent(tensor)).sum()) < tensor.numel())
 
 
-def _overlap(one: _Span, other: _Span) -> bool:
+def _overlap(one: _ByteRange, other: _ByteRange) -> bool:
     """True if an element of one is an element of the other; what lies in gaps is found by marking."""
     if not (_has_gaps(one.tensor) or _has_gaps(other.tensor)) or one.tensor.itemsize != other.tensor.itemsize:
         return True

@@ -92,7 +92,7 @@ def _held(slot: MemberDescriptorType, value: Any) -> Any:
         return None
 
 
-class Seen:
+class SeenTensor:
     """A tensor as it is now: `still` is False once it was edited in place, for then its gradient is another."""
 
     __slots__ = ("tensor", "version")
@@ -131,7 +131,7 @@ class Kept:
         self._module = module
         self._sizes: list[tuple[dict[str, Any], int]] = []
         self._places: list[tuple[dict[str, Any], str]] = []
-        self._known: dict[int, Seen] = {}  # told at the last call
+        self._known: dict[int, SeenTensor] = {}  # told at the last call
         self._look()
 
     def _look(self) -> None:
@@ -153,7 +153,7 @@ class Kept:
                 found += wanted(value)
         if not found and not self._known:
             return found
-        before, self._known = self._known, {id(t): Seen(t) for t in found}
+        before, self._known = self._known, {id(t): SeenTensor(t) for t in found}
         return [t for t in found if id(t) not in before or not before[id(t)].still(t)]
 
 

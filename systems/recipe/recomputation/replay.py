@@ -30,7 +30,7 @@ PLAIN = (bool, int, float, str, type(None))
 STANDARD = vars(nn.Module()).keys() - {"training"}
 
 
-class _Place:
+class _StatePlace:
     """A tensor that is a buffer or an attribute of a module: what a forward may change."""
 
     def __init__(self, held: dict[str, Any], name: str) -> None:
@@ -64,14 +64,14 @@ class _Draws:
         return pickle.dumps(self.get()) != pickle.dumps(copy)
 
 
-_Changing = _Place | _Draws
+_Changing = _StatePlace | _Draws
 
 
 @dataclass
 class Began:
-    """What one call began with. set: what a caller may set, see `_Settings`. copies: of what may change."""
+    """What one call began with. set: what a caller may set, see `_Surroundings`. copies: of what may change."""
 
-    set: _Settings
+    set: _Surroundings
     context: contextvars.Context
     changing: list[_Changing]
     copies: list[Any]
@@ -132,8 +132,8 @@ class _Places:
         named = zip((names for three in self.names for names in three), self._tables, strict=True)
         self._looks = [(itemgetter(*names, names[0]), table) for names, table in named if names]  # so always a tuple
 
-    def now(self) -> _Settings:
-        return _Settings(self, self.values())
+    def now(self) -> _Surroundings:
+        return _Surroundings(self, self.values())
 
     def values(self) -> list[Any] | None:
         """All that is set, in one order; None where names have come or gone."""
@@ -148,14 +148,14 @@ class _Places:
         return values
 
 
-class _Settings:
+class _Surroundings:
     """What was set at one moment. A block's call is nearly always as the one before, so that is looked at first, quickly."""
 
     def __init__(self, places: _Places, values: list[Any] | None) -> None:
         self.places, self._values = places, values
         self._held = list(map(_held, places.modules)) if values is None else None
 
-    def put(self, now: _Settings | None = None) -> None:
+    def put(self, now: _Surroundings | None = None) -> None:
         """Set it again. now: what is set at the moment."""
         values = self.places.values() if now is None else now._values
         if values is not None and self._values is not None and all(map(is_, values, self._values)):
@@ -197,7 +197,7 @@ def _all_of(module: nn.Module) -> list[_Changing]:
     if "numpy.random" in sys.modules:
         numpy_random = sys.modules["numpy.random"]
         draws.append(_Draws(partial(numpy_random.get_state, legacy=False), numpy_random.set_state))
-    return [*draws, *(_Place(held, name) for held in holders for name, value in held.items() if _copyable(value))]
+    return [*draws, *(_StatePlace(held, name) for held in holders for name, value in held.items() if _copyable(value))]
 
 
 def _copyable(value: Any) -> bool:

@@ -49,7 +49,7 @@ class Moments(Protocol):
         """In the parameter's shape, fp32 on the CPU."""
 
 
-class _Entry(NamedTuple):
+class _GivenState(NamedTuple):
     """Of one parameter, as it was given."""
 
     step: int
@@ -75,7 +75,7 @@ class OptimizerStates:
         self._state: Callable[[str], Moments] | None = None
         self._room: Callable[[], int] = _none
         self._used = False
-        self._loading: dict[int, _Entry] = {}
+        self._loading: dict[int, _GivenState] = {}
         self._handles: list[Any] = []
         found = {self._number.get(id(p)): entry for p, entry in optimizer.state.items() if entry}
         self._found = self._checked(found.items(), "the optimizer")
@@ -207,7 +207,7 @@ class OptimizerStates:
         self._moments("optimizer.load_state_dict()")  # waits for the last copy to a device
         optimizer.state.clear()
 
-    def _checked(self, entries: Iterable[tuple[int | None, Any]], what: str) -> dict[int, _Entry]:
+    def _checked(self, entries: Iterable[tuple[int | None, Any]], what: str) -> dict[int, _GivenState]:
         return {
             described.index: _entry(described.name, described.shape, entry, what)
             for number, entry in entries
@@ -232,7 +232,7 @@ def states_of(
     return None if optimizer is None else OptimizerStates(optimizer, index, parameters)
 
 
-def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _Entry:
+def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _GivenState:
     def refuse(problem: str) -> UnsupportedError:
         return UnsupportedError(f"{what}: the state of parameter {name} {problem}")
 
@@ -255,7 +255,7 @@ def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _Entry:
             raise refuse(f"has a {part} that is not finite")
     if bool((entry["exp_avg_sq"] < 0).any()):
         raise refuse("has a negative exp_avg_sq, which no Adam makes")
-    return _Entry(int(step), entry["exp_avg"].detach(), entry["exp_avg_sq"].detach())
+    return _GivenState(int(step), entry["exp_avg"].detach(), entry["exp_avg_sq"].detach())
 
 
 def _none() -> int:

@@ -10,7 +10,7 @@ from systems.planning.step.profiles import held_profile, pool_profile
 
 
 @dataclass(frozen=True)
-class Placement:
+class AngelPtmDivision:
     """on_device: bundles updated there. room: bytes for all others, one entry a moment. cached: bytes of optimizer states."""
 
     on_device: frozenset[int]
@@ -18,16 +18,16 @@ class Placement:
     cached: int
 
 
-def place(division: Division, cache: int | None) -> Placement:
+def place(division: Division, cache: int | None) -> AngelPtmDivision:
     """cache: bytes for optimizer states, None for what is left. BudgetError if not even what a layer holds fits."""
     everything = division.everything
     states = sum(map(everything.state_bytes, everything.on_device))
     if (cache is None or states <= cache) and division.fits(everything):
-        return Placement(everything.on_device, (0,) * len(division.trace), states)
+        return AngelPtmDivision(everything.on_device, (0,) * len(division.trace), states)
     division.least()
     residence = division.residence(division.base.on_device | _cached(division, cache))
     states = sum(map(residence.state_bytes, residence.on_device))
-    return Placement(residence.on_device, tuple(division.room(residence)), states)
+    return AngelPtmDivision(residence.on_device, tuple(division.room(residence)), states)
 
 
 def _cached(division: Division, cache: int | None) -> frozenset[int]:

@@ -18,7 +18,7 @@ from systems.strategies.elixir.options import ElixirOptions
 FUSED_SHARE = 16  # a fused group may take this part of the device budget for good
 
 
-class Chunker(ChunkCutter):
+class ElixirChunker(ChunkCutter):
     """layout: the result, in chunks of `chunk` elements. statistics: fields of ElixirStatistics, what the search found."""
 
     def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext) -> None:

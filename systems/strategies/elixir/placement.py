@@ -14,7 +14,7 @@ from systems.strategies.elixir.options import ElixirOptions
 
 
 @dataclass(frozen=True)
-class Placement:
+class ElixirDivision:
     """on_device: bundles updated on the device, or never moved. room: bytes for all others, one entry a moment.
 
     cache_bytes: C, the constant that room never exceeds.
@@ -32,12 +32,12 @@ class Placer:
     division: Division
     options: ElixirOptions
 
-    def place(self) -> Placement:
+    def place(self) -> ElixirDivision:
         """BudgetError if not even what a unit holds fits."""
         division, limit, parameters = self.division, self.options.cache, self.division.layout.param_bytes
         whole = limit is None or limit == "auto" or limit >= parameters or not self.options.offload
         if whole and division.fits(division.everything):
-            return Placement(division.everything.on_device, (0,) * len(division.trace), parameters)
+            return ElixirDivision(division.everything.on_device, (0,) * len(division.trace), parameters)
         if not self.options.offload:
             raise self._without_offload()
         division.least()
@@ -50,7 +50,7 @@ class Placer:
         if isinstance(limit, int):
             self._check_cache(limit, held_profile(division.demand, base))
             capacity -= sum(division.layout.bundle_bytes(b) for b in on_device - base.on_device)
-        return Placement(on_device, tuple(min(r, capacity) for r in room), capacity)
+        return ElixirDivision(on_device, tuple(min(r, capacity) for r in room), capacity)
 
     def _without_offload(self) -> BudgetError:
         context = self.division.context

@@ -15,7 +15,7 @@ from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import RandomOrder
 from systems.planning.policy.options import StrategyStatistics
 from systems.planning.strategy import Eviction, PlanningContext
-from systems.strategies.elixir.chunks import Chunker
+from systems.strategies.elixir.chunks import ElixirChunker
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics
 from systems.strategies.elixir.placement import Placer
 
@@ -39,7 +39,7 @@ class Elixir(FittedStrategy):
         self.write_back = options.variant == "write-back"
 
     def cut(self, index: ModelIndex) -> Layout:
-        chunker = Chunker(index, self._options, self._context)
+        chunker = ElixirChunker(index, self._options, self._context)
         self.tell(**chunker.statistics, num_bundles=len(chunker.layout.bundles))
         return chunker.layout
 

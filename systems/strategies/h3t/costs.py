@@ -104,7 +104,7 @@ class ModelCosts:
         columns = {
             f.name: np.array([getattr(layer, f.name) for layer in padded]) for f in fields(LayerCosts) if f.name != "name"
         }
-        rows = (_Row({name: column[number] for name, column in columns.items()}) for number in range(len(padded)))
+        rows = (_CostRow({name: column[number] for name, column in columns.items()}) for number in range(len(padded)))
         object.__setattr__(self, "padded", tuple(rows))
 
     def layer(self, number: int) -> Any:
@@ -112,14 +112,14 @@ class ModelCosts:
         return self.padded[number + 1]
 
 
-class _Row:
+class _CostRow:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.__dict__.update(values)
 
 
 def on(rows: Bools) -> Any:
     """An object with the fields of Switches, each an array without the last axis of `rows`."""
-    return _Row({name: rows[..., column] for column, name in enumerate(NAMES)})
+    return _CostRow({name: rows[..., column] for column, name in enumerate(NAMES)})
 
 
 class Clocks:
@@ -231,7 +231,7 @@ def end(clocks: Clocks, seconds: float, layer: Any, s: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Memory:
+class LayerMemory:
     """Of layer i. delta: kept from its forward to its backward. resident: kept for good. peak: of its segments, above what
     the layers before it keep. lag: of its post-process, which without synchronisation the next segment has too.
     """
@@ -242,7 +242,7 @@ class Memory:
     lag: Any
 
 
-def memory(rules: Rules, layers: Any, switches: Any) -> Memory:
+def memory(rules: Rules, layers: Any, switches: Any) -> LayerMemory:
     """layers, switches: (previous, this, next)."""
     (before, layer, after), (s_before, s, s_after) = layers, switches
     gathered, gathered_before, gathered_after = (
@@ -265,4 +265,4 @@ def memory(rules: Rules, layers: Any, switches: Any) -> Memory:
     ahead = np.maximum(gathered_after * ~s.economical_forward, gathered * (s.partition & ~s.economical_backward))
     gap = delta + layer.gap_bytes + ahead * (layer.gap_bytes > 0)
     peak = np.maximum(layer.forward_bytes + gathered + saved + forwards, layer.backward_bytes + gathered + backwards)
-    return Memory(delta, layer.resting_bytes * ~s.lazy_prefetch, np.maximum(peak, gap), lag)
+    return LayerMemory(delta, layer.resting_bytes * ~s.lazy_prefetch, np.maximum(peak, gap), lag)

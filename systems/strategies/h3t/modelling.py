@@ -14,7 +14,7 @@ from systems.planning.step.timeline import MemTimeline
 from systems.planning.strategy import PlanningContext
 from systems.strategies.h3t.costs import SUBSTRATE, LayerCosts, ModelCosts
 from systems.strategies.h3t.layers import layer_of_bundle
-from systems.strategies.h3t.profiling import Measured
+from systems.strategies.h3t.profiling import MeasuredLayers
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Modeller:
     blocks: frozenset[int]
     unit_name: Callable[[int], str]
 
-    def costs(self, measured: Measured, memory: MemTimeline, on_device: frozenset[int]) -> ModelCosts:
+    def costs(self, measured: MeasuredLayers, memory: MemTimeline, on_device: frozenset[int]) -> ModelCosts:
         """memory: of the plan with every switch on. Layers in order of forward."""
         trace = measured.base
         calls = sorted(((unit, list(windows(trace, unit))) for unit in measured.layers), key=lambda each: each[1][0].enter)
@@ -46,7 +46,7 @@ class Modeller:
         )
 
     def _layer(
-        self, measured: Measured, memory: MemTimeline, on_device: frozenset[int], unit: int, calls: list[Window]
+        self, measured: MeasuredLayers, memory: MemTimeline, on_device: frozenset[int], unit: int, calls: list[Window]
     ) -> LayerCosts:
         trace, total = measured.base, memory.device_total_bytes
         seconds, rates = trace.compute_time_s, Rates(self.hardware, self.context.ranks)

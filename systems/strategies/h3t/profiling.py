@@ -26,7 +26,7 @@ _MOST_BYTES = 256 << 20  # of a file
 
 
 @dataclass
-class Measured:
+class MeasuredLayers:
     """Of one kind of step. base: every layer rematerialised, with median times. kept: per layer's unit what its forward keeps.
 
     times: per moment what was measured where the layer that runs there was rematerialised.
@@ -67,18 +67,18 @@ class Profiler:
 
     def __init__(self, steps: int, path: str | None) -> None:
         self._steps, self._path = steps, None if path is None else Path(path)
-        self._known: dict[tuple[Moment, ...], Measured] = {}
+        self._known: dict[tuple[Moment, ...], MeasuredLayers] = {}
         self._from_file = (
             {} if self._path is None or not self._path.exists() else {m.base.moments: m for m in read_profile(self._path)}
         )
 
-    def add(self, trace: Trace, layers: Sequence[int]) -> Measured:
+    def add(self, trace: Trace, layers: Sequence[int]) -> MeasuredLayers:
         """What is known of steps like this one, this one included (unless a file knew all)."""
         kept = self._from_file.get(trace.moments)
         if kept is not None and kept.layers == tuple(layers) and _alike(kept.base, trace):
             return kept
         if trace.moments not in self._known:
-            self._known[trace.moments] = Measured(trace, tuple(layers))
+            self._known[trace.moments] = MeasuredLayers(trace, tuple(layers))
         found = self._known[trace.moments]
         found.add(trace)
         if found.steps == self._steps and self._path is not None:
@@ -91,10 +91,10 @@ class Profiler:
         """
         return trace.moments in {**self._known, **self._from_file} or trace.recomputed.issuperset(layers)
 
-    def wants_more(self, found: Measured) -> bool:
+    def wants_more(self, found: MeasuredLayers) -> bool:
         return found.steps < self._steps and found is self._known.get(found.base.moments)
 
-    def to_open(self, found: Measured, steps: int) -> tuple[int, ...]:
+    def to_open(self, found: MeasuredLayers, steps: int) -> tuple[int, ...]:
         """Layers for the next step: those not measured yet, spread over the steps that are left of so many."""
         waiting = [unit for unit in found.layers if unit not in found.opened]
         left = steps - found.steps
@@ -106,7 +106,7 @@ def _alike(kept: Trace, trace: Trace) -> bool:
     return kept.input_bytes == trace.input_bytes and kept.flushes == trace.flushes
 
 
-def _write(path: Path, found: Iterable[Measured]) -> None:
+def _write(path: Path, found: Iterable[MeasuredLayers]) -> None:
     content = {"format": FORMAT, "steps": [_plain(each) for each in found]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,14 +124,14 @@ def prepare(path: Path) -> None:
         raise ValueError(f"profile {path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _plain(each: Measured) -> dict[str, Any]:
+def _plain(each: MeasuredLayers) -> dict[str, Any]:
     base = asdict(each.base)
     base["moments"] = [[m.phase.value, m.unit, m.micro_step] for m in each.base.moments]
     base |= {name: sorted(base[name]) for name in ("recomputed", "offloaded")}
     return {"base": base, "layers": each.layers, "kept": sorted(each.kept.items()), "times": each.times, "steps": each.steps}
 
 
-def read_profile(path: Path) -> list[Measured]:
+def read_profile(path: Path) -> list[MeasuredLayers]:
     """ValueError, one line, naming the field that is wrong in the file."""
     try:
         found = _File.model_validate(json.loads(read_text(path, _MOST_BYTES)))
@@ -183,8 +183,8 @@ def _one_a_moment(name: str, given: Sequence[Any], base: _Base) -> None:
         raise ValueError(f"{name} has {len(given)} entries, one for each of the {len(base.moments)} moments is needed")
 
 
-class _Step(_Read):
-    """A Measured as it lies in the file."""
+class _StoredStep(_Read):
+    """A MeasuredLayers as it lies in the file."""
 
     base: _Base
     layers: tuple[NonNegativeInt, ...]
@@ -201,11 +201,11 @@ class _Step(_Read):
         _one_a_moment("times", self.times, self.base)
         return self
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredLayers:
         kept = dict(self.kept)
-        return Measured(self.base.trace(), self.layers, kept, set(kept), [list(each) for each in self.times], self.steps)
+        return MeasuredLayers(self.base.trace(), self.layers, kept, set(kept), [list(each) for each in self.times], self.steps)
 
 
 class _File(_Read):
     format: Literal[1]
-    steps: tuple[_Step, ...]
+    steps: tuple[_StoredStep, ...]

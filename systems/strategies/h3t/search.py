@@ -26,7 +26,7 @@ from systems.strategies.h3t.dynamic import pruned_dp
 from systems.strategies.h3t.evaluation import allowed
 from systems.strategies.h3t.modelling import Modeller
 from systems.strategies.h3t.options import H3TOptions
-from systems.strategies.h3t.profiling import Measured
+from systems.strategies.h3t.profiling import MeasuredLayers
 from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
 from systems.strategies.h3t.switches import ALL_ON, EVERY, Switches
 
@@ -78,7 +78,7 @@ def fastest(layout: Layout, found: list[Candidate]) -> Candidate:
 class Search:
     """Plans for one kind of step, each tried on the simulator."""
 
-    def __init__(self, asked: Asked, layout: Layout, measured: Measured) -> None:
+    def __init__(self, asked: Asked, layout: Layout, measured: MeasuredLayers) -> None:
         self._asked, self._layout = asked, layout
         self._context, self._options = asked.context, asked.options
         base = measured.base

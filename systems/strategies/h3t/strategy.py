@@ -23,7 +23,7 @@ from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 from systems.strategies.h3t.compiling import Compiler
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
-from systems.strategies.h3t.profiling import Measured, Profiler
+from systems.strategies.h3t.profiling import MeasuredLayers, Profiler
 from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
 from systems.strategies.h3t.switches import ALL_ON, Assignment
 
@@ -89,7 +89,7 @@ class H3T(StrategyBase):
             plan, predicted_step_time_s=best.step_time_s, provisional_peak_bytes=self._profiling_peak(search, layout, measured)
         )
 
-    def _profiling_peak(self, search: Search, layout: Layout, measured: Measured) -> int:
+    def _profiling_peak(self, search: Search, layout: Layout, measured: MeasuredLayers) -> int:
         """Of the steps in which a run would measure some layers at a time; 0 at run time, where they were run."""
         if not self._opened:
             return 0
@@ -107,7 +107,7 @@ class H3T(StrategyBase):
         memory = timeline(layout, trace, plan, self._context)
         return replace(with_peaks(plan, memory, layout, self._context), provisional=True, barriers=frozenset())
 
-    def _provisional(self, search: Search, layout: Layout, measured: Measured) -> Plan:
+    def _provisional(self, search: Search, layout: Layout, measured: MeasuredLayers) -> Plan:
         """Every switch on but synchronisation, and those of the layers that this step measures: as many as fit."""
         waiting = list(self._profiler.to_open(measured, self._options.profile_steps))
         found = self._with_open(search, measured, waiting)
@@ -122,7 +122,7 @@ class H3T(StrategyBase):
         peaks = with_peaks(found.plan, found.memory, layout, self._context)
         return replace(peaks, provisional=True, barriers=frozenset())
 
-    def _with_open(self, search: Search, measured: Measured, layers: Sequence[int]) -> Candidate:
+    def _with_open(self, search: Search, measured: MeasuredLayers, layers: Sequence[int]) -> Candidate:
         switches = dict.fromkeys(measured.layers, ALL_ON)
         switches |= {unit: replace(ALL_ON, rematerialise=False, offload_hidden=False) for unit in layers}
         return search.unchecked(switches, "held", "profiler")

@@ -19,7 +19,7 @@ from systems.strategies.patrickstar.options import PatrickStarOptions
 LISTS = ("param 16-bit", "param fp32", "momentum", "variance")
 
 
-class Chunker(ChunkCutter):
+class PatrickStarChunker(ChunkCutter):
     """layout: the result. chunk: elements of a chunk. statistics: fields of PatrickStarStatistics, what the search found."""
 
     def __init__(self, index: ModelIndex, options: PatrickStarOptions, context: PlanningContext) -> None:

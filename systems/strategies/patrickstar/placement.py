@@ -11,17 +11,17 @@ from systems.strategies.patrickstar.options import PatrickStarOptions
 
 
 @dataclass(frozen=True)
-class Placement:
+class PatrickStarDivision:
     """on_device: bundles updated there. room: bytes for all others, one entry a moment."""
 
     on_device: frozenset[int]
     room: tuple[int, ...]
 
 
-def place(division: Division, options: PatrickStarOptions) -> Placement:
+def place(division: Division, options: PatrickStarOptions) -> PatrickStarDivision:
     """BudgetError if not even what a unit holds fits."""
     if options.places_optimizer and division.fits(division.everything):
-        return Placement(division.everything.on_device, (0,) * len(division.trace))
+        return PatrickStarDivision(division.everything.on_device, (0,) * len(division.trace))
     division.least()
     chosen = in_the_margin(division) if options.places_optimizer else frozenset[int]()
     residence = division.residence(division.base.on_device | chosen)
@@ -30,7 +30,7 @@ def place(division: Division, options: PatrickStarOptions) -> Placement:
         share = int(options.warmup_share * division.context.device_budget)
         held = held_profile(division.demand, residence)
         room = [min(r, max(share, h)) for r, h in zip(room, held, strict=True)]
-    return Placement(residence.on_device, tuple(room))
+    return PatrickStarDivision(residence.on_device, tuple(room))
 
 
 def in_the_margin(division: Division) -> frozenset[int]:

@@ -15,7 +15,7 @@ from systems.planning.policy.eviction import ModelOrder
 from systems.planning.policy.options import StrategyStatistics
 from systems.planning.step.profiles import gradient_profile
 from systems.planning.strategy import Eviction, PlanningContext
-from systems.strategies.patrickstar.chunks import Chunker
+from systems.strategies.patrickstar.chunks import PatrickStarChunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
 from systems.strategies.patrickstar.placement import place
 from systems.strategies.patrickstar.tracer import margin
@@ -40,7 +40,7 @@ class PatrickStar(FittedStrategy):
         self.tell(variant=options.variant, warmup_share=options.warmup_share, gradients=gradients)
 
     def cut(self, index: ModelIndex) -> Layout:
-        chunker = Chunker(index, self._options, self._context)
+        chunker = PatrickStarChunker(index, self._options, self._context)
         self._chunk, self._lists_bytes = chunker.chunk, sum(chunker.statistics["chunk_lists"].values())
         self.tell(**chunker.statistics, num_bundles=len(chunker.layout.bundles))
         return chunker.layout

@@ -13,7 +13,7 @@ from systems.planning.layout import Bundle, Layout
 from systems.planning.plan import Tier
 from systems.substrate.bundle import states
 from systems.substrate.bundle.gradient import BundleGradient
-from systems.substrate.bundle.segments import Run, StoredSegment, runs_of
+from systems.substrate.bundle.segments import StoredSegment, Stretch, stretches_of
 from systems.substrate.bundle.states import PARAMETER_MOVES, ParameterState
 from systems.substrate.bundle.storage import RebindableStorage
 
@@ -21,7 +21,7 @@ from systems.substrate.bundle.storage import RebindableStorage
 class ManagedBundle:
     """ManagedBundle is a bundle of the layout with what is true of it now.
 
-    What it is      bundle: the layout's. nbytes: of its parameters. segments: on every tier. runs: the same, as few as can be.
+    What it is      bundle: the layout's. nbytes: of its parameters. segments: on every tier. stretches: the same, few.
     Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
                     there, and how often. updated: on the host, since it was last on the device.
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
@@ -36,7 +36,7 @@ class ManagedBundle:
         self.bundle, self.index, self.nbytes = bundle, bundle.index, layout.bundle_bytes(bundle.index)
         self.segments = tuple(segments)
         starts = running_sums((each.segment.numel for each in segments), initial=0)
-        self.runs = runs_of(zip(starts, segments, strict=False))
+        self.stretches = stretches_of(zip(starts, segments, strict=False))
 
         self.storage = storage
         self.block: Allocation | None = None
@@ -74,13 +74,13 @@ class ManagedBundle:
         sizes = [each.segment.numel for each in self.segments]
         return list(block.view(self.segments[0].slot.dtype, 0, sum(sizes)).split(sizes))  # one operation for any number
 
-    def runs_of(self, which: Callable[[StoredSegment], bool]) -> list[Run]:
-        """Some of its segments, as few runs as can be: see Note [Runs] in segments.py."""
-        return [part for run in self.runs for part in run.those(which)]
+    def stretches_of(self, which: Callable[[StoredSegment], bool]) -> list[Stretch]:
+        """Some of its segments, as few stretches as can be: see Note [Stretches] in segments.py."""
+        return [part for stretch in self.stretches for part in stretch.those(which)]
 
     def close(self) -> None:
         """Lets go of the host's memory."""
-        self.runs = []
+        self.stretches = []
 
     # ---- its parameters on the device
 

@@ -30,7 +30,7 @@ class _Backing(Protocol):
     page: torch.Tensor
 
 
-class _Buffer:
+class _FilledRange:
     """Ordinary memory of the whole size."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -114,5 +114,5 @@ class Poison:
         if self._backing is None:
             shared_page = self.device.type == "cpu" and hasattr(os, "memfd_create")
             with torch.inference_mode(False):
-                self._backing = _RepeatedPage(self.nbytes) if shared_page else _Buffer(self.nbytes, self.device)
+                self._backing = _RepeatedPage(self.nbytes) if shared_page else _FilledRange(self.nbytes, self.device)
         return self._backing

@@ -1,10 +1,10 @@
 """A segment with its memory on every tier, and neighbours taken together: many small ones cost no more than a large one.
 
-Note [Runs]
+Note [Stretches]
     A bundle may be cut into many segments, each with a state and tickets of its own. The host hands their places out front
     to back, and in the bundle's block on the device they follow each other too: so neighbours are copied, updated and
     restored as one tensor, by one operation that leaves its ticket on each. Neighbours that do not touch on the host, or
-    that differ in what is to be done (one's slot holds a gradient, the other's its parameters), are runs of their own.
+    that differ in what is to be done (one's slot holds a gradient, the other's its parameters), are stretches of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from systems.device.lanes.transfers import Memory
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.disk import DiskPlace
 from systems.device.memory.pool import Allocation
 from systems.planning.layout import Placement, Segment
@@ -33,7 +33,7 @@ class OptimizerState:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     accumulator: torch.Tensor | None
-    memory: Memory
+    memory: TrackedMemory
     allocation: Allocation | None = None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class DiskState:
     tier: Tier = Tier.DISK
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> TrackedMemory:
         return self.place.memory
 
     def tensors(self) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ class StoredSegment:
 
     segment: Segment
     slot: torch.Tensor
-    slot_memory: Memory
+    slot_memory: TrackedMemory
     state: OptimizerState | DiskState | None
     at_home: OptimizerState | DiskState | None
     slot_holds_gradient: bool = False
@@ -96,7 +96,7 @@ def slots_take_parameters(segments: Iterable[StoredSegment]) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """stored: its segments. start: its first element in the bundle. slot: theirs as one tensor; state: the same of master and
     moments at home, none if their home is the disk or they have none; accumulator likewise. placements: in these tensors, a
     parameter's pieces as one.
@@ -117,18 +117,18 @@ class Run:
         """Its elements in the bundle's block, or in a gradient range, which lies alike."""
         return block.view(self.slot.dtype, self.start, self.slot.numel())
 
-    def those(self, which: Callable[[StoredSegment], bool]) -> list[Run]:
-        """The runs of some of its segments."""
+    def those(self, which: Callable[[StoredSegment], bool]) -> list[Stretch]:
+        """The stretches of some of its segments."""
         chosen = [which(each) for each in self.stored]
         if all(chosen):
             return [self]
         starts = accumulate((each.segment.numel for each in self.stored), initial=self.start)
-        return runs_of(
+        return stretches_of(
             [placed for placed, wanted in zip(zip(starts, self.stored, strict=False), chosen, strict=True) if wanted]
         )
 
 
-def runs_of(placed: Iterable[tuple[int, StoredSegment]]) -> list[Run]:
+def stretches_of(placed: Iterable[tuple[int, StoredSegment]]) -> list[Stretch]:
     """Of some segments of a bundle, in order, each with its first element in the bundle."""
     groups: list[tuple[int, list[StoredSegment]]] = []
     for start, stored in placed:
@@ -136,7 +136,7 @@ def runs_of(placed: Iterable[tuple[int, StoredSegment]]) -> list[Run]:
             groups[-1][1].append(stored)
         else:
             groups.append((start, [stored]))
-    return [_run(start, stored) for start, stored in groups]
+    return [_stretch(start, stored) for start, stored in groups]
 
 
 def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -146,7 +146,7 @@ def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(pieces))
 
 
-def _run(start: int, stored: Sequence[StoredSegment]) -> Run:
+def _stretch(start: int, stored: Sequence[StoredSegment]) -> Stretch:
     slot, *others = (joined(pieces) for pieces in zip(*map(_places, stored), strict=True))
     home = stored[0].at_home
     accumulator = others.pop() if home is not None and home.accumulator is not None else None
@@ -161,7 +161,7 @@ def _run(start: int, stored: Sequence[StoredSegment]) -> Run:
             else:
                 placements.append(replace(piece, offset=here))
         offset += each.slot.numel()
-    return Run(tuple(stored), start, slot, tuple(others), accumulator, tuple(placements))
+    return Stretch(tuple(stored), start, slot, tuple(others), accumulator, tuple(placements))
 
 
 def _places(stored: StoredSegment) -> list[torch.Tensor]:

@@ -24,16 +24,16 @@ class Accumulators:
         gradient.to(GradientState.SENT)
 
     def _on_host(self, bundle: ManagedBundle, fired: frozenset[int], *, last: bool) -> None:
-        runs, kernel = bundle.runs, self.device.host_kernel
+        stretches, kernel = bundle.stretches, self.device.host_kernel
 
         def work() -> None:
-            for run in runs:
-                assert run.accumulator is not None
-                for p in run.placements:
+            for stretch in stretches:
+                assert stretch.accumulator is not None
+                for p in stretch.placements:
                     if p.parameter in fired:
-                        kernel.accumulate(run.accumulator[p.here], run.slot[p.here])
+                        kernel.accumulate(stretch.accumulator[p.here], stretch.slot[p.here])
 
-        segments = [each for run in runs for each in run.stored]
+        segments = [each for stretch in stretches for each in stretch.stored]
         self.device.transfers.issue(
             of_bundle(self.layout, Work.ACCUMULATE, LaneKind.CPU, bundle.index),
             work,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from systems.device.device import Device
-from systems.device.lanes.transfers import Memory
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.watch.events import Extent
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
@@ -180,13 +180,13 @@ class Gradients:
         if not gradient.waiting:
             return
         waiting = dict(gradient.waiting)
-        made = Memory(Extent("autograd", bundle.index, bundle.index + 1))
+        made = TrackedMemory(Extent("autograd", bundle.index, bundle.index + 1))
         self.device.transfers.compute(writes=[made], label=f"adopted gradients of bundle {bundle.index}")
-        places = [(run, p) for run in bundle.runs for p in run.placements if p.parameter in waiting]
+        places = [(stretch, p) for stretch in bundle.stretches for p in stretch.placements if p.parameter in waiting]
 
         def copy() -> None:
-            for run, p in places:
-                run.slot[p.here].copy_(waiting[p.parameter].reshape(-1)[p.piece])
+            for stretch, p in places:
+                stretch.slot[p.here].copy_(waiting[p.parameter].reshape(-1)[p.piece])
 
         slots_take_gradients(bundle.segments)
         self.device.log.count("d2h_bytes", sum(p.numel for _, p in places) * self._dtype.itemsize)

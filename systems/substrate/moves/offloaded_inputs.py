@@ -29,7 +29,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from systems.device.device import Device
-from systems.device.lanes.transfers import Memory
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.host import HostSlot, HostSlots
 from systems.device.watch.events import Extent
 from systems.errors import OutOfMemoryError
@@ -57,7 +57,7 @@ class _Input:
 
     __slots__ = ("dtype", "edited", "handle", "memory", "nbytes", "shape", "slot", "taken", "tensor", "unit", "version")
 
-    def __init__(self, unit: int, tensor: torch.Tensor, slot: HostSlot, memory: Memory) -> None:
+    def __init__(self, unit: int, tensor: torch.Tensor, slot: HostSlot, memory: TrackedMemory) -> None:
         self.unit, self.memory, self.version = unit, memory, tensor._version
         self.tensor: torch.Tensor | None = tensor.detach()
         self.shape, self.dtype, self.nbytes = tensor.shape, tensor.dtype, tensor.nbytes
@@ -259,10 +259,10 @@ class OffloadedInputs:
         self.forget()
         self._slots.close()
 
-    def _fresh_memory(self) -> Memory:
+    def _fresh_memory(self) -> TrackedMemory:
         """Every device copy has a range of its own: the allocator's addresses are not this module's to know."""
         number = next(self._numbers)
-        return Memory(Extent("inputs", number, number + 1))
+        return TrackedMemory(Extent("inputs", number, number + 1))
 
 
 class _Saving:

@@ -29,11 +29,11 @@ class Ranges:
         block = self.allocate(bundle)
         gradient.collect(block)
         if gradient.fired and any(each.slot_holds_gradient for each in bundle.segments):
-            runs = bundle.runs
+            stretches = bundle.stretches
 
             def copy() -> None:
-                for run in runs:
-                    run.on(block).copy_(run.slot, non_blocking=True)
+                for stretch in stretches:
+                    stretch.on(block).copy_(stretch.slot, non_blocking=True)
 
             self.device.log.count("h2d_bytes", bundle.nbytes)
             self.device.transfers.issue(
@@ -62,11 +62,11 @@ class Ranges:
 
     def offload(self, bundle: ManagedBundle, block: Allocation) -> None:
         """Copy a gradient into the host slots of its parameters."""
-        runs = bundle.runs
+        stretches = bundle.stretches
 
         def copy() -> None:
-            for run in runs:
-                run.slot.copy_(run.on(block), non_blocking=True)
+            for stretch in stretches:
+                stretch.slot.copy_(stretch.on(block), non_blocking=True)
 
         self.device.log.count("d2h_bytes", bundle.nbytes)
         slots_take_gradients(bundle.segments)

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from systems.device.device import Device
-from systems.device.lanes.transfers import Memory
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import uncounted
 from systems.device.watch.labels import labelled
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle, hold, release
-from systems.substrate.bundle.segments import Run
+from systems.substrate.bundle.segments import Stretch
 from systems.substrate.bundle.values import StoredValues
-from systems.substrate.moves.room import Room
+from systems.substrate.moves.room import DeviceRoom
 
 
 class Residency:
@@ -32,7 +32,7 @@ class Residency:
         self.layout, self.bundles, self.device = layout, bundles, device
         self.writes_back = write_back
         self._values = values
-        self.room = Room(device, bundles, self.evict)
+        self.room = DeviceRoom(device, bundles, self.evict)
 
     def fetch(self, index: int) -> None:
         """Start bringing a bundle to the device; nothing if it is there or on its way."""
@@ -45,8 +45,8 @@ class Residency:
             sources, memories = self._sources(managed)
 
             def copy() -> None:
-                for run, source in sources:
-                    run.on(block).copy_(source, non_blocking=True)
+                for stretch, source in sources:
+                    stretch.on(block).copy_(source, non_blocking=True)
 
             self.device.log.count("h2d_bytes", managed.nbytes)
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
@@ -56,22 +56,23 @@ class Residency:
             raise
         managed.own(block)
 
-    def _sources(self, managed: ManagedBundle) -> tuple[list[tuple[Run, torch.Tensor]], list[Memory]]:
+    def _sources(self, managed: ManagedBundle) -> tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
         if not any(each.slot_holds_gradient for each in managed.segments):
-            return [(run, run.slot) for run in managed.runs], [each.slot_memory for each in managed.segments]
-        slots = managed.runs_of(lambda each: not each.slot_holds_gradient)
-        masters = managed.runs_of(lambda each: each.slot_holds_gradient)
-        memories = [each.slot_memory for run in slots for each in run.stored]
-        memories += [each.at_home.memory for run in masters for each in run.stored if each.at_home is not None]
-        return [*((run, run.slot) for run in slots), *((run, self._master(run)) for run in masters)], memories
+            return [(stretch, stretch.slot) for stretch in managed.stretches], [each.slot_memory for each in managed.segments]
+        slots = managed.stretches_of(lambda each: not each.slot_holds_gradient)
+        masters = managed.stretches_of(lambda each: each.slot_holds_gradient)
+        memories = [each.slot_memory for stretch in slots for each in stretch.stored]
+        memories += [each.at_home.memory for stretch in masters for each in stretch.stored if each.at_home is not None]
+        sources = [(stretch, stretch.slot) for stretch in slots]
+        return [*sources, *((stretch, self._master(stretch)) for stretch in masters)], memories
 
-    def _master(self, run: Run) -> torch.Tensor:
+    def _master(self, stretch: Stretch) -> torch.Tensor:
         """From the disk as a copy, which waits for what is on its way there."""
-        if run.state:
-            return run.master
+        if stretch.state:
+            return stretch.master
         with uncounted():
-            return torch.cat([self._values.part(each, "master") for each in run.stored])
+            return torch.cat([self._values.part(each, "master") for each in stretch.stored])
 
     def hold(self, indices: Sequence[int], key: object) -> None:
         """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""
@@ -122,11 +123,11 @@ class Residency:
         if block is None:
             return
         if not any(each.slot_holds_gradient for each in managed.segments):
-            runs = managed.runs
+            stretches = managed.stretches
 
             def copy() -> None:
-                for run in runs:
-                    run.slot.copy_(run.on(block), non_blocking=True)
+                for stretch in stretches:
+                    stretch.slot.copy_(stretch.on(block), non_blocking=True)
 
             self.device.log.count("d2h_bytes", managed.nbytes)
             self.device.transfers.issue(
@@ -142,12 +143,12 @@ class Residency:
         block = managed.block
         assert block is not None
         pairs, sources = [], []
-        for run in managed.runs:
-            target, here = run.on(block), [piece.here for piece in run.placements if piece.parameter in parameters]
+        for stretch in managed.stretches:
+            target, here = stretch.on(block), [piece.here for piece in stretch.placements if piece.parameter in parameters]
             if here:
-                assert not any(each.slot_holds_gradient for each in run.stored)
-                sources += [each.slot_memory for each in run.stored]
-                pairs += [(target[where], run.slot[where]) for where in here]
+                assert not any(each.slot_holds_gradient for each in stretch.stored)
+                sources += [each.slot_memory for each in stretch.stored]
+                pairs += [(target[where], stretch.slot[where]) for where in here]
 
         def copy() -> None:
             for target, source in pairs:

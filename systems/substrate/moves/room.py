@@ -9,7 +9,7 @@ from systems.device.memory.pool import Allocation
 from systems.substrate.bundle.bundle import ManagedBundle
 
 
-class Room:
+class DeviceRoom:
     """evict: sends a bundle away. limit: pool bytes beyond which `allocate` evicts; lifted by a plan."""
 
     def __init__(self, device: Device, bundles: Sequence[ManagedBundle], evict: Callable[[int], None]) -> None:

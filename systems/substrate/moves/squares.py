@@ -60,7 +60,7 @@ class Squares:
         memories = [each.state.memory for each in segments if each.state is not None]
         on_host = segments[0].tier is not Tier.DEVICE
         kernel = self._device.host_kernel if on_host else self._device.kernel
-        lying = [(run.accumulator, run.placements) for run in bundle.runs]
+        lying = [(stretch.accumulator, stretch.placements) for stretch in bundle.stretches]
         if not on_host:
             lying = [(each.state.accumulator, each.segment.placements) for each in segments if each.state is not None]
         pieces: dict[int, list[torch.Tensor]] = {parameter: [] for parameter in parameters}

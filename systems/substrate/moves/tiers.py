@@ -91,17 +91,17 @@ class TierMoves:
 
     def restore_slots(self, bundle: ManagedBundle, which: Callable[[StoredSegment], bool] | None = None) -> None:
         """Put the parameters back where a gradient lies: cast them anew from the master (skipped step, abort)."""
-        runs = bundle.runs if which is None else bundle.runs_of(which)
-        restored = [each for run in runs for each in run.stored]
+        stretches = bundle.stretches if which is None else bundle.stretches_of(which)
+        restored = [each for stretch in stretches for each in stretch.stored]
         if not restored:
             return
         kernel, disk = self.device.host_kernel, self.store.disk
         away = [(each.at_home.place, each.slot) for each in restored if isinstance(each.at_home, DiskState)]
 
         def work() -> None:
-            for run in runs:
-                if run.state:
-                    kernel.cast(run.master, run.slot)
+            for stretch in stretches:
+                if stretch.state:
+                    kernel.cast(stretch.master, stretch.slot)
             for place, slot in away:
                 assert disk is not None
                 kernel.cast(disk.load(place, "master", settled=True), slot)

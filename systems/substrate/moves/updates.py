@@ -98,16 +98,16 @@ class Updates:
 
     def _on_host(self, bundle: ManagedBundle, wanted: frozenset[int], factor: float) -> None:
         """One job, which leaves its ticket on all segments. Where no gradient came the slot gets its parameters back."""
-        runs = bundle.runs if bundle.updated_on_host else bundle.runs_of(lambda each: each.tier is Tier.HOST)
-        if not runs:
+        stretches = bundle.stretches if bundle.updated_on_host else bundle.stretches_of(lambda each: each.tier is Tier.HOST)
+        if not stretches:
             return
-        ranges = [[self._range(p) for p in run.placements if p.parameter in wanted] for run in runs]
+        ranges = [[self._range(p) for p in stretch.placements if p.parameter in wanted] for stretch in stretches]
 
         def work() -> None:
-            for run, update in zip(runs, ranges, strict=True):
-                self._adam(run.state, run.accumulator, run.slot, update, run.placements, wanted, factor)
+            for stretch, update in zip(stretches, ranges, strict=True):
+                self._adam(stretch.state, stretch.accumulator, stretch.slot, update, stretch.placements, wanted, factor)
 
-        updated = [each for run in runs for each in run.stored]
+        updated = [each for stretch in stretches for each in stretch.stored]
         self.device.transfers.issue(
             of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle.index),
             work,

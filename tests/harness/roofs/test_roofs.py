@@ -15,7 +15,7 @@ import torch
 
 from harness.roofs import clock, device, host
 from harness.roofs.clock import median_s
-from harness.roofs.device import BOTH, Devices, DeviceSizes, Link, copy_rate
+from harness.roofs.device import BOTH, Devices, DeviceSizes, HostLink, copy_rate
 from harness.roofs.host import AdamPass, HostSizes, thread_counts
 from harness.spec import BadInputError
 from systems.adam.cpu import cpu_kernel
@@ -116,7 +116,7 @@ def test_copies_count_payload_of_all_links_and_directions(devices: int, monkeypa
 
 def test_a_link_copies_from_one_end_to_the_other() -> None:
     kind = host_as_devices(1)
-    link = Link(kind, kind.first, 64, kind.pin)
+    link = HostLink(kind, kind.first, 64, kind.pin)
     for direction in BOTH:
         target, source = link._ends[direction]
         source.fill_(7)
@@ -153,5 +153,5 @@ def test_rates_of_compute_are_operations_over_time(monkeypatch: pytest.MonkeyPat
 def test_the_rest_is_measured() -> None:
     kind = host_as_devices(1)
     assert set(device.pinning(kind, SIZES)) == {"pinned_tensor", "map_and_register"}
-    assert copy_rate(kind, [Link(kind, kind.first, 1 << 14, kind.pin)], BOTH, 1 << 10, SIZES) > 0
+    assert copy_rate(kind, [HostLink(kind, kind.first, 1 << 14, kind.pin)], BOTH, 1 << 10, SIZES) > 0
     assert 0 < device.unit_event_s(kind, SIZES) < 1
