@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.adam.kernel import AdamTask
-from systems.checkpoint import Described, ParameterState, Part
+from systems.checkpoint import Described, Part, SavedParameter
 from systems.device.device import ambient
 from systems.device.lanes.access import Access
 from systems.device.make import make_device
@@ -451,7 +451,7 @@ class ResidentState:
             source = moments[0 if part == "exp_avg" else 1]
         return source.to("cpu", torch.float32, copy=True).view(shape)
 
-    def write(self, parameter: int, state: ParameterState) -> None:
+    def write(self, parameter: int, state: SavedParameter) -> None:
         master = self._masters[parameter]
         if master is not None and state.exp_avg is not None and state.exp_avg_sq is not None:
             master.copy_(state.value.reshape(-1))

@@ -20,7 +20,7 @@ from systems.checkpoint.state import (
     CheckpointError,
     Described,
     LoopState,
-    ParameterState,
+    SavedParameter,
     Trained,
     TrainingState,
     copy_into,
@@ -84,7 +84,7 @@ def _restore(state: TrainingState, manifest: Manifest, files: Path) -> None:
     for number, described in enumerate(state.parameters):
         entry = manifest.parameters[described.name]
         parts = {part: tensor(files / file, f"{part}/{described.name}") for part, file in entry.files.items()}
-        state.write(number, ParameterState(parts["value"], parts.get("exp_avg"), parts.get("exp_avg_sq")))
+        state.write(number, SavedParameter(parts["value"], parts.get("exp_avg"), parts.get("exp_avg_sq")))
         state.control.updates[number] = entry.updates
 
 

@@ -33,7 +33,7 @@ class SaveError(OSError):
 
 
 @dataclass(frozen=True)
-class ParameterState:
+class SavedParameter:
     """fp32 tensors on the CPU in the parameter's shape; moments are None where it is frozen."""
 
     value: torch.Tensor
@@ -78,9 +78,9 @@ class TrainingState(Protocol):
     def parameters(self) -> Sequence[Described]: ...
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
-        """One at a time, since each is a copy: as in ParameterState. Of a frozen parameter there is only the value."""
+        """One at a time, since each is a copy: as in SavedParameter. Of a frozen parameter there is only the value."""
 
-    def write(self, parameter: int, state: ParameterState) -> None:
+    def write(self, parameter: int, state: SavedParameter) -> None:
         """All of it but its updates."""
 
 

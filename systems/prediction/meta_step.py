@@ -61,7 +61,7 @@ def observe(
     recomputation = Recomputation(found, found.index.blocks)
     recomputation.switch(recomputed_units(found, recompute))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
-    observer = _Observer(_Meter(module, batch_bytes=2 * ids.nbytes))  # ids and labels
+    observer = _Observer(_ObservedMemory(module, batch_bytes=2 * ids.nbytes))  # ids and labels
     hooks = UnitHooks(found, observer, progress=observer.progress, calls=Calls(), bundle_of=lambda parameter: parameter)
     hooks.watch(found.parameters)
     try:
@@ -101,7 +101,7 @@ def _run_backward(loss: torch.Tensor) -> None:
 class _Observer:
     """Stands for the runtime: the hooks tell it of unit events, and it keeps their order by the runtime's own rules."""
 
-    def __init__(self, meter: _Meter) -> None:
+    def __init__(self, meter: _ObservedMemory) -> None:
         self.meter = meter
         self.progress = Progress(accumulate=1)
         self._events: list[tuple[Phase, int]] = []
@@ -158,7 +158,7 @@ class _Observer:
         return MicroStepWork(tuple(self._events), tuple(self._left), intervals, gradients, buffers)
 
 
-class _Meter(TorchDispatchMode):
+class _ObservedMemory(TorchDispatchMode):
     """Sees every operation: counts its work and the bytes of storages that live. Parameters are not counted, buffers are."""
 
     def __init__(self, module: nn.Module, *, batch_bytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from systems.checkpoint import Described, ParameterState, Part
+from systems.checkpoint import Described, Part, SavedParameter
 from systems.planning.layout import ModelIndex
 from systems.recipe.step.control import StepControl
 from systems.substrate.bundle.values import StoredValues
@@ -21,7 +21,7 @@ class ManagedState:
         values, shape = self._values, self.parameters[parameter].shape
         return values.parameter(parameter, shape) if part == "value" else values.moment(parameter, part).view(shape)
 
-    def write(self, parameter: int, state: ParameterState) -> None:
+    def write(self, parameter: int, state: SavedParameter) -> None:
         self._values.overwrite_parameter(parameter, state.value)
         if state.exp_avg is not None and state.exp_avg_sq is not None:
             self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)

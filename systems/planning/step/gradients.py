@@ -14,7 +14,7 @@ from systems.planning.step.operations import Work, grad, param, slot, state
 from systems.planning.step.residence import Residence
 
 
-class Gradients:
+class ScheduledGradients:
     """The gradients of one step, and the updates made of them.
 
     open_now: bundles whose gradient takes memory, a range's or autograd's buffers'.

@@ -36,7 +36,7 @@ from systems.planning.plan import LaneKind, OpKind, Plan
 from systems.planning.step.demand import Demand, demand_of
 from systems.planning.step.derived_waits import with_waits
 from systems.planning.step.device_copies import DeviceCopies
-from systems.planning.step.gradients import Gradients
+from systems.planning.step.gradients import ScheduledGradients
 from systems.planning.step.issue_order import Flaw, IssueOrder
 from systems.planning.step.operations import ScheduledOperation, Work, param
 from systems.planning.step.races import IssuedOperation
@@ -113,7 +113,7 @@ class _Expansion:
         self.layout, self.context = residence.layout, residence.context
         self.order = IssueOrder(self.layout)
         self.copies = DeviceCopies(plan.resident_at_start, residence, demand, self.order)
-        self._gradients = Gradients(residence, demand, self.copies, self.order)
+        self._gradients = ScheduledGradients(residence, demand, self.copies, self.order)
         self._inputs = WaitingInputs(trace, plan, self.order)
         self._planned: dict[int, list[tuple[int, OpKind, int]]] = {}
         for p in plan.operations:

@@ -33,7 +33,7 @@ COPY = (
 _MARK = "_engine_states"
 
 
-class Moments(Protocol):
+class AdamMoments(Protocol):
     """An engine's state between two steps; see systems.checkpoint.TrainingState."""
 
     control: StepControl
@@ -72,7 +72,7 @@ class OptimizerStates:
         self._optimizer, self._index = optimizer, index
         self._parameters = list(parameters)
         self._number = {id(p): i for i, p in enumerate(parameters)}
-        self._state: Callable[[str], Moments] | None = None
+        self._state: Callable[[str], AdamMoments] | None = None
         self._room: Callable[[], int] = _none
         self._used = False
         self._loading: dict[int, _GivenState] = {}
@@ -80,7 +80,7 @@ class OptimizerStates:
         found = {self._number.get(id(p)): entry for p, entry in optimizer.state.items() if entry}
         self._found = self._checked(found.items(), "the optimizer")
 
-    def attach(self, state: Callable[[str], Moments], room: Callable[[], int]) -> None:
+    def attach(self, state: Callable[[str], AdamMoments], room: Callable[[], int]) -> None:
         """The engine is there: it gets the state that the optimizer has, which then keeps none.
 
         state: of the engine, called with what it is wanted for; room: bytes of host memory that are left.
@@ -164,7 +164,7 @@ class OptimizerStates:
     def _empty(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         optimizer.state.clear()
 
-    def _moments(self, what: str) -> Moments:
+    def _moments(self, what: str) -> AdamMoments:
         self._check_open()
         assert self._state is not None
         return self._state(what)
