@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,19 +79,24 @@ class Compared:
         return self.predicted_peak / self.measured_peak - 1
 
 
-def counts(record: Record, profile: HardwareProfile) -> bool:
-    """Whether a run is one that a forecast can be held to."""
+def planned_systems() -> set[str]:
+    """Those that have forecasts."""
+    return {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY" or name == "resident"}
+
+
+def counts(record: Record, profile: HardwareProfile, planned: Set[str]) -> bool:
+    """Whether a run is one that a forecast can be held to. planned: `planned_systems()`, which reads files."""
     steps, step_s = record.resolved.timed_steps or 0, record.metrics.mean_step_time_s
-    planned = registry.find()[record.spec.system].exposes == "STRATEGY" or record.spec.system == "resident"
     measured = record.status == "ok" and step_s is not None and record.memory.device_peak_bytes is not None
     enough = steps >= MIN_STEPS or (step_s or 0.0) > LONG_STEP_S
     same_device = record.resolved.device == "cuda" and record.resolved.device_label == profile.device_name
-    return planned and measured and enough and same_device and record.spec.ranks == 1
+    return record.spec.system in planned and measured and enough and same_device and record.spec.ranks == 1
 
 
 def cells_of(records: Sequence[Record], profile: HardwareProfile) -> list[list[Record]]:
     """The last runs of each cell, by its first run's time."""
-    known = [record for record in records if record.spec.system in registry.find() and counts(record, profile)]
+    planned = planned_systems()
+    known = [record for record in records if counts(record, profile, planned)]
     found: dict[str, list[Record]] = {}
     for record in sorted(known, key=lambda record: record.run_id):
         resolved = record.resolved

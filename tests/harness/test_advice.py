@@ -17,6 +17,7 @@ from harness.record import Record
 from harness.spec import RunSpec
 from systems.machine.limits import CGROUP_ROOT
 from systems.registry import find
+from tests.systems.setups import in_turn
 
 STRATEGIES = [name for name, entry in find().items() if entry.exposes == "STRATEGY"]
 SMALL = ("--set", "hidden_size=32", "num_heads=2", "ffn_size=64", "vocab_size=128", "num_layers=3", "--seq-len", "16")
@@ -91,9 +92,12 @@ def test_a_package_without_plans_is_told_to_ask_for_those_that_have(tmp_path: Pa
     assert plan[:4] == ["harness", "plan", "--system", "all"] and cli.main(plan[1:]) in (0, 1)
 
 
-@pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.parametrize(
+    ("system", "host", "device"),
+    in_turn(STRATEGIES, [(HOST_NEED + 400 * 1024, 400 * 1024), (5 * HOST_NEED, 5 * HOST_NEED)]),
+)
 def test_device_and_host_that_are_one_memory_have_to_fit_it_together(
-    system: str, tmp_path: Path, channel: Channel, monkeypatch: pytest.MonkeyPatch
+    system: str, host: int, device: int, tmp_path: Path, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose states would fit either alone."""
 
@@ -105,10 +109,8 @@ def test_device_and_host_that_are_one_memory_have_to_fit_it_together(
     record = of_a_machine_with(HOST_NEED + 32 * 1024)
     assert record.status == "refused" and record.reason is not None and record.reason.phase == "room"
     assert "the emulated device, which is host memory too" in record.reason.message
-    record = of_a_machine_with(HOST_NEED + 400 * 1024)
-    assert record.status == "ok" and record.memory.device_budget_bytes == 400 * 1024
-    record = of_a_machine_with(5 * HOST_NEED)
-    assert record.status == "ok" and record.memory.device_budget_bytes == 5 * HOST_NEED
+    record = of_a_machine_with(host)
+    assert record.status == "ok" and record.memory.device_budget_bytes == device
 
 
 def test_a_command_is_what_was_asked_for() -> None:

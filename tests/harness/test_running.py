@@ -110,7 +110,8 @@ def test_timed_steps_in_which_a_strategy_still_measures_are_doubted(run_here: Ru
 
 def test_phases_are_of_one_more_step_that_nothing_else_counts(run_here: Run) -> None:
     options = ("activations=host", "variant=osc")
-    given = {"system": "patrickstar", "option": options, "dtype": "fp32", "device_memory": 6 << 20, "recompute": "full"}
+    given: dict[str, Any] = {"system": "patrickstar", "option": options, "dtype": "fp32", "device_memory": 6 << 20}
+    given |= {"recompute": "full", "set": ("num_layers=3",)}
     plain, phased = (run_here(make_spec(**given, steps=4, phases=phases)) for phases in (False, True))
     assert (phased.status, phased.reason) == ("ok", None)
     assert phased.metrics.loss == plain.metrics.loss

@@ -46,9 +46,9 @@ def make_m0() -> Callable[[str], nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def on_meta() -> Callable[[str], nn.Module]:
-    """A size by name, as it is built; not to be changed."""
-    return cache(lambda name: registry.build(registry.resolve(name)))
+def on_meta() -> Callable[..., nn.Module]:
+    """A size by name and what is set of it, as it is built; not to be changed."""
+    return cache(lambda name, **given: registry.build(registry.resolve(name, given)))
 
 
 @pytest.fixture(scope="session", name="in_memory")

@@ -49,7 +49,7 @@ def test_bert(name: str, batch: int, seq: int, overrides: dict[str, object]) -> 
         ("t5-small", 1, 16384, {"vocab_size": 50272}),
         ("t5-base", 3, 128, {"gated": True, "tied": False, "ffn_size": 3 * 768}),
         ("t5-small", 2, 64, {"num_layers": 3, "decoder_layers": 5, "head_size": 48}),
-        ("t5-58b", 1, 512, {}),
+        pytest.param("t5-58b", 1, 512, {}, marks=pytest.mark.slow),
     ],
 )
 def test_t5(name: str, batch: int, seq: int, overrides: dict[str, object]) -> None:

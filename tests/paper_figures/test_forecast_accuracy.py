@@ -10,7 +10,7 @@ import pytest
 from harness import store
 from harness.record import Record
 from paper_figures import forecast_accuracy
-from paper_figures.forecast_accuracy import Compared, cells_of, compare, counts, main
+from paper_figures.forecast_accuracy import Compared, cells_of, compare, counts, main, planned_systems
 from systems.planning import hardware
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -38,15 +38,15 @@ def compared(resident_cell: list[Record]) -> Compared:
 
 
 def test_runs_that_count(records: list[Record]) -> None:
-    profile = hardware.load("h100-80g-x1")
-    record = next(r for r in records if counts(r, profile))
+    profile, planned = hardware.load("h100-80g-x1"), planned_systems()
+    record = next(r for r in records if counts(r, profile, planned))
     assert record.status == "ok" and record.resolved.device == "cuda"
     other = profile.model_copy(update={"device_name": "another device"})
     short = record.model_copy(update={"resolved": record.resolved.model_copy(update={"timed_steps": 3})})
     ranks = record.model_copy(update={"spec": record.spec.model_copy(update={"ranks": 2})})
     package = record.model_copy(update={"spec": record.spec.model_copy(update={"system": "torch-ddp"})})
-    assert not counts(record, other)
-    assert not any(counts(r, profile) for r in (short, ranks, package, record.model_copy(update={"status": "failed"})))
+    assert not counts(record, other, planned)
+    assert not any(counts(r, profile, planned) for r in (short, ranks, package, record.model_copy(update={"status": "failed"})))
 
 
 def test_a_cell_is_its_last_runs_and_is_compared_as_it_was_run(

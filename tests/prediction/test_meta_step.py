@@ -63,7 +63,7 @@ STEPS = [(name, *how) for how in (("fp32", "none", 1), ("bf16", "full", 2)) for 
 
 @pytest.mark.parametrize(("name", "dtype", "recompute", "accumulate"), STEPS)
 def test_the_observed_step_is_the_traced_one(name: str, dtype: DType, recompute: Any, accumulate: int) -> None:
-    shape = models_registry.resolve(name, {"num_layers": 3})
+    shape = models_registry.resolve(name, {"num_layers": 3 if name == "albert-tiny" else 2})  # it has three groups
     layout, trace = traced(shape, dtype, recompute, accumulate)
     _, work = observed(shape, dtype, recompute)
     mine = trace_of_work(work, layout, accumulate=accumulate, seconds=lambda _: 0.0)

@@ -23,6 +23,7 @@ from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_
 from systems.strategies.h3t.switches import ALL_ON, EVERY, SYNCHRONISED, Assignment, Switches, array_of, communication
 from tests.strategies.h3t_algorithm4 import algorithm_4
 from tests.strategies.h3t_oracles import WholePass, basic_dp, exhaustive_solver
+from tests.systems.setups import in_turn
 
 RULES = (PAPER, PAPER_WITHOUT_LINK, SUBSTRATE)
 seconds = st.floats(0, 2, allow_nan=False)
@@ -260,8 +261,7 @@ def differing(model: ModelCosts, seed: int) -> ModelCosts:
     return replace(model, layers=tuple(map(changed, model.layers)))
 
 
-@pytest.mark.parametrize("solver", [pruned_dp, basic_dp])
-@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize(("solver", "seed"), in_turn([pruned_dp, basic_dp], [(None,), (0,), (1,)]))
 def test_48_layers_are_solved_in_seconds(
     solver: Callable[..., Assignment], seed: int | None, record_property: Callable[[str, object], None]
 ) -> None:

@@ -131,7 +131,7 @@ def test_with_enough_memory_nothing_moves(setup: str) -> None:
 @cache
 def registered(name: str, system: str, budget: int | None, accumulate: int, clip: float) -> Run:
     """3 steps of a size of the registry on random tokens."""
-    shape = resolve(name)
+    shape = resolve(name, {"num_layers": 3})
     data = open_dataset("synthetic", vocab_size=shape.vocab_size, seed=3, objective=shape.objective)
     loss_of = partial(token_loss, objective=shape.objective)
     asked = settings(

@@ -28,8 +28,9 @@ from tests.systems.running import (
     train,
     train_as,
 )
+from tests.systems.setups import in_turn
 
-STEPS = 4
+STEPS = 3
 OPTIONS = RandomOptions(in_place=True)
 WHOLE = RandomOptions(in_place=True, chunk_parameters=100)  # all blocks in one chunk
 
@@ -37,6 +38,11 @@ WHOLE = RandomOptions(in_place=True, chunk_parameters=100)  # all blocks in one 
 @cache
 def reference(case: str, dtype: str = "bf16") -> Run:
     return train(start(RESIDENT, build(case), settings(dtype=dtype, clip=1.0)), tokens(STEPS, 1), CASES[case].loss)
+
+
+@cache
+def small_reference(model: str, accumulate: int = 1) -> Run:
+    return train_as(RESIDENT, build_small(model), tokens(STEPS, accumulate), clip=0.5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -58,8 +64,7 @@ def test_nothing_is_used_after_its_release(case: str) -> None:
     assert_equal(reference(case), run)
 
 
-@pytest.mark.parametrize("model", ["opt", "gpt2"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("model", "recompute"), in_turn(["opt", "gpt2"], [("none",), ("full",)]))
 def test_a_simple_step_has_no_range_but_for_tied_parameters(model: str, recompute: str) -> None:
     ids = tokens(STEPS, 1)
     expected = train_as(RESIDENT, build_small(model), ids, recompute=recompute)
@@ -76,7 +81,7 @@ def test_a_simple_step_has_no_range_but_for_tied_parameters(model: str, recomput
 def test_several_micro_batches_have_ranges() -> None:
     ids = tokens(STEPS, 2)
     run = train_as(RANDOM, build_small("opt"), ids, OPTIONS, clip=0.5, log_events=True)
-    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), run)
+    assert_equal(small_reference("opt", accumulate=2), run)
     labels = {e.label for e in run.engine.log.operations}  # type: ignore[attr-defined]
     assert not any(label.startswith("gradients over parameters") for label in labels)
 
@@ -98,7 +103,7 @@ def test_a_unit_that_enters_again_gets_its_parameters_back() -> None:
 
     runtime.backward_exit = leave_and_return
     run = train(engine, ids)
-    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), run)
+    assert_equal(small_reference("opt"), run)
     assert seen
     assert not any(seen)
     assert run.counters["gradient_detours"] > 0
@@ -123,7 +128,7 @@ def test_a_gradient_sent_off_while_another_is_brought_together_is_summed_once() 
 
     gradients.in_place.assemble = assemble_and_send_others
     run = train(engine, ids)
-    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), run)
+    assert_equal(small_reference("opt"), run)
     assert sent
     assert find_races(issued_operations(engine.log.operations)) == []  # type: ignore[attr-defined]
 
@@ -143,7 +148,7 @@ def test_an_exception_in_backward_leaves_the_parameters_as_they_were() -> None:
     handle.remove()
     assert not any(bundle.gradients.written for bundle in managed(engine).gradients.bundles.values())
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
-    assert_equal(train_as(RESIDENT, build_small("opt"), ids, clip=0.5), train(engine, ids))
+    assert_equal(small_reference("opt"), train(engine, ids))
 
 
 def test_reading_a_parameter_that_is_a_gradient_is_refused_by_name() -> None:

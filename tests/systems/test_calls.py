@@ -22,7 +22,7 @@ from systems.system import Engine
 from tests.systems.models_plain import Stack, features, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, Run, assert_equal, finished, one_step, settings, start, train
-from tests.systems.setups import SYSTEMS
+from tests.systems.setups import SYSTEMS, in_turn
 
 ALL = {"resident": (RESIDENT, None), **SYSTEMS}
 TIGHT = 250_000  # bytes; training needs more than twice as many where nothing moves
@@ -113,8 +113,7 @@ class BrokenError(Exception):
     pass
 
 
-@pytest.mark.parametrize("broken", [BrokenError, KeyboardInterrupt])
-@pytest.mark.parametrize("system", ALL)
+@pytest.mark.parametrize(("system", "broken"), in_turn(ALL, [(BrokenError,), (KeyboardInterrupt,)]))
 def test_nothing_is_left_of_a_call_that_breaks_off(system: str, broken: type[BaseException]) -> None:
     """At any depth, in the forward itself and in hooks before and after it; in no step, and in one."""
     model: Any = parts()
@@ -171,16 +170,19 @@ def test_a_loss_of_the_model_itself_is_refused_in_words(system: str) -> None:
         assert_equal(reference(), finished(engine, losses))
 
 
-@pytest.mark.parametrize("system", ALL)
-def test_a_module_called_within_a_step_is_part_of_it(system: str) -> None:
-    """A loss may be made of what the engine returned and of a module's own output."""
-
+@cache
+def with_a_module_s_own_output(system: str) -> Run:
     def loss(model: Any, micro: torch.Tensor, count: int) -> torch.Tensor:
         inside: Any = model.module
         return squared_error(model, micro, count) + inside.tail(inside.encoder.blocks[1](INPUT)).square().mean()
 
-    runs = [train(started(each, parts(), budget=400_000), IDS, loss) for each in ("resident", system)]
-    assert_equal(*runs)
+    return train(started(system, parts(), budget=400_000), IDS, loss)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_module_called_within_a_step_is_part_of_it(system: str) -> None:
+    """A loss may be made of what the engine returned and of a module's own output."""
+    assert_equal(with_a_module_s_own_output("resident"), with_a_module_s_own_output(system))
 
 
 def test_a_copy_of_resident_s_model_is_the_copy_s_own() -> None:
@@ -201,6 +203,10 @@ def test_a_copy_of_resident_s_model_is_the_copy_s_own() -> None:
         assert torch.equal(average(INPUT), expected)
 
 
+def copied_forward(model: nn.Module) -> Any:
+    return copy.deepcopy(model.forward).__self__
+
+
 def saved(model: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -209,8 +215,7 @@ def saved(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("take", [copy.deepcopy, saved, lambda model: copy.deepcopy(model.forward).__self__])
+@pytest.mark.parametrize(("take", "recompute"), in_turn([copy.deepcopy, saved, copied_forward], [("none",), ("full",)]))
 def test_a_copy_of_resident_s_model_is_the_model(take: Callable[[nn.Module], Any], recompute: str) -> None:
     """Whole, with a `forward` that a module was given itself; it can be compiled, trained and given to another engine."""
     model: Any = parts()

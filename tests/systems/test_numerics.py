@@ -75,7 +75,7 @@ class ElixirLayout(RandomEviction):
 
 def test_no_policy_changes_a_bit() -> None:
     """Invariant 2: one layout under every policy, and every layout under one."""
-    setup = Setup("gpt2", "full", 2, "tied", "bf16", clip=0.5)
+    setup = Setup("gpt2", "full", 1, "tied", "bf16", clip=0.5)
     ways: list[tuple[Any, BaseModel]] = [(elixir(), ElixirOptions(prefetch=depth)) for depth in (0, 5)]
     ways += [(elixir(), ElixirOptions(variant="write-back")), (elixir(), ElixirOptions(chunk_max=1 << 15))]
     ways += [(ManagedSystem(ElixirLayout), RandomOptions())]

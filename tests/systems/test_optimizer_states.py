@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from systems.strategies.elixir.options import ElixirOptions
 from systems.system import Engine
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, adam_states, elixir, one_step, parameters_of, settings, start
+from tests.systems.running import RESIDENT, AdamState, adam_states, elixir, one_step, parameters_of, settings, start
 from tests.systems.setups import SYSTEMS as MANAGED
 from tests.systems.setups import in_turn
 
@@ -88,32 +89,37 @@ def test_from_torch_to_an_engine_and_back(system: str, how: str) -> None:
     assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
 
 
+@cache
+def one_after_the_other(*names: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, AdamState]]:
+    """Four steps, through torch from each system to the next: losses, and what is left."""
+    model, losses, saved, values = build("stack"), list[float](), None, dict[str, torch.Tensor]()
+    states: dict[str, AdamState] = {}
+    for name, ids in zip(names, tokens(4, 1).chunk(len(names)), strict=True):
+        optimizer = adam(model)
+        engine = begin(name, model, optimizer, dtype="bf16")
+        if saved is not None:
+            with engine.summon(write=True) as weights:
+                weights.update(values)
+            optimizer.load_state_dict(torch.load(saved))
+        losses += [one_step(engine, batch, LOSS) for batch in ids]
+        engine.drain()
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        saved.seek(0)
+        values, states = parameters_of(engine), adam_states(engine)
+        engine.close()
+    return losses, values, states
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_through_torch_and_into_another_engine_no_bit_changes(system: str) -> None:
     """bf16 weights: torch itself would cast the moments to that. Pickled between; resident without a break is the same."""
-    runs = []
-    for names in (["resident"], ["resident", system], [system, "resident"]):
-        model, losses, saved, values = build("stack"), [], None, {}
-        for part, name in enumerate(names):
-            optimizer = adam(model)
-            engine = begin(name, model, optimizer, dtype="bf16")
-            if saved is not None:
-                with engine.summon(write=True) as weights:
-                    weights.update(values)
-                optimizer.load_state_dict(torch.load(saved))
-            ids = tokens(4, 1)
-            losses += [one_step(engine, batch, LOSS) for batch in (ids if len(names) == 1 else ids[2 * part : 2 * part + 2])]
-            engine.drain()
-            saved = io.BytesIO()
-            torch.save(optimizer.state_dict(), saved)
-            saved.seek(0)
-            values, states = parameters_of(engine), adam_states(engine)
-            engine.close()
-        runs.append((losses, values, states))
-    for losses, values, states in runs[1:]:
-        assert losses == runs[0][0]
-        assert all(torch.equal(value, values[name]) for name, value in runs[0][1].items())
-        for name, (first, second, steps) in runs[0][2].items():
+    expected = one_after_the_other("resident")
+    for names in (("resident", system), (system, "resident")):
+        losses, values, states = one_after_the_other(*names)
+        assert losses == expected[0]
+        assert all(torch.equal(value, values[name]) for name, value in expected[1].items())
+        for name, (first, second, steps) in expected[2].items():
             theirs = states[name]
             assert torch.equal(first, theirs.exp_avg) and torch.equal(second, theirs.exp_avg_sq) and steps == theirs.steps
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.systems.running import (
     settings,
     start,
 )
+from tests.systems.setups import in_turn
 
 LOSS = CASES["stack"].loss
 TIGHT = 150_000  # bytes: about 40 % of what resident needs in fp32
@@ -70,6 +72,7 @@ def spoil(model: Any, value: float, when: Callable[[], bool]) -> None:
     model.blocks[2].up.weight.register_hook(hook)
 
 
+@cache
 def run_with_one_bad_step(system: str, dtype: str, accumulate: int, value: float = torch.inf) -> Run:
     model, current = build("stack"), [0]
     budget = TIGHT if system != "resident" else None
@@ -93,14 +96,9 @@ def run_with_one_bad_step(system: str, dtype: str, accumulate: int, value: float
     return finished(engine, losses)
 
 
-def rows() -> Iterator[Any]:
-    """All of Elixir's and of the one without a plan, and two of each other's; the others are long tests."""
-    for system, dtype, accumulate in product(MANAGED, ["fp32", "bf16", "fp16"], [1, 2]):
-        often = system in ("elixir", "random") or (dtype, accumulate) in (("fp16", 1), ("bf16", 2))
-        yield pytest.param(system, dtype, accumulate, marks=() if often else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("system", "dtype", "accumulate"), rows())
+@pytest.mark.parametrize(
+    ("system", "dtype", "accumulate"), in_turn(MANAGED, list(product(["fp32", "bf16", "fp16"], [1, 2])), each=2)
+)
 def test_a_bad_step_changes_nothing_and_is_counted(system: str, dtype: str, accumulate: int) -> None:
     expected = run_with_one_bad_step("resident", dtype, accumulate)
     run = run_with_one_bad_step(system, dtype, accumulate)
@@ -128,8 +126,7 @@ def test_fp16_lowers_its_loss_scale_and_goes_on(system: str) -> None:
     assert all(n is None or n < 1e3 for n, s in zip(run.norms, run.skipped, strict=True) if not s), "norms are unscaled"
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("system", "dtype"), in_turn(SYSTEMS, [("fp16",), ("bf16",)]))
 def test_too_many_bad_steps_in_a_row_end_the_run(system: str, dtype: str) -> None:
     model, bad = build("stack"), [False]
     with start(SYSTEMS[system], model, settings(dtype=dtype, clip=1.0)) as engine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from tests.systems.every import MANAGED
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, one_step, settings, start
-from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of
+from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of, in_turn
 
 MOST_S = 500e-6  # the aim is 50 microseconds; this machine may be busy with other things
 UNITS = 60
@@ -36,10 +35,7 @@ class Chain(nn.Module):
 
 @pytest.mark.parametrize(
     ("system", "budget"),
-    [
-        pytest.param(system, budget, marks=pytest.mark.slow if (system, budget) == ("h3t", 1 << 30) else ())
-        for system, budget in product(MANAGED, [1 << 30, 200_000])
-    ],
+    in_turn(MANAGED, [(200_000,), (1 << 30,)]),
     ids=lambda value: value if isinstance(value, str) else "moving" if value == 200_000 else "all fits",
 )
 def test_a_unit_event_is_short(system: str, budget: int, record_property: Any) -> None:
@@ -77,10 +73,9 @@ def test_a_unit_event_is_short(system: str, budget: int, record_property: Any) -
     assert middle < MOST_S, f"{middle * 1e6:.0f} microseconds a unit event"
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("system", "level"),
-    [("elixir", "above"), *product(MANAGED, ["tight"])],
+    ("system", "level", "accumulate"),
+    in_turn([("elixir", "above"), *((name, "tight") for name in MANAGED)], [(1,), (2,)]),
 )
 def test_the_host_reads_the_device_once_a_step(system: str, level: str, accumulate: int) -> None:
     setup = Setup("opt", accumulate=accumulate, clip=0.5)

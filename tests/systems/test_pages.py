@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ ROWS += [(s, LITTLE, GIVEN[n % 2]) for n, s in enumerate(MANAGED) if s not in {r
 @pytest.mark.parametrize(("system", "budget", "given"), ROWS, ids=str)
 def test_pages_equal_resident(system: str, budget: int, given: dict[str, Any]) -> None:
     """Pages of 7 lines cut the matrices, and hold several of the small tensors; the embedding is shared."""
-    ids = tokens(4, given.get("accumulate", 1))
+    ids = tokens(3, given.get("accumulate", 1))
     expected = train(start(RESIDENT, models_small.build("opt"), settings(**given)), ids)
     asked = settings(**given, device_memory=budget, log_events=True)
     engine: Any = start(paged(MANAGED[system], 7), models_small.build("opt"), asked)
@@ -127,7 +126,8 @@ def work_of_a_step(page: int, accumulate: int, system: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("system", "accumulate"), [row for row in product(STRATEGIES, [1, 2]) if row[0] in TWICE or row[1] == 1]
+    ("system", "accumulate"),
+    [*((name, 1 + (name in TWICE)) for name in STRATEGIES), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in TWICE)],
 )
 def test_pages_cost_no_more_than_chunks(system: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (few, chunks), (many, pages) = (work_of_a_step(page, accumulate, system, monkeypatch) for page in (100_000, 3))
@@ -185,7 +185,7 @@ def test_a_bundle_whose_state_does_not_fit_leaves_none_of_it_on_the_device(fits:
 
 
 def test_a_summons_reads_and_writes_all_pieces() -> None:
-    engine = start(paged(elixir(), 1), models_small.build("opt"), settings())
+    engine = start(paged(elixir(), 7), models_small.build("opt"), settings())
     plain = start(RESIDENT, models_small.build("opt"), settings())
     with engine, plain:
         for each in (engine, plain):

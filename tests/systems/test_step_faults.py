@@ -32,6 +32,7 @@ from tests.systems.running import (
     settings,
     start,
 )
+from tests.systems.setups import in_turn
 
 LOSS = CASES["stack"].loss
 TIGHT = 150_000  # bytes: about 40 % of what resident needs
@@ -162,8 +163,10 @@ def test_ctrl_c_at_a_line(row: int) -> None:
     assert happened[0], "void: there is no such line"
 
 
-@pytest.mark.parametrize("system", [system for system in SYSTEMS if system != "resident"])
-@pytest.mark.parametrize(("what", "late"), [("issue", False), ("issue", True), ("allocate", False)])
+@pytest.mark.parametrize(
+    ("system", "what", "late"),
+    in_turn([name for name in SYSTEMS if name != "resident"], [("issue", False), ("issue", True), ("allocate", False)]),
+)
 def test_an_operation_or_an_allocation_that_fails(system: str, what: str, late: bool) -> None:
     """In the first step, whose end brings optimizer states to the device, early and late."""
     accumulate = 1 + (late and not system.endswith("stop"))

@@ -18,7 +18,7 @@ from systems.planning.step.profiles import gradient_profile
 from systems.planning.step.residence import Residence
 from systems.substrate.engine import ManagedEngine
 from tests.systems.running import Run, elixir, settings
-from tests.systems.setups import SYSTEMS, Setup, budget_of, reference
+from tests.systems.setups import SYSTEMS, Setup, budget_of, in_turn, reference
 
 SETUPS = [
     Setup("opt"),
@@ -26,6 +26,7 @@ SETUPS = [
     Setup("opt", "non-reentrant", 2, "tied", "bf16", clip=0.5),
     Setup("gpt2", "none", 2, "tied", "fp32"),
 ]
+KEEPING = ("elixir", "angel-ptm")  # optimizer states on the device, where there is room
 
 
 @dataclass
@@ -69,8 +70,8 @@ def name_of(value: Any) -> str:
     return str(value)
 
 
-def setups(*more: Any) -> Any:
-    return pytest.mark.parametrize("setup", [*SETUPS, *more], ids=name_of)
+def setups() -> Any:
+    return pytest.mark.parametrize("setup", SETUPS, ids=name_of)
 
 
 def padding_bytes(setup: Setup, run: Run) -> int:
@@ -95,9 +96,12 @@ def open_range_bytes(run: Run) -> int:
     return max(gradient_profile(demand, residence))
 
 
-@pytest.mark.parametrize("system", ["elixir", "angel-ptm"])
-@setups(Setup("gpt2", "none", 1, "half-frozen"))
-def test_with_resident_s_memory_nothing_moves_after_the_warm_up(setup: Setup, system: str) -> None:
+@pytest.mark.parametrize(
+    ("system", "setup"),
+    in_turn(KEEPING, [(setup,) for setup in (*SETUPS, Setup("gpt2", "none", 1, "half-frozen"))], each=3),
+    ids=name_of,
+)
+def test_with_resident_s_memory_nothing_moves_after_the_warm_up(system: str, setup: Setup) -> None:
     theirs = reference(setup).memory.device_peak_bytes or 0
     ample = setup.run(SYSTEMS[system][0], options=SYSTEMS[system][1])
     extra = padding_bytes(setup, ample) + open_range_bytes(ample)
@@ -108,9 +112,8 @@ def test_with_resident_s_memory_nothing_moves_after_the_warm_up(setup: Setup, sy
     assert extra <= (0.01 if setup.accumulate == 1 else 0.06) * theirs
 
 
-@pytest.mark.parametrize("system", ["elixir", "angel-ptm"])
-@setups()
-def test_a_master_shard_spares_every_write_but_the_gradient(setup: Setup, system: str) -> None:
+@pytest.mark.parametrize(("system", "setup"), in_turn(KEEPING, [(setup,) for setup in SETUPS], each=2), ids=name_of)
+def test_a_master_shard_spares_every_write_but_the_gradient(system: str, setup: Setup) -> None:
     found = steady(setup, system, budget_of(setup, "tight"))
     assert found.d2h == found.gradient_bytes > 0
     assert found.h2d == found.bytes_of(OpKind.FETCH) > 0

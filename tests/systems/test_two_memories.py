@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from systems.planning.plan import Tier
 from tests.systems.every import MANAGED
 from tests.systems.models_small import tokens
 from tests.systems.running import AMPLE, assert_equal, managed, one_step, replace, settings, start
-from tests.systems.setups import Setup, budget_of, reference
+from tests.systems.setups import Setup, budget_of, in_turn, reference
 
 ALL = {name: (system, system.Options()) for name, system in MANAGED.items()}
 SETUPS = [
@@ -23,6 +23,7 @@ SETUPS = [
 ]
 
 
+@cache
 def host_bytes(setup: Setup, system: str) -> int:
     """What the host holds when it may hold everything."""
     chosen, options = ALL[system]
@@ -33,10 +34,7 @@ def host_bytes(setup: Setup, system: str) -> int:
 
 @pytest.mark.parametrize(
     ("system", "setup"),
-    [
-        pytest.param(*row, marks=pytest.mark.slow if row[0] == "h3t" and row[1] is not SETUPS[2] else ())
-        for row in product(ALL, SETUPS)
-    ],
+    in_turn(ALL, [(setup,) for setup in SETUPS]),
     ids=lambda value: value if isinstance(value, str) else f"{value.model}-{value.accumulate}-{value.sharing}",
 )
 def test_losses_and_states_are_the_references(system: str, setup: Setup) -> None:

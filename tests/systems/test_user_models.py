@@ -109,23 +109,25 @@ def test_h3t_refuses_a_block_that_edits_its_input() -> None:
     engine.close()
 
 
+@cache
+def under_autocast(system: str, around: str, budget: int) -> Run:
+    engine = start(SYSTEMS[system], build("stack"), settings(device_memory=budget))
+    losses = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=around == "all"):
+        for batch in tokens(STEPS, 1):
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(one_step(engine, batch, CASES["stack"].loss))
+    return finished(engine, losses)
+
+
 @pytest.mark.parametrize("system", MANAGED)
 def test_autocast_keeps_no_copy_of_a_weight(system: str) -> None:
     """Around each step or around all of them: torch would otherwise compute with weights of an earlier step."""
 
-    def run(chosen: Any, around: str, budget: int) -> Run:
-        engine = start(chosen, build("stack"), settings(device_memory=budget))
-        losses = []
-        with torch.autocast("cpu", torch.bfloat16, enabled=around == "all"):
-            for batch in tokens(STEPS, 1):
-                with torch.autocast("cpu", torch.bfloat16):
-                    losses.append(one_step(engine, batch, CASES["stack"].loss))
-        return finished(engine, losses)
-
-    expected = run(RESIDENT, "each", 1 << 30)
-    assert_equal(expected, run(RESIDENT, "all", 1 << 30))
+    expected = under_autocast("resident", "each", 1 << 30)
+    assert_equal(expected, under_autocast("resident", "all", 1 << 30))
     for around in ("each", "all"):
-        assert_equal(expected, run(MANAGED[system], around, 230_000))
+        assert_equal(expected, under_autocast(system, around, 230_000))
 
 
 @pytest.mark.parametrize("chunk", ["smallest", "whole model"])
@@ -215,28 +217,29 @@ def test_sparse_buffers_and_inputs(layout: torch.layout) -> None:
     assert_equal(expected, run(elixir(), (expected.memory.device_peak_bytes or 0) * 2 // 3))
 
 
+@cache
+def losses_of_t5(system: str, recompute: Any) -> list[float]:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=3, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    model, found = transformers.T5ForConditionalGeneration(config).train(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = dict(system=system, optimizer=optimizer, device="cpu", dtype="fp32", recompute=recompute)
+    with systems.initialize(model, **options) as engine:
+        for ids in tokens(4, 1)[:, 0]:
+            output = engine(input_ids=ids % 64, labels=ids % 64)
+            assert output.past_key_values.get_seq_length() == ids.shape[1]
+            engine.backward(output.loss)
+            engine.step()
+            found.append(output.loss.item())
+    return found
+
+
 @pytest.mark.parametrize("system", ["resident", "elixir", "h3t"])
 def test_keys_and_values_that_are_kept_are_added_once(system: str) -> None:
     """T5's cross attention finds its keys in a cache when it is run again, if they are there; use_cache is the default."""
-
-    def losses(system: str, recompute: Any) -> list[float]:
-        torch.manual_seed(0)
-        config = transformers.T5Config(
-            vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=3, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
-        )
-        model, found = transformers.T5ForConditionalGeneration(config).train(), []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        options = dict(system=system, optimizer=optimizer, device="cpu", dtype="fp32", recompute=recompute)
-        with systems.initialize(model, **options) as engine:
-            for ids in tokens(4, 1)[:, 0]:
-                output = engine(input_ids=ids % 64, labels=ids % 64)
-                assert output.past_key_values.get_seq_length() == ids.shape[1]
-                engine.backward(output.loss)
-                engine.step()
-                found.append(output.loss.item())
-        return found
-
-    assert losses(system, "none" if system == "h3t" else "full") == losses("resident", "none")
+    assert losses_of_t5(system, "none" if system == "h3t" else "full") == losses_of_t5("resident", "none")
 
 
 class MoodyBlock(nn.Linear):
