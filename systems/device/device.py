@@ -41,7 +41,6 @@ class Device(ABC):
     """
 
     torch_device: torch.device
-    label: str
     name: str
     stopwatch: Stopwatch
     allowance = EXACT

@@ -24,7 +24,7 @@ class EmulatedDevice(Device):
     """budget: bytes of the emulated device. jitter: called before every job of a lane (tests put random sleeps there)."""
 
     torch_device = torch.device("cpu")
-    label = name = "cpu-emulated"
+    name = "cpu-emulated"
     measures_always = evicts_for_activations = True
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:

@@ -14,7 +14,7 @@ from harness import cli
 from harness.plan_spec import PlanSpec
 from harness.spec import RunSpec, flag
 from systems import registry
-from systems.planning.clock.perfetto import read_chrome_trace
+from tests.planning.chrome import read_chrome_trace
 
 TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device", "cpu")
 STRATEGIES = {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}

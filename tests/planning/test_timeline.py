@@ -14,12 +14,12 @@ from systems.planning.policy.caching import CacheRequest, plan_cache
 from systems.planning.policy.nominal import nominal_trace
 from systems.planning.step.demand import Residence, demand_of, minimum_need, reusable
 from systems.planning.step.operations import Work
-from systems.planning.step.races import find_races
 from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import MemTimeline, fitted, timeline, timeline_of
 from systems.planning.step.validator import circular_wait, validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Phase, Trace
+from tests.planning.races import find_races
 from tests.planning.reference import PoolAccount, ReferenceRuntime
 from tests.planning.synthetic import PLENTY, Case, cases, context, layout_of, trace_of
 

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from systems.device.watch.events import issued_operations
-from systems.planning.step.races import find_races
 from systems.strategies.elixir.options import ElixirOptions
 from systems.system import Engine
+from tests.planning.races import find_races, issued_operations
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import DIM, Stack, squared_error
 from tests.systems.models_small import tokens

@@ -37,8 +37,7 @@ from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, OpKind, Plan, UpdateRule
 from systems.planning.step.demand import Demand, Residence, demand_of, in_order_of_use
 from systems.planning.step.derived_waits import with_waits
-from systems.planning.step.operations import ScheduledOperation, Work, grad, param, slot, state
-from systems.planning.step.races import IssuedOperation
+from systems.planning.step.operations import IssuedOperation, ScheduledOperation, Work, grad, param, slot, state
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, NO_UNIT, Moment, Phase, Trace
 
