@@ -72,10 +72,6 @@ class Shown:
     start_s: float
     end_s: float
 
-    @property
-    def computes(self) -> bool:
-        return self.stream == CALCULATION
-
 
 @dataclass(frozen=True)
 class Diagram:
@@ -85,12 +81,6 @@ class Diagram:
     operations: tuple[Shown, ...]
     step_time_s: float
     peak_bytes: int
-
-    def of(self, name: str, layer: int | None = None) -> list[Shown]:
-        return [o for o in self.operations if o.name == name and layer in (None, o.layer)]
-
-    def on(self, stream: str) -> list[Shown]:
-        return [o for o in self.operations if o.stream == stream]
 
     @property
     def forward_segments(self) -> range:
@@ -145,7 +135,7 @@ def machine(case: Case) -> HardwareProfile:
 
 def _layout(layers: int) -> Layout:
     space = FlatSpace("world", RANKS, True)
-    parameters = [Parameter(i, f"layer{i}", (), (LAYER,), LAYER, True, (f"layer{i}",)) for i in range(layers)]
+    parameters = [Parameter(i, f"layer{i}", (LAYER,), LAYER, True, (f"layer{i}",)) for i in range(layers)]
     segments: list[Segment] = [pack([p], index=p.index, space=space, itemsize=ITEM) for p in parameters]
     bundles = tuple(Bundle(s.index, (s.index,), (s.index,), s.numel, True) for s in segments)
     return Layout(ITEM, tuple(segments), bundles)

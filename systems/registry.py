@@ -81,10 +81,6 @@ def find(root: Path | None = None, folders: Mapping[str, str] = FOLDERS) -> dict
     return dict(sorted(entries.items()))
 
 
-def names() -> list[str]:
-    return list(find())
-
-
 def get(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> System:
     """The system of that name. ValueError if there is none, UnavailableError if its module does not import."""
     entries = find() if entries is None else entries

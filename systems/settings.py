@@ -54,7 +54,6 @@ class Settings:
     clip: float = 0.0
     recompute: Literal["none", "full"] | tuple[int, ...] = "none"
     seed: int = 0
-    rank: int = 0
     ranks: int = 1
     adam: AdamSettings = field(default_factory=AdamSettings)
     optimizer: torch.optim.Optimizer | None = None

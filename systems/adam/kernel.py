@@ -120,12 +120,9 @@ class AdamKernel(Protocol):
         """
         return lambda factor: self.update_all(tasks, factor=factor)
 
-    def sum_squares(self, tensor: torch.Tensor) -> float | torch.Tensor:
-        """Sum of squares in fp64: a float on the CPU; on CUDA a 0-dim fp64 tensor there, without waiting for it."""
-        return self.sum_squares_all([tensor])[0]
-
     def sum_squares_all(self, tensors: Sequence[torch.Tensor]) -> list[float] | torch.Tensor:
-        """`sum_squares` of each: floats on the CPU, one fp64 tensor on CUDA. The same bits as one by one."""
+        """The sum of squares of each, in fp64: floats on the CPU, one tensor on CUDA, for which nothing waits. The same bits as
+        one by one."""
 
     def accumulate(self, accumulator: torch.Tensor, gradient: torch.Tensor) -> None:
         """accumulator (fp32) += gradient (fp32, bf16 or fp16)."""

@@ -27,7 +27,6 @@ class CudaDevice(Device):
     """budget: bytes that torch's allocator may reserve on the current CUDA device; granules come out of it too."""
 
     meter: AllocatorMeter
-    label = "cuda"
     granule_bytes = 32 << 20
     allowance = CUDA
     cpu_lane_threads = 2  # one alone leaves the cores idle while it waits for the interpreter between two updates

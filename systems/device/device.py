@@ -42,7 +42,6 @@ class Device(ABC):
     """
 
     torch_device: torch.device
-    label: str
     name: str
     stopwatch: Stopwatch
     compute: ComputeLane

@@ -25,7 +25,7 @@ class EmulatedDevice(Device):
 
     meter: ActivationMeter
     torch_device = torch.device("cpu")
-    label = name = "cpu-emulated"
+    name = "cpu-emulated"
     measures_always = evicts_for_activations = True
 
     def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:

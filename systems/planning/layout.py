@@ -32,7 +32,6 @@ class Parameter:
 
     index: int
     name: str
-    aliases: tuple[str, ...]
     shape: tuple[int, ...]
     numel: int
     trainable: bool

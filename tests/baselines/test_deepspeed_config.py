@@ -24,7 +24,7 @@ from systems.baselines.external.deepspeed_config import (
 from systems.baselines.external.package import merge
 from systems.settings import AdamSettings, Settings
 
-NAMES = [name for name in registry.names() if name.startswith("deepspeed")]
+NAMES = [name for name in registry.find() if name.startswith("deepspeed")]
 BILLION = 1_000_000_000
 
 

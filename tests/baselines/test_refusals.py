@@ -16,7 +16,7 @@ from systems import registry
 from systems.errors import BudgetError, UnavailableError, UnsupportedError
 from systems.settings import AdamSettings, Settings
 
-DEEPSPEED = [name for name in registry.names() if name.startswith("deepspeed")]
+DEEPSPEED = [name for name in registry.find() if name.startswith("deepspeed")]
 OTHERS = ["fsdp2-offload", "roundpipe", "torch-ddp"]
 
 
@@ -42,13 +42,13 @@ def test_all_of_them_are_there() -> None:
         "deepspeed-superoffload",
         "deepspeed-infinity",
         *OTHERS,
-    } <= set(registry.names())
+    } <= set(registry.find())
 
 
 def test_listing_them_imports_no_package() -> None:
     """In a process of its own, since this one may have imported them."""
     code = (
-        "import sys; from systems import registry; [registry.get(name) for name in registry.names()];"
+        "import sys; from systems import registry; [registry.get(name) for name in registry.find()];"
         "assert not {'deepspeed', 'roundpipe'} & set(sys.modules), 'imported'"
     )
     import subprocess

@@ -14,7 +14,7 @@ from harness import cli
 from harness.plan_spec import PlanSpec
 from harness.spec import RunSpec, flag
 from systems import registry
-from systems.planning.clock.perfetto import read_chrome_trace
+from tests.planning.chrome import read_chrome_trace
 
 TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device", "cpu")
 STRATEGIES = {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}
@@ -59,8 +59,8 @@ def test_what_does_not_fit_is_exit_code_1_with_the_minimum_and_who_sets_it(capsy
 
 def test_a_gpu_keeps_a_part_of_its_memory_for_its_allocator(capsys: pytest.CaptureFixture[str]) -> None:
     """What is left free is part of the need, and the expected peak lies between the bytes of the plan and the budget."""
-    model = ("plan", "--system", "elixir", "--model", "opt-350m", "--hardware", "h100-80g-x1", "--batch-size", "1")
-    model = (*model, "--set", "num_layers=6")
+    sized = ("--model", "opt-350m", "--set", "num_layers=6", "--batch-size", "1")
+    model = ("plan", "--system", "elixir", "--hardware", "h100-80g-x1", *sized)
     code, found, shown = told(capsys, *model, "--device-memory", "4GiB")
     need, parts = found["tiers"]["device"]["need_bytes"], found["tiers"]["device"]["parts"]
     assert code == 0 and sum(parts.values()) == need <= 4 << 30

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from paper_figures.h3t_timing import AHEAD, ECONOMICAL, FIGURES, SYMBOLS, main
 from paper_figures.h3t_workflow import CALCULATION, HOST_LINK, LINK, Case, Diagram, Lengths, Shown, drawn
-from systems.planning.clock.perfetto import read_chrome_trace
 from systems.strategies.h3t.switches import ALL_ON, EVERY, Switches
+from tests.planning.chrome import read_chrome_trace
 
 EPS = 1e-6
 COMPUTED = {"edge", "forward", "forward again", "backward"}
@@ -29,8 +29,16 @@ def panel(start: str) -> Diagram:
     return drawn(found.case)
 
 
+def of(diagram: Diagram, name: str, layer: int | None = None) -> list[Shown]:
+    return [o for o in diagram.operations if o.name == name and layer in (None, o.layer)]
+
+
+def on(diagram: Diagram, stream: str) -> list[Shown]:
+    return [o for o in diagram.operations if o.stream == stream]
+
+
 def only(diagram: Diagram, name: str, layer: int) -> Shown:
-    (found,) = diagram.of(name, layer)
+    (found,) = of(diagram, name, layer)
     return found
 
 
@@ -40,7 +48,7 @@ def before(one: Shown, other: Shown) -> bool:
 
 def idle_between(diagram: Diagram, names: set[str]) -> float:
     """Seconds in which the calculation stream waits between the first and the last of these."""
-    found = sorted((o for o in diagram.on(CALCULATION) if o.name in names), key=lambda o: o.start_s)
+    found = sorted((o for o in on(diagram, CALCULATION) if o.name in names), key=lambda o: o.start_s)
     return found[-1].end_s - found[0].start_s - sum(o.end_s - o.start_s for o in found)
 
 
@@ -51,8 +59,8 @@ def test_the_default_workflow_gathers_once_and_closes_the_loop_of_parameters_and
         names = ("gather", "forward", "backward", "scatter", "offload", "optimize", "prefetch")
         chain = [only(diagram, name, layer) for name in names]
         assert all(before(*pair) for pair in pairwise(chain))
-    assert not diagram.of("hidden out") and not diagram.of("hidden in") and not diagram.of("forward again")
-    forwards = [s for s in diagram.on(HOST_LINK) if s.segment in diagram.forward_segments]
+    assert not of(diagram, "hidden out") and not of(diagram, "hidden in") and not of(diagram, "forward again")
+    forwards = [s for s in on(diagram, HOST_LINK) if s.segment in diagram.forward_segments]
     assert forwards == [], "the PCI-E stream is idle in forward but for what the last step's updates left"
 
 
@@ -63,7 +71,7 @@ def test_rematerialisation_runs_a_forward_again_right_before_its_backward() -> N
         again, backward = only(diagram, "forward again", layer), only(diagram, "backward", layer)
         assert again.end_s == pytest.approx(backward.start_s)
     for stream in (LINK, HOST_LINK):
-        assert [(o.name, o.layer) for o in diagram.on(stream)] == [(o.name, o.layer) for o in default.on(stream)]
+        assert [(o.name, o.layer) for o in on(diagram, stream)] == [(o.name, o.layer) for o in on(default, stream)]
     assert diagram.step_time_s == pytest.approx(default.step_time_s + 3 * Lengths().forward_s)
     assert diagram.peak_bytes < default.peak_bytes
 
@@ -83,12 +91,12 @@ def test_partitioned_parameters_are_gathered_again_for_backward_beside_the_layer
     """7d"""
     default, diagram = panel("7a"), panel("7d")
     for layer in (1, 2, 3):
-        _, again = diagram.of("gather", layer)
+        _, again = of(diagram, "gather", layer)
         assert before(only(diagram, "forward", layer), again) and before(again, only(diagram, "backward", layer))
         if layer < 3:
             beside = only(diagram, "backward", layer + 1)
             assert beside.start_s - EPS <= again.start_s and again.end_s <= beside.end_s + EPS
-    assert len(diagram.of("prefetch")) == 3, "the shard is still there"
+    assert len(of(diagram, "prefetch")) == 3, "the shard is still there"
     assert diagram.peak_bytes < default.peak_bytes
 
 
@@ -101,7 +109,7 @@ def test_lazy_prefetching_goes_right_before_the_gather_and_nothing_rests() -> No
         assert only(default, "prefetch", layer).segment > only(default, "backward", 1).segment
     both = {lazy: drawn(Case(Switches(rematerialise=True, partition=True, lazy_prefetch=lazy))) for lazy in (False, True)}
     assert both[True].peak_bytes < both[False].peak_bytes
-    assert len(both[True].of("prefetch")) == 6, "before every gather"
+    assert len(of(both[True], "prefetch")) == 6, "before every gather"
 
 
 PAIRS = [("8a", True, range(1, 5)), ("8b", True, range(6, 10)), ("8c", False, range(1, 5)), ("8d", False, range(6, 10))]
@@ -115,7 +123,7 @@ def test_economical_runs_post_process_first_and_non_economical_preparation(lette
         assert {o.stream for o in diagram.operations} == {CALCULATION, HOST_LINK, "CPU", *([LINK] if link else [])}
         for segment in segments:
             for stream in (HOST_LINK, LINK):
-                mine = [o for o in diagram.on(stream) if o.segment == segment]
+                mine = [o for o in on(diagram, stream) if o.segment == segment]
                 early, late = ([o for o in mine if o.name in names] for names in (first, second))
                 assert all(before(one, other) for one in early for other in late)
                 seen += bool(early and late)
@@ -137,17 +145,17 @@ def test_economical_mode_is_still_asynchronous() -> None:
         diagram = drawn(Case(ECONOMICAL, 4, link))
         for segment in (*diagram.forward_segments[1:], *diagram.backward_segments[1:]):
             mine = [o for o in diagram.operations if o.segment == segment and o.stream != "CPU"]
-            computes = [o for o in mine if o.computes]
-            moves = [o for o in mine if not o.computes]
+            computes = [o for o in mine if o.stream == CALCULATION]
+            moves = [o for o in mine if o.stream != CALCULATION]
             assert any(m.start_s < c.end_s - EPS and c.start_s < m.end_s - EPS for m in moves for c in computes)
 
 
 def test_without_nvlink_everything_that_moves_takes_its_turn_on_pci_e() -> None:
     for switches in (AHEAD, ECONOMICAL):
         with_link, without = (drawn(Case(switches, 4, link)) for link in (True, False))
-        assert any(a.start_s < b.end_s and b.start_s < a.end_s for a in with_link.on(LINK) for b in with_link.on(HOST_LINK))
-        assert not without.on(LINK)
-        assert {o.name for o in without.on(HOST_LINK)} == POST | PREPARATION
+        assert any(a.start_s < b.end_s and b.start_s < a.end_s for a in on(with_link, LINK) for b in on(with_link, HOST_LINK))
+        assert not on(without, LINK)
+        assert {o.name for o in on(without, HOST_LINK)} == POST | PREPARATION
         assert without.step_time_s > with_link.step_time_s
 
 
@@ -164,7 +172,7 @@ def test_with_synchronisation_a_segment_waits_for_all_of_the_one_before_and_with
     overtaken = [
         (one, other)
         for one, other in pairwise(segments_of(free))
-        if max(o.end_s for o in one) > min((o.start_s for o in other if o.computes), default=1.0) + EPS
+        if max(o.end_s for o in one) > min((o.start_s for o in other if o.stream == CALCULATION), default=1.0) + EPS
     ]
     assert overtaken, "the next segment's computation starts before this one's tasks end"
 
@@ -186,15 +194,15 @@ def test_any_case_runs_its_streams_in_order_and_synchronisation_is_kept(
 ) -> None:
     diagram = drawn(Case(switches, layers, link, lengths))
     for stream in (CALCULATION, LINK, HOST_LINK):
-        mine = diagram.on(stream)
+        mine = on(diagram, stream)
         assert all(before(*pair) for pair in pairwise(mine)), "a stream is a queue"
     for layer in range(1, layers + 1):
         forward, backward = only(diagram, "forward", layer), only(diagram, "backward", layer)
-        assert before(forward, backward) and before(diagram.of("gather", layer)[0], forward)
+        assert before(forward, backward) and before(of(diagram, "gather", layer)[0], forward)
     if switches.synchronise:
         for one, other in pairwise(segments_of(diagram)):
             assert not one or not other or max(o.end_s for o in one) <= min(o.start_s for o in other) + EPS
-    compute = sum(o.end_s - o.start_s for o in diagram.on(CALCULATION))
+    compute = sum(o.end_s - o.start_s for o in on(diagram, CALCULATION))
     assert diagram.step_time_s >= compute - EPS
 
 

@@ -1,11 +1,17 @@
-"""Hardware profiles for tests: a plain one whose numbers are easy to reckon with, and scaled copies of any."""
+"""Hardware profiles for tests: a plain one whose numbers are easy to reckon with, scaled copies of any; plans run on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+from systems.planning.clock.simulator import Simulation, simulation_of
 from systems.planning.hardware import Count, HardwareProfile, Share, SourcedNumber
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan
+from systems.planning.step.schedule import expand
+from systems.planning.strategy import PlanningContext
+from systems.planning.trace import Trace
 
 BANDWIDTHS = (
     "device_dram_bytes_per_s",
@@ -50,3 +56,7 @@ def scaled(profile: HardwareProfile, names: Iterable[str], factor: float) -> Har
         if old is not None:
             changes[name] = figure(old.value * factor)
     return profile.model_copy(update=changes)
+
+
+def simulate(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext, profile: HardwareProfile) -> Simulation:
+    return simulation_of(expand(layout, trace, plan, context), trace, plan, profile)

@@ -37,7 +37,7 @@ def layout_of(
     for index, (size, units) in enumerate(bundles):
         trainable = index not in frozen
         numel = size * 128
-        parameter = Parameter(index, f"p{index}", (), (numel,), numel, trainable, tuple(map(str, units)))
+        parameter = Parameter(index, f"p{index}", (numel,), numel, trainable, tuple(map(str, units)))
         segment = pack([parameter], index=index, space=FlatSpace("world", ranks, trainable), itemsize=ITEMSIZE)
         segments.append(segment)
         made.append(Bundle(index, (index,), tuple(sorted(set(units))), segment.numel, trainable, index not in unmovable))
@@ -159,7 +159,7 @@ def model_of(
             owned[user].append(index)
         names = tuple(f"unit{user}" for user in users)
         group = (groups or {}).get(index, "world")
-        parameters.append(Parameter(index, f"p{index}", (), (numel,), numel, index not in frozen, names, group))
+        parameters.append(Parameter(index, f"p{index}", (numel,), numel, index not in frozen, names, group))
 
     for numel, users in tied:
         add(numel, users)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systems.planning.clock.rates import Costs, Rates, default_queues
-from systems.planning.clock.simulator import clocked, simulate
+from systems.planning.clock.simulator import clocked
 from systems.planning.plan import DEVICE_LANES, LaneKind, Plan, UpdateRule
 from systems.planning.step.operations import Work
-from systems.planning.step.races import find_races
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.step.validator import PlanError, circular_wait, validate
 from systems.planning.step.waits import Barriers
-from tests.planning.machines import machine
+from tests.planning.machines import machine, simulate
+from tests.planning.races import find_races
 from tests.planning.synthetic import Case, cases, context, layout_of, trace_of
 from tests.planning.test_timeline import planned, plans
 

@@ -19,8 +19,7 @@ def indices(draw: st.DrawFn) -> ModelIndex:
     drawn = draw(st.lists(st.tuples(users, st.booleans(), st.sampled_from(("world", "expert"))), max_size=12))
     return ModelIndex(
         tuple(
-            Parameter(i, f"p{i}", (), (8,), 8, trainable, tuple(names), group)
-            for i, (names, trainable, group) in enumerate(drawn)
+            Parameter(i, f"p{i}", (8,), 8, trainable, tuple(names), group) for i, (names, trainable, group) in enumerate(drawn)
         ),
         (),
     )

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from systems.planning.clock.perfetto import TimedEvent, chrome_trace, read_chrome_trace, to_json
+from systems.planning.clock.perfetto import TimedEvent, chrome_trace, to_json
+from tests.planning.chrome import read_chrome_trace
 
 events = st.lists(
     st.builds(TimedEvent, st.sampled_from(["h2d", "compute", "cpu"]), st.text(max_size=5), st.floats(0, 9), st.floats(0, 9))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systems.planning.step.races import IssuedOperation, find_races
+from systems.planning.step.operations import IssuedOperation
+from tests.planning.races import find_races
 
 LANES = ("compute", "h2d", "d2h")
 

@@ -11,8 +11,8 @@ import pytest
 
 from systems import registry
 from systems.planning.step.schedule import expand
-from systems.planning.step.schedule_text import text_of
 from systems.prediction.forecast import policy_of
+from tests.planning.schedule_text import text_of
 from tests.planning.synthetic import context, trace_of, transformer
 from tests.systems import every
 

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systems.planning import hardware
-from systems.planning.clock.simulator import Simulation, simulate, step_time_of
+from systems.planning.clock import simulator
+from systems.planning.clock.rates import default_queues
+from systems.planning.clock.simulator import Simulation, step_time_of
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
 from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import timeline
 from systems.planning.trace import Trace
-from tests.planning.machines import BANDWIDTHS, machine, scaled
+from tests.planning.machines import BANDWIDTHS, machine, scaled, simulate
 from tests.planning.synthetic import Case, cases, context, layout_of, trace_of
 from tests.planning.test_timeline import planned, plans
 
@@ -151,15 +153,16 @@ def test_what_the_node_shares_is_divided_by_its_ranks() -> None:
     assert narrow.busy_s["h2d"] == pytest.approx(0.5 + 4.0)  # a quarter of the bytes at a sixteenth of the rate
 
 
-def test_lanes_may_share_a_queue() -> None:
+def test_lanes_may_share_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """H3T's three streams: calculation, GPU to GPU, and host copies in both directions."""
     layout = layout_of([(1000, [unit]) for unit in range(4)])
     trace = trace_of(layout, seconds=0.1)
     plan = planned(Case(layout, trace, context()), prefetch=2, spare=2 * BYTES, rule=UpdateRule.WHEN_REDUCED)
     slow = machine(h2d_bytes_per_s=BYTES, d2h_bytes_per_s=BYTES)
     apart = simulate(layout, trace, plan, context(), slow)
-    one = {LaneKind.H2D: "pcie", LaneKind.D2H: "pcie"}
-    together = simulate(layout, trace, plan, context(), slow, queues=one)
+    one = default_queues(slow) | {LaneKind.H2D: "pcie", LaneKind.D2H: "pcie"}
+    monkeypatch.setattr(simulator, "default_queues", lambda _: one)
+    together = simulate(layout, trace, plan, context(), slow)
     copies = sorted((e.start_s, e.start_s + e.duration_s) for e in together.events if e.lane in ("h2d", "d2h"))
     assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(copies))
     assert together.step_time_s > apart.step_time_s

@@ -15,13 +15,13 @@ from systems.planning.policy.nominal import nominal_trace
 from systems.planning.step.demand import demand_of, reusable
 from systems.planning.step.operations import Work
 from systems.planning.step.profiles import minimum_need
-from systems.planning.step.races import find_races
 from systems.planning.step.residence import Residence
 from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import MemTimeline, fitted, timeline, timeline_of
 from systems.planning.step.validator import circular_wait, validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Phase, Trace
+from tests.planning.races import find_races
 from tests.planning.reference import PoolAccount, ReferenceRuntime
 from tests.planning.synthetic import PLENTY, Case, cases, context, layout_of, trace_of
 

@@ -17,7 +17,6 @@ from systems import registry
 from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.allowance import EXACT, Allowance
-from systems.planning.clock.simulator import simulate
 from systems.planning.hardware import HardwareProfile
 from systems.planning.plan import Tier, UpdateRule
 from systems.planning.step.timeline import excess_bytes, timeline
@@ -25,7 +24,7 @@ from systems.prediction import forecast as forecasts
 from systems.prediction.forecast import Forecast, Observations, Question, fits, forecast
 from systems.prediction.remedies import remedies
 from systems.settings import Settings
-from tests.planning.machines import BANDWIDTHS, scaled
+from tests.planning.machines import BANDWIDTHS, scaled, simulate
 from tests.systems import every
 from tests.systems.setups import in_turn
 
@@ -91,13 +90,13 @@ def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget:
     assert plan is not None
     found = simulate(layout, trace, plan, context, hardware.load("h100-80g-x1"))
     assert found.memory.pool_peak == max(event.pool for event in live)
-    assert max(event.live for event in live) <= found.device_peak_bytes <= budget
+    assert max(event.live for event in live) <= found.memory.total_peak <= budget
     assert {lane: found.bytes.get(lane, 0) for lane in moved} == moved
     about = question(device_memory=budget, host_memory=8 * GIB, accumulate=accumulate, batch_size=2, seq_len=16)
     before_any_ran = asked(system, "opt-tiny", about)
     assert before_any_ran.fits
-    assert before_any_ran.simulation.device_peak_bytes >= max(event.live for event in live)
-    assert before_any_ran.simulation.device_peak_bytes <= budget
+    assert before_any_ran.simulation.memory.total_peak >= max(event.live for event in live)
+    assert before_any_ran.simulation.memory.total_peak <= budget
 
 
 OFFLOADING = list(every.with_option("activations", "host", every.STRATEGIES))

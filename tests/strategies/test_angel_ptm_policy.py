@@ -13,7 +13,6 @@ from systems.planning.layout import Layout, ModelIndex, round_up
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.policy.caching import CacheRequest, plan_cache
 from systems.planning.step.demand import demand_of
-from systems.planning.step.races import find_races
 from systems.planning.step.schedule import expand
 from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
@@ -24,6 +23,7 @@ from systems.strategies.angel_ptm.options import AngelPTMOptions, AngelPTMStatis
 from systems.strategies.angel_ptm.pages import page_layout
 from systems.strategies.angel_ptm.scheduling import schedule
 from systems.strategies.angel_ptm.strategy import AngelPTM
+from tests.planning.races import find_races
 from tests.planning.reference import ReferenceRuntime
 from tests.planning.synthetic import (
     PLENTY,

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from systems.errors import BudgetError, UnsupportedError
 from systems.planning.layout import Layout, ModelIndex, round_up
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
-from systems.planning.step.races import find_races
 from systems.planning.step.schedule import expand
 from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
@@ -22,6 +21,7 @@ from systems.strategies.elixir import STRATEGY
 from systems.strategies.elixir.chunks import ElixirChunker
 from systems.strategies.elixir.options import ElixirOptions, ElixirStatistics
 from systems.strategies.elixir.strategy import Elixir
+from tests.planning.races import find_races
 from tests.planning.reference import ReferenceRuntime
 from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
 

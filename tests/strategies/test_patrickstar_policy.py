@@ -14,7 +14,6 @@ from systems.planning.layout import Layout, ModelIndex, round_up
 from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
 from systems.planning.step.demand import demand_of, reusable
 from systems.planning.step.operations import Work
-from systems.planning.step.races import find_races
 from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import timeline
 from systems.planning.step.validator import validate
@@ -25,6 +24,7 @@ from systems.strategies.patrickstar.chunks import LISTS, PatrickStarChunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
 from systems.strategies.patrickstar.strategy import PatrickStar
 from systems.strategies.patrickstar.tracer import margin
+from tests.planning.races import find_races
 from tests.planning.reference import ReferenceRuntime
 from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
 from tests.strategies.patrickstar_states import TRANSITIONS, Event, TensorState, TensorStates, may_move

@@ -14,13 +14,12 @@ from models.data import open_dataset
 from models.loss import count_labels, token_loss
 from models.registry import build as build_registered
 from models.registry import initial_weights, resolve
-from systems.device.watch.events import issued_operations
-from systems.planning.step.races import find_races
 from systems.planning.trace import Phase
 from systems.strategies.patrickstar import STRATEGY
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics, Variant
 from systems.substrate.system import ManagedSystem
 from systems.system import Engine
+from tests.planning.races import find_races, issued_operations
 from tests.systems.models_plain import CASES
 from tests.systems.models_plain import build as build_plain
 from tests.systems.models_small import build, next_token_loss, tokens

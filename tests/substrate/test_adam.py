@@ -233,20 +233,20 @@ def test_accumulate_adds_the_exact_value_of_every_gradient(isa: Isa, dtype: torc
 @pytest.mark.parametrize("numel", [0, 1, 31, 33, 16_384, 16_385, 100_003])
 def test_sum_squares_has_one_value_close_to_numpy(dtype: torch.dtype, numel: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    sums = {cpu_kernel(isa, threads).sum_squares(values) for isa in available() for threads in (1, 2, 5)}
+    sums = {cpu_kernel(isa, threads).sum_squares_all([values])[0] for isa in available() for threads in (1, 2, 5)}
     assert len(sums) == 1
     right = float(np.square(values.double().numpy()).sum())
     assert sums.pop() == pytest.approx(right, rel=1e-13)
-    assert float(TorchKernel().sum_squares(values)) == pytest.approx(right, rel=1e-13)
+    assert float(TorchKernel().sum_squares_all([values])[0]) == pytest.approx(right, rel=1e-13)
 
 
 def test_sum_squares_shows_what_is_not_finite() -> None:
     values = torch.ones(1000)
     values[999] = float("inf")
-    assert cpu_kernel().sum_squares(values) == float("inf")
+    assert cpu_kernel().sum_squares_all([values])[0] == float("inf")
     values[3] = float("nan")
-    assert np.isnan(cpu_kernel().sum_squares(values))
-    assert cpu_kernel().sum_squares(torch.full((4,), 3e38)) == pytest.approx(4 * 9e76, rel=1e-6)
+    assert np.isnan(cpu_kernel().sum_squares_all([values])[0])
+    assert cpu_kernel().sum_squares_all([torch.full((4,), 3e38)])[0] == pytest.approx(4 * 9e76, rel=1e-6)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1_000_003])
@@ -282,7 +282,7 @@ def test_many_tasks_at_once_equal_each_alone(kernel: AdamKernel) -> None:
         results.append([t for task in tasks for t in (task.master, task.exp_avg, task.exp_avg_sq, task.gradient)])
     assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(*results, strict=True))
     sums = kernel.sum_squares_all(results[0])
-    assert [float(each) for each in sums] == [float(kernel.sum_squares(each)) for each in results[0]]
+    assert [float(each) for each in sums] == [float(kernel.sum_squares_all([each])[0]) for each in results[0]]
     kernel.update_all([], factor=1.0)
     kernel.prepare_all([])(1.0)
     assert len(kernel.sum_squares_all([])) == 0
@@ -381,9 +381,9 @@ def test_cuda_sum_squares_stays_on_the_device_and_repeats() -> None:
         together = kernel.sum_squares_all([each.cuda() for each in values])
         assert isinstance(together, torch.Tensor) and together.is_cuda and together.dtype is torch.float64
         for each, once in zip(values, together, strict=True):
-            alone = kernel.sum_squares(each.cuda())
+            alone = kernel.sum_squares_all([each.cuda()])[0]
             assert isinstance(alone, torch.Tensor) and alone.is_cuda and alone.shape == ()
-            assert float(alone) == float(once) == pytest.approx(float(cpu_kernel().sum_squares(each)), rel=1e-13)
+            assert float(alone) == float(once) == pytest.approx(float(cpu_kernel().sum_squares_all([each])[0]), rel=1e-13)
 
 
 @needs_cuda
@@ -392,7 +392,7 @@ def test_cuda_kernels_never_wait_for_the_device() -> None:
 
     def work() -> None:
         kernel.update(**state, out=None, ranges=[replace(RANGE, numel=5000)], factor=1.0)
-        kernel.sum_squares(state["gradient"])
+        kernel.sum_squares_all([state["gradient"]])
         kernel.accumulate(state["master"], state["gradient"])
 
     work()

@@ -29,7 +29,7 @@ def train(state: dict[str, torch.Tensor], threads: int, sums: list[float | torch
     kernel = cpu_kernel(threads=threads)
     for step in range(1, STEPS + 1):
         kernel.update(**state, out=None, ranges=[replace(RANGE, step=step)], factor=0.5)
-        sums.append(kernel.sum_squares(state["master"]))
+        sums.append(kernel.sum_squares_all([state["master"]])[0])
 
 
 def bits(states: Sequence[dict[str, torch.Tensor]]) -> list[bytes]:

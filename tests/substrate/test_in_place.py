@@ -7,10 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from systems.device.watch.events import issued_operations
-from systems.planning.step.races import find_races
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import BundleGradient
+from tests.planning.races import find_races, issued_operations
 from tests.random_eviction import RandomOptions
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import build as build_small

@@ -93,7 +93,6 @@ def test_a_released_storage_is_nan_everywhere(device: torch.device) -> None:
         assert reserved_bytes(poison) == 0
         storage = RebindableStorage(nbytes, device, poison)
         assert storage.data_ptr == poison.data_ptr and not storage.resident
-        assert poison.contains(storage.data_ptr + nbytes - 1) and not poison.contains(storage.data_ptr + nbytes)
         for dtype in DTYPES:
             for shift in range(0, dtype.itemsize, 1 if device == CPU else dtype.itemsize):  # CUDA loads must be aligned
                 numel = max(nbytes - shift, 0) // dtype.itemsize

@@ -17,11 +17,11 @@ import torch
 
 import systems
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError
-from systems.planning.step.races import find_races
 from systems.settings import AdamSettings, Settings
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.system import ManagedSystem
 from systems.system import Engine
+from tests.planning.races import find_races
 from tests.systems.draws import Draw, Maze, Part, draw, random_pass
 from tests.systems.every import SYSTEMS
 from tests.systems.models_small import tokens

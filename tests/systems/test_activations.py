@@ -24,11 +24,11 @@ from models.data import open_dataset
 from models.loss import count_labels, token_loss
 from models.registry import build as build_registered
 from models.registry import initial_weights, resolve
-from systems.device.watch.events import LoggedOperation, issued_operations
+from systems.device.watch.events import LoggedOperation
 from systems.errors import BudgetError, OutOfMemoryError, UnsupportedError
-from systems.planning.step.races import find_races
 from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.options import PatrickStarOptions
+from tests.planning.races import find_races, issued_operations
 from tests.random_eviction import RandomOptions
 from tests.systems.every import with_option
 from tests.systems.models_plain import DIM, Block, Stack, squared_error

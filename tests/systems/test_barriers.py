@@ -14,13 +14,13 @@ from systems.device.lanes.transfers import TrackedMemory, Transfers
 from systems.device.watch.events import EventLog, Extent, LoggedOperation
 from systems.planning.plan import DEVICE_LANES, LaneKind, Plan
 from systems.planning.step.operations import LaneOperation, Work
-from systems.planning.step.races import find_races
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.step.validator import circular_wait, validate
 from systems.planning.trace import Phase
 from systems.strategies.h3t.options import H3TOptions
 from systems.strategies.h3t.strategy import H3T
 from systems.substrate.engine import ManagedEngine
+from tests.planning.races import find_races
 from tests.systems.models_small import tokens
 from tests.systems.running import Run, assert_equal, h3t, one_step, settings, start
 from tests.systems.setups import Setup, budget_of, reference
@@ -136,7 +136,7 @@ def scheduled_moves(schedule: Schedule) -> Iterator[LaneOperation | None]:
         if o.kind is Work.BARRIER:
             yield None
         elif o.lane is not None:
-            yield o.operation
+            yield LaneOperation(o.kind, o.lane, o.name, o.bundle, o.segment)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: s.model)

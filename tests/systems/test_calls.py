@@ -204,7 +204,8 @@ def test_a_copy_of_resident_s_model_is_the_copy_s_own() -> None:
 
 
 def copied_forward(model: nn.Module) -> Any:
-    return copy.deepcopy(model.forward).__self__
+    forward: Any = copy.deepcopy(model.forward)
+    return forward.__self__
 
 
 def saved(model: nn.Module) -> Any:

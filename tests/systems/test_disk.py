@@ -16,16 +16,15 @@ import torch
 
 import systems
 from systems.device.memory import disk as disk_module
-from systems.device.watch.events import issued_operations
 from systems.errors import BudgetError
 from systems.planning.disk_layout import BUFFERS, PARTS, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.plan import Tier
 from systems.planning.step.operations import LaneOperation
-from systems.planning.step.races import find_races
 from systems.planning.step.timeline import timeline
 from systems.settings import Settings
 from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate.bundle.segments import STATE_PARTS
+from tests.planning.races import find_races, issued_operations
 from tests.random_eviction import RandomOptions
 from tests.systems.every import STRATEGIES
 from tests.systems.models_plain import CASES

@@ -10,7 +10,7 @@ from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.export import _sizes
-from systems.registry import get, names
+from systems.registry import find, get
 from systems.system import Engine
 from tests.systems.running import RESIDENT, assert_equal, finished, settings, start
 from tests.systems.setups import SYSTEMS
@@ -135,7 +135,7 @@ def test_a_part_kept_wider_than_the_engine_s_dtype(system: str, dtype: str, one:
         assert steps(engine)[0] > 0
 
 
-@pytest.mark.parametrize("system", [name for name in names() if name != "dummy"])
+@pytest.mark.parametrize("system", [name for name in find() if name != "dummy"])
 def test_every_system_of_the_registry_refuses_a_part_kept_wider(system: str) -> None:
     chosen = get(system)
     with pytest.raises(UnsupportedError, match=r"is in torch\.float32 beside others|runs on CUDA only"):

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from systems.device.memory.pool import Allocation
-from systems.device.watch.events import issued_operations
 from systems.errors import OutOfMemoryError
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import LaneOperation
-from systems.planning.step.races import find_races
 from systems.strategies.elixir.options import ElixirOptions
 from systems.system import Engine
+from tests.planning.races import find_races, issued_operations
 from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens

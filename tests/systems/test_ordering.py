@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from systems.device.emulated import EmulatedDevice
-from systems.device.watch.events import LoggedOperation, issued_operations
-from systems.planning.step.races import IssuedOperation, find_races
+from systems.device.watch.events import LoggedOperation
+from systems.planning.step.operations import IssuedOperation
 from systems.planning.step.schedule import expand
 from systems.planning.step.validator import circular_wait, validate
 from systems.strategies.elixir.options import ElixirOptions
 from systems.substrate.engine import ManagedEngine
+from tests.planning.races import find_races, issued_operations
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (

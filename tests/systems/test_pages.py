@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from systems.device.watch.events import issued_operations
 from systems.planning.layout import Bundle, FlatSpace, Layout, Placement, Segment
 from systems.planning.plan import Tier
-from systems.planning.step.races import find_races
 from systems.substrate.bundle.segments import joined
 from tests.paged import paged
+from tests.planning.races import find_races, issued_operations
 from tests.systems import models_small
 from tests.systems.every import MANAGED, STRATEGIES
 from tests.systems.models_plain import CASES, build

@@ -26,7 +26,7 @@ class System:
 
 
 def test_every_listed_system_loads_under_its_own_name() -> None:
-    listed = registry.names()
+    listed = list(registry.find())
     assert {"dummy", "resident"} <= set(listed)
     assert [registry.get(name).name for name in listed] == listed
 

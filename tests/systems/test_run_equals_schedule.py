@@ -107,8 +107,11 @@ def steady(case: Case, folder: Path | None) -> Found | None:
 
 
 def planned(schedule: Schedule) -> tuple[LaneOperation, ...]:
-    on_lanes = [o for o in schedule.bare if o.lane not in (None, LaneKind.COMPUTE) and o.kind is not Work.NORM]
-    return tuple(o.operation for o in on_lanes)
+    return tuple(
+        LaneOperation(o.kind, o.lane, o.name, o.bundle, o.segment)
+        for o in schedule.bare
+        if o.lane is not None and o.lane is not LaneKind.COMPUTE and o.kind is not Work.NORM
+    )
 
 
 def check(case: Case, folder: Path) -> None:

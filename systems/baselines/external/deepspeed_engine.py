@@ -61,7 +61,6 @@ class DeepSpeedRun(PackageEngine):
         self._stage = int(config["zero_optimization"]["stage"])
         self._names = [p.name for p in found.index.parameters]
         self._device = torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
-        self._undo: list[Any] = []
         with contextlib.ExitStack() as undo:
             undo.callback(limits.lift)
             if disk is not None:

@@ -83,7 +83,7 @@ class Disk:
             longest = max(map(part_bytes, segments_on_disk(layout)))
             self._buffers = HostMapping("disk-buffers", BUFFERS * PARTS * longest, host, pinned=False)
             self._buffers.touch()
-            self.buffers = [self._buffer(self._buffers, longest, number) for number in range(BUFFERS)]
+            self.buffers = [self._buffer(self._buffers, longest) for _ in range(BUFFERS)]
         except BaseException:
             self.close()
             raise
@@ -126,7 +126,7 @@ class Disk:
             buffered, self._files[-1] = self._files[-1], direct
             os.close(buffered)
 
-    def _buffer(self, mapping: HostMapping, longest: int, number: int) -> DiskBuffer:
+    def _buffer(self, mapping: HostMapping, longest: int) -> DiskBuffer:
         taken = [mapping.take(torch.float32, longest // 4) for _ in ROLES]
         start, stop = taken[0][1].extent.start, taken[-1][1].extent.stop
         return DiskBuffer(tuple(tensor for tensor, _ in taken), TrackedMemory(Extent(mapping.name, start, stop)))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import LaneOperation
-from systems.planning.step.races import IssuedOperation
 
 COUNTERS = (
     "h2d_bytes",
@@ -100,25 +99,3 @@ class EventLog:
     def live_bytes(self, tier: str, live: int, pool: int, label: str) -> None:
         if self.keep:
             self.bytes.append(LoggedBytes(tier, live, pool, label))
-
-
-def issued_operations(operations: Sequence[LoggedOperation]) -> list[IssuedOperation]:
-    """The log in the race detector's terms: physical ranges cut into atoms, so that reuse of memory is seen as such."""
-    cuts: dict[str, set[int]] = {}
-    for op in operations:
-        for extent in (*op.reads, *op.writes):
-            cuts.setdefault(extent.space, set()).update((extent.start, extent.stop))
-    ordered = {space: sorted(points) for space, points in cuts.items()}
-    rank = {space: {point: i for i, point in enumerate(points)} for space, points in ordered.items()}
-
-    def atoms(extents: Sequence[Extent]) -> tuple[str, ...]:
-        names = []
-        for extent in extents:
-            place = rank[extent.space]
-            names += [f"{extent.space}:{i}" for i in range(place[extent.start], place[extent.stop])]
-        return tuple(names)
-
-    return [
-        IssuedOperation(ticket=op.ticket, lane=op.lane, reads=atoms(op.reads), writes=atoms(op.writes), waits=op.waits)
-        for op in operations
-    ]

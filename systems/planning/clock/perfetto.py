@@ -35,23 +35,6 @@ def chrome_trace(processes: Mapping[str, Sequence[TimedEvent]]) -> dict[str, Any
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
-def read_chrome_trace(trace: Mapping[str, Any]) -> dict[str, list[TimedEvent]]:
-    """The inverse of `chrome_trace`, up to rounding of times."""
-    names: dict[tuple[str, int, int], str] = {}
-    found: dict[str, list[TimedEvent]] = {}
-    for event in trace["traceEvents"]:
-        pid, tid = event["pid"], event["tid"]
-        if event["ph"] == "M":
-            names[event["name"], pid, tid] = event["args"]["name"]
-            if event["name"] == "process_name":
-                found[event["args"]["name"]] = []
-        else:
-            lane = names["thread_name", pid, tid]
-            timed = TimedEvent(lane, event["name"], event["ts"] / 1e6, event["dur"] / 1e6)
-            found[names["process_name", pid, 0]].append(timed)
-    return found
-
-
 def to_json(processes: Mapping[str, Iterable[TimedEvent]]) -> str:
     return json.dumps(chrome_trace({name: tuple(events) for name, events in processes.items()}))
 

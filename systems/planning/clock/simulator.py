@@ -26,13 +26,11 @@ from systems.planning.clock.clocks import BusySpan, TimedJob, run
 from systems.planning.clock.perfetto import TimedEvent
 from systems.planning.clock.rates import HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Plan, UpdateRule
 from systems.planning.step.demand import in_order_of_use
 from systems.planning.step.operations import ScheduledOperation, Work
-from systems.planning.step.schedule import Schedule, expand
+from systems.planning.step.schedule import Schedule
 from systems.planning.step.timeline import MemTimeline, timeline_of
-from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Phase, Trace
 
 STEPS = (3, 6, 12)  # in a row, until the last two take equally long
@@ -61,36 +59,10 @@ class Simulation:
         """The name of the highest bound."""
         return max(self.bounds_s, key=lambda name: self.bounds_s[name])
 
-    @property
-    def device_peak_bytes(self) -> int:
-        return self.memory.total_peak
 
-    @property
-    def host_peak_bytes(self) -> int:
-        return max(self.memory.host_bytes)
-
-
-def simulate(
-    layout: Layout,
-    trace: Trace,
-    plan: Plan,
-    context: PlanningContext,
-    profile: HardwareProfile,
-    *,
-    queues: Mapping[LaneKind, str] | None = None,
-) -> Simulation:
-    """One steady step of a valid plan. queues: of lanes that do not have their own, such as one for both directions of copies.
-
-    A plan that can never end raises CircularWaitError; the validator says why.
-    """
-    return simulation_of(expand(layout, trace, plan, context), trace, plan, profile, queues=queues)
-
-
-def simulation_of(
-    schedule: Schedule, trace: Trace, plan: Plan, profile: HardwareProfile, *, queues: Mapping[LaneKind, str] | None = None
-) -> Simulation:
-    """The same of a plan that is spelt out already."""
-    costs = costs_of(schedule, profile, queues or {})
+def simulation_of(schedule: Schedule, trace: Trace, plan: Plan, profile: HardwareProfile) -> Simulation:
+    """One steady step of a valid plan. One that can never end raises CircularWaitError; the validator says why."""
+    costs = costs_of(schedule, profile)
     timed = clocked(schedule.operations, len(trace), costs)
     events = tuple(
         TimedEvent(_lane(operation), operation.label, span.start_s, span.end_s - span.start_s)
@@ -108,10 +80,10 @@ def simulation_of(
 
 def step_time_of(schedule: Schedule, profile: HardwareProfile) -> float:
     """Simulation.step_time_s alone."""
-    return clocked(schedule.operations, len(schedule.demand), costs_of(schedule, profile, {})).step_time_s
+    return clocked(schedule.operations, len(schedule.demand), costs_of(schedule, profile)).step_time_s
 
 
-def costs_of(schedule: Schedule, profile: HardwareProfile, queues: Mapping[LaneKind, str]) -> Costs:
+def costs_of(schedule: Schedule, profile: HardwareProfile) -> Costs:
     residence = schedule.residence
     rates = Rates(profile, residence.context.ranks)
     updates = in_order_of_use((b.index for b in residence.layout.bundles if b.trainable), schedule.demand)
@@ -119,7 +91,7 @@ def costs_of(schedule: Schedule, profile: HardwareProfile, queues: Mapping[LaneK
         residence.layout,
         residence.context,
         rates,
-        {**default_queues(profile), **queues},
+        default_queues(profile),
         {bundle: place for place, bundle in enumerate(updates)},
     )
 

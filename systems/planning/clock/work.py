@@ -50,11 +50,6 @@ class MicroStepWork:
     buffer_bytes: int = 0
     input_bytes: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def matmul_flops(self) -> int:
-        """Of products and fused attention."""
-        return sum(interval.matmul_flops + sum(flops for _, flops in interval.attention) for interval in self.intervals)
-
 
 def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval], float]:
     """Time of compute: products and attention at their rates or at the device's DRAM's, whichever is slower, and the rest at

@@ -5,6 +5,7 @@ One name for one thing: a schedule can be laid beside a run, because both say `f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -79,10 +80,6 @@ def of_bundle(layout: Layout, kind: Work, lane: LaneKind, bundle: int, segment: 
     return LaneOperation(kind, lane, layout.bundle_names[bundle], bundle, segment)
 
 
-def of_unit(layout: Layout, kind: Work, lane: LaneKind, unit: int) -> LaneOperation:
-    return LaneOperation(kind, lane, layout.unit_name(unit))
-
-
 class ScheduledOperation(NamedTuple):
     """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none; segment: -1 for all of the bundle's.
 
@@ -112,11 +109,16 @@ class ScheduledOperation(NamedTuple):
     def label(self) -> str:
         return label_of(self.kind, self.name, self.bundle, self.segment)
 
-    @property
-    def operation(self) -> LaneOperation:
-        """What the runtime issues. Only of operations that are on a lane."""
-        assert self.lane is not None
-        return LaneOperation(self.kind, self.lane, self.name, self.bundle, self.segment)
+
+@dataclass(frozen=True)
+class IssuedOperation:
+    """One piece of work in issue order. reads and writes name resources; waits are tickets issued earlier."""
+
+    ticket: int
+    lane: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    waits: tuple[int, ...] = ()
 
 
 def param(bundle: int) -> str:

@@ -38,8 +38,7 @@ from systems.planning.step.derived_waits import with_waits
 from systems.planning.step.device_copies import DeviceCopies
 from systems.planning.step.gradients import ScheduledGradients
 from systems.planning.step.issue_order import Flaw, IssueOrder
-from systems.planning.step.operations import ScheduledOperation, Work, param
-from systems.planning.step.races import IssuedOperation
+from systems.planning.step.operations import IssuedOperation, ScheduledOperation, Work, param
 from systems.planning.step.residence import Residence
 from systems.planning.step.waiting_inputs import WaitingInputs
 from systems.planning.strategy import PlanningContext

@@ -120,7 +120,6 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
             Parameter(
                 index=number[p],
                 name=names[0],
-                aliases=tuple(names[1:]),
                 shape=tuple(p.shape),
                 numel=p.numel(),
                 trainable=p.requires_grad,

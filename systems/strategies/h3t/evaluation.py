@@ -23,17 +23,16 @@ R = 1 << len(COMMUNICATION)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One entry an assignment. layer: the one whose segments or gap set the memory."""
+    """One entry an assignment."""
 
     runtime_s: np.ndarray
     memory_bytes: np.ndarray
-    layer: np.ndarray
 
 
 def evaluate(model: ModelCosts, rows: Bools) -> Evaluated:
     """rows: bools [assignments, layers, 7]."""
-    memory, layer = memory_of(model, rows)
-    return Evaluated(runtime_of(model, rows), memory, layer)
+    memory, _ = memory_of(model, rows)
+    return Evaluated(runtime_of(model, rows), memory)
 
 
 def runtime_of(model: ModelCosts, rows: Bools) -> np.ndarray:

@@ -89,10 +89,6 @@ class Poison:
     def data_ptr(self) -> int:
         return self._made().data_ptr
 
-    def contains(self, data_ptr: int) -> bool:
-        """True for an address inside the range: its reader has got hold of a released parameter."""
-        return 0 <= data_ptr - self.data_ptr < self.nbytes
-
     def intact(self) -> torch.Tensor:
         """0-dim bool on the device: no released parameter was written. Does not wait for the device."""
         page = self._made().page

@@ -7,19 +7,11 @@ event log alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class IssuedOperation:
-    """One piece of work in issue order. reads and writes name resources; waits are tickets issued earlier."""
-
-    ticket: int
-    lane: str
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    waits: tuple[int, ...] = ()
+from systems.device.watch.events import Extent, LoggedOperation
+from systems.planning.step.operations import IssuedOperation
 
 
 @dataclass(frozen=True)
@@ -101,3 +93,25 @@ def _before(access: tuple[int, int, int], clock: list[int]) -> bool:
     """True if the access happened before the operation that has this clock."""
     _, lane, position = access
     return lane < len(clock) and position <= clock[lane]
+
+
+def issued_operations(operations: Sequence[LoggedOperation]) -> list[IssuedOperation]:
+    """The log in the race detector's terms: physical ranges cut into atoms, so that reuse of memory is seen as such."""
+    cuts: dict[str, set[int]] = {}
+    for op in operations:
+        for extent in (*op.reads, *op.writes):
+            cuts.setdefault(extent.space, set()).update((extent.start, extent.stop))
+    ordered = {space: sorted(points) for space, points in cuts.items()}
+    rank = {space: {point: i for i, point in enumerate(points)} for space, points in ordered.items()}
+
+    def atoms(extents: Sequence[Extent]) -> tuple[str, ...]:
+        names = []
+        for extent in extents:
+            place = rank[extent.space]
+            names += [f"{extent.space}:{i}" for i in range(place[extent.start], place[extent.stop])]
+        return tuple(names)
+
+    return [
+        IssuedOperation(ticket=op.ticket, lane=op.lane, reads=atoms(op.reads), writes=atoms(op.writes), waits=op.waits)
+        for op in operations
+    ]
