@@ -385,9 +385,9 @@ def test_the_layers_that_a_run_measures_at_once_are_in_the_forecast(profile_step
     """With every switch on afterwards, the steps in which some layers are open are the highest of the run."""
     shape = models_registry.resolve("opt-tiny")
     options: dict[str, Any] = {"solver": "on", "profile_steps": profile_steps}
-    chosen, ids = registry.get("h3t"), torch.randint(0, 384, (4, 64))
+    chosen, ids = registry.get("h3t"), torch.randint(0, 384, (4, 128))
     settings = Settings(
-        device="cpu", dtype="bf16", device_memory=64 * MIB, initial_weights=models_registry.initial_weights(shape, 0)
+        device="cpu", dtype="fp32", device_memory=64 * MIB, initial_weights=models_registry.initial_weights(shape, 0)
     )
     peaks = []
     with chosen.initialize(models_registry.build(shape), settings, chosen.Options(**options)) as engine:
@@ -398,7 +398,7 @@ def test_the_layers_that_a_run_measures_at_once_are_in_the_forecast(profile_step
             peaks.append(engine.memory().device_peak_bytes or 0)
     highest = peaks[profile_steps - 1]
     assert highest == peaks[-1]
-    found = asked("h3t", "opt-tiny", question(device_memory=64 * MIB, seq_len=64), **options)
+    found = asked("h3t", "opt-tiny", question(device_memory=64 * MIB, seq_len=128, dtype="fp32"), **options)
     assert highest <= found.device_peak_bytes <= 1.1 * highest
 
 
