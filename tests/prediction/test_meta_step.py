@@ -22,6 +22,7 @@ from systems.planning.trace import Trace
 from systems.prediction.meta_step import observe
 from systems.settings import TORCH_DTYPE, DType, Settings
 from tests.systems import models_plain
+from tests.systems.setups import in_turn
 
 BATCH, LENGTH = 4, 32
 TINY = ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny"]
@@ -58,7 +59,7 @@ def traced(shape: ModelShape, dtype: DType, recompute: Any, accumulate: int) -> 
         return engine.layout, trace
 
 
-STEPS = [(name, *how) for how in (("fp32", "none", 1), ("bf16", "full", 2)) for name in TINY] + [("opt-tiny", "bf16", (1,), 1)]
+STEPS = [*in_turn(TINY, [("bf16", "full", 2), ("fp32", "none", 1)]), ("opt-tiny", "bf16", (1,), 1)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "recompute", "accumulate"), STEPS)

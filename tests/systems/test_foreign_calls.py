@@ -13,6 +13,7 @@ import systems
 from systems.errors import HiddenUseError, UnsupportedError
 from systems.system import Engine
 from tests.systems.every import STRATEGIES
+from tests.systems.setups import in_turn
 
 OURS = sorted(["resident", *STRATEGIES])
 
@@ -88,8 +89,7 @@ def test_what_is_not_of_the_model_may_be_compiled(system: str) -> None:
         assert steps(engine, lambda x: engine(double(x))) == steps(other, lambda x: other(2 * x))
 
 
-@pytest.mark.parametrize("system", OURS)
-@pytest.mark.parametrize("begins", ["first", "second"])
+@pytest.mark.parametrize(("system", "begins"), in_turn(OURS, [("first",), ("second",)]))
 def test_a_loss_through_two_engines_is_refused_and_both_go_on(system: str, begins: str) -> None:
     with started("resident") as alone:
         expected = steps(alone)

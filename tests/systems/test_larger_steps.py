@@ -24,12 +24,15 @@ from tests.systems.running import (
     AMPLE,
     RESIDENT,
     Run,
+    angel_ptm,
     assert_equal,
     finished,
     one_step,
     settings,
 )
 
+# Angel-PTM's pages as large as spares most of the time, and less than a tensor still.
+OPTIONS = {name: system.Options() for name, system in STRATEGIES.items()} | {"angel-ptm": angel_ptm().Options(page=5120)}
 FILL = ("angel-ptm", "elixir")  # the device, with states that stay there
 BUDGET = 6_000_000  # bytes: what a plan for short steps takes leaves too little of it for the longest
 
@@ -96,7 +99,7 @@ def run(system: str, steps: Sequence[Step]) -> tuple[Run, list[int]]:
 
     asked = settings(clip=0.5, device_memory=BUDGET, accumulate=len(steps[0]))
     engine = STRATEGIES[system].initialize(
-        models_small.build("opt", positions=158), asked, STRATEGIES[system].Options(), device=device
+        models_small.build("opt", positions=158), asked, OPTIONS[system], device=device
     )
     losses, highest = [], []
     for step in steps:
@@ -164,7 +167,7 @@ def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_st
 
     asked = settings(clip=0.5, device_memory=BUDGET, accumulate=2)
     engine: Any = STRATEGIES[system].initialize(
-        models_small.build("opt", positions=158), asked, STRATEGIES[system].Options(), device=device
+        models_small.build("opt", positions=158), asked, OPTIONS[system], device=device
     )
     plain = RESIDENT.initialize(models_small.build("opt", positions=158), settings(clip=0.5, accumulate=2), RESIDENT.Options())
     large, fallbacks, following = tokens(1, 1, 4, 128)[0, 0], [], []

@@ -34,7 +34,7 @@ BROKEN = {
 }
 TRAINED = ("--model", "opt-tiny", "--device", "cpu", "--device-memory", "6MiB", "--steps", "3", "--warmup", "1")
 PLANNED = ("--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device-memory", "6MiB")
-LEAST = 60  # tests of a new strategy
+LEAST = 120  # tests of a new strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

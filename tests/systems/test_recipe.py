@@ -15,6 +15,7 @@ from systems.settings import AdamSettings
 from systems.system import Engine
 from tests.systems import models_plain, models_small
 from tests.systems.models_small import tokens
+from tests.systems.pairwise import covered
 from tests.systems.running import RESIDENT, AdamState, Run, elixir, finished, one_step, parameters_of, settings, start
 
 STEPS = 6
@@ -213,10 +214,11 @@ def groups(kind: type[torch.optim.Optimizer]) -> MakeOptimizer:
     return make
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("make", [adamw, adam], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize(
+    ("make", "clip", "accumulate", "weight_decay"),
+    covered({"make": (adamw, adam), "clip": (0.0, 0.5), "accumulate": (1, 2), "weight_decay": (0.0, 0.1)}),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_resident_agrees_with_torch(
     make: Callable[..., MakeOptimizer], clip: float, accumulate: int, weight_decay: float
 ) -> None:
