@@ -51,7 +51,7 @@ from tests.systems.test_memory import check_segments
 
 SMALL = {
     **{name: (system, system.Options()) for name, system in STRATEGIES.items()},
-    "angel-ptm": (angel_ptm(), angel_ptm().Options(page=5120)),  # each page is read and written
+    "angel-ptm": (angel_ptm(), angel_ptm().Options(page=5120)),  # a matrix takes several still; each is a read and a write
     "elixir": (elixir(), ElixirOptions(chunk_max=8192)),
     "random": (RANDOM, RandomOptions(chunk_parameters=1)),
 }

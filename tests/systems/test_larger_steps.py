@@ -31,7 +31,7 @@ from tests.systems.running import (
     settings,
 )
 
-# Angel-PTM's pages as large as spares most of the time, and less than a tensor still.
+# Pages of four times the usual size make a quarter of the operations; a matrix still takes several.
 OPTIONS = {name: system.Options() for name, system in STRATEGIES.items()} | {"angel-ptm": angel_ptm().Options(page=5120)}
 FILL = ("angel-ptm", "elixir")  # the device, with states that stay there
 BUDGET = 6_000_000  # bytes: what a plan for short steps takes leaves too little of it for the longest
