@@ -1,4 +1,4 @@
-"""What is asked of a system, resolved, and what a step gives back: data, known to every floor."""
+"""What is asked of a system, resolved, and what a step gives back: data, known to every layer."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ class Engine(Reports):
 class Abilities:
     """What some systems can do and others cannot, and what a system needs.
 
-    trace: its engines label their phases for a profile (systems/device/watch/labels.py). phases: they know Engine.phases_s.
+    trace: its engines label their phases for a profile (systems/device/watch/labels.py). phases: they know `phases_s`
+    (systems/reports.py).
     disk: optimizer states can be kept in Settings.disk.
     model: it runs a model, so that the harness builds one for it.
     package: name by which the outside package that trains is imported; install: the command that brings it.

@@ -1,22 +1,25 @@
-"""What the documents say of the code is so: files, functions, floors, states, moments, notes, words and links.
+"""What is said of the code is so: files, functions, layers, states, moments, notes, words and links.
 
-docs/architecture.md and docs/words.md are read as tables, one picture and code spans; the code is read as syntax trees. The log
-has its own tests (test_log.py).
+docs/architecture.md and docs/words.md are read as tables, one picture and code spans; the code is read as syntax trees. What
+docstrings and comments name is looked for too. The log has its own tests (test_log.py).
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from systems.planning.trace import Phase
 from systems.substrate.bundle.states import GRADIENT_MOVES, PARAMETER_MOVES
@@ -119,9 +122,24 @@ def test_there_are_six_files_to_read() -> None:
     assert all(shown == linked for _, shown, linked in numbered)
 
 
+def test_the_index_names_a_place_for_each_thing() -> None:
+    """That functions are in these files, and files there, is looked at for all documents together."""
+    found = rows(section(ARCHITECTURE, "## If you look for X, open Y"))
+    assert len(found) > 5 * SIX
+    assert len({wanted for wanted, _, _ in found}) == len(found)
+    for wanted, place, beside in found:
+        spans = CODE.findall(place)
+        assert spans and all(PLACE.fullmatch(span) or PATH.fullmatch(span) for span in [*spans, *own_paths(beside)]), wanted
+
+
+def own_paths(text: str) -> list[str]:
+    """Code spans that say a folder; a bare file's name stands for several."""
+    return [span for span in CODE.findall(text) if "/" in span]
+
+
 @cache
-def floors() -> Mapping[str, list[str]]:
-    """By package, "" for the tree: its floors as pyproject.toml has them, the highest first."""
+def layers() -> Mapping[str, list[str]]:
+    """By package, "" for the tree: its layers as pyproject.toml has them, the highest first."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         contracts: list[dict[str, Any]] = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     layered = [contract for contract in contracts if contract["type"] == "layers"]
@@ -129,23 +147,23 @@ def floors() -> Mapping[str, list[str]]:
 
 
 def expected_picture(package: str = "", depth: int = 0) -> Iterator[tuple[int, str]]:
-    for floor in floors()[package]:
-        yield depth, floor
-        for room in floor.split(" | "):
-            inside = f"{package}.{room}" if package else room
-            if inside in floors():
+    for layer in layers()[package]:
+        yield depth, layer
+        for part in layer.split(" | "):
+            inside = f"{package}.{part}" if package else part
+            if inside in layers():
                 yield from expected_picture(inside, depth + 1)
 
 
-def test_the_picture_shows_the_floors() -> None:
-    """A line is a floor, indented by its depth, and, two spaces further on, what it is."""
+def test_the_picture_shows_the_layers() -> None:
+    """A line is a layer, indented by its depth, and, two spaces further on, what it is."""
     (picture,) = FENCE.findall(section(ARCHITECTURE, "## Who may import whom"))
     lines = picture.splitlines()[1:-1]
     shown = [re.fullmatch(r"( *)(\S+(?: \S+)*?)  +(\S.*)", line) for line in lines]
     assert all(shown), [line for line, match in zip(lines, shown, strict=True) if match is None]
     found = [(len(match[1]) / INDENT, match[2]) for match in shown if match is not None]
     assert found == list(expected_picture())
-    assert {"systems", "systems.substrate", "systems.device", "systems.planning", "systems.recipe"} <= floors().keys()
+    assert {"systems", "systems.substrate", "systems.device", "systems.planning", "systems.recipe"} <= layers().keys()
 
 
 def test_every_function_that_is_named_is_there() -> None:
@@ -242,6 +260,157 @@ def test_a_class_name_has_one_meaning() -> None:
                 found.setdefault(node.name.lstrip("_"), []).append(f"{path}:{node.lineno}")
     assert len(found) > SIX
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+# ---- docstrings and comments
+
+PACKAGES = {path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")}
+MODULES = sorted(ROOT / path for path in sources())
+SOURCE_FILE = re.compile(r"[\w./-]*\w\.(?:py|cpp|h)\b")
+DOTTED = re.compile(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+(?![\w/])")
+NATIVE_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", flags=re.DOTALL)
+NOT_MODULES = ("py", "cpp", "h", "json")  # what follows the last dot of a file's name
+A_USER_S = "model"  # `model.layers.5` is of a user's model, not of the package of that name
+Said = list[tuple[Path, str]]
+
+
+def said(path: Path) -> Iterator[str]:
+    """The docstrings and comments of a source file."""
+    if path.suffix != ".py":
+        yield from NATIVE_COMMENT.findall(text_of(path))
+        return
+    yield from (
+        ast.get_docstring(node) or "" for node in ast.walk(tree(path)) if isinstance(node, ast.Module | ast.ClassDef | Function)
+    )
+    yield from (
+        each.string for each in tokenize.generate_tokens(io.StringIO(text_of(path)).readline) if each.type == tokenize.COMMENT
+    )
+
+
+@cache
+def all_said() -> Said:
+    native = sorted(path for path in (ROOT / "systems/native/csrc").iterdir())
+    return [(path, text) for path in (*MODULES, *native) for text in said(path)]
+
+
+@cache
+def source_files() -> frozenset[str]:
+    paths = (path for folder in (*FOLDERS, "paper_figures", "tests") for path in (ROOT / folder).rglob("*"))
+    return frozenset(path.relative_to(ROOT).as_posix() for path in paths if SOURCE_FILE.fullmatch(path.name))
+
+
+def names_of(path: Path) -> frozenset[str]:
+    """Of a package: what its `__init__` has, imported or its own. Else: what the module defines."""
+    if not path.is_dir():
+        return names(path)
+    module = path / "__init__.py"
+    imported = (
+        alias.asname or alias.name
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
+    return frozenset((*names(module), *imported))
+
+
+def leads_to(start: Path, parts: Sequence[str]) -> bool:
+    """start: a package's folder or a module. parts: packages and modules below it, and a name that the last of them has."""
+    for number, part in enumerate(parts):
+        if start.is_dir() and (start / part).is_dir():
+            start /= part
+        elif start.is_dir() and (start / f"{part}.py").is_file():
+            start = start / f"{part}.py"
+        else:
+            return ".".join(parts[number:]) in names_of(start)
+    return True
+
+
+def of_an_instance(dotted: str) -> bool:
+    """`watch.end` may be said of an object too, which is called as its class, or as the last word of that."""
+    kind, _, attribute = dotted.partition(".")
+    last = kind.title().replace("_", "")
+    return any(name.endswith(last) and attribute in mine for name, mine in attributes().items())
+
+
+@cache
+def attributes() -> Mapping[str, frozenset[str]]:
+    """By class: all that it and its methods bind."""
+    found: dict[str, set[str]] = {}
+    for module in sources().values():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                mine = found.setdefault(node.name, set())
+                mine.update(item.name for item in node.body if isinstance(item, Function))
+                mine.update(fields(node.body))
+                stored = (
+                    each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+                )
+                mine.update(each.attr for each in stored if ast.unparse(each.value) == "self")
+    return {name: frozenset(mine) for name, mine in found.items()}
+
+
+def unfound_files(everything: Said) -> list[str]:
+    """Paths from a folder above the text's own file, or of a name that one file alone has."""
+    missing = []
+    for path, text in everything:
+        for named in SOURCE_FILE.findall(text):
+            there = any((folder / named).is_file() for folder in path.parents if folder.is_relative_to(ROOT))
+            if not there and sum(f"/{file}".endswith(f"/{named}") for file in source_files()) != 1:
+                missing.append(f"{path.relative_to(ROOT)}: {named}")
+    return missing
+
+
+def unfound_names(everything: Said) -> list[str]:
+    """Of dotted names those that begin with a package of ours, and in backquotes those that begin with a module of ours too."""
+    missing = []
+    for path, text in everything:
+        in_code = {*CODE.findall(text)}
+        for dotted in sorted({*DOTTED.findall(text)}):
+            head, *parts = dotted.split(".")
+            starts = [package for package in PACKAGES if package.name == head]
+            if dotted in in_code:
+                beside = path.parent / f"{head}.py"
+                starts += [beside] if beside in MODULES else [module for module in MODULES if module.stem == head]
+            if not starts or head == A_USER_S or parts[-1] in NOT_MODULES or of_an_instance(dotted):
+                continue
+            if not any(leads_to(start, parts) for start in starts):
+                missing.append(f"{path.relative_to(ROOT)}: {dotted}")
+    return missing
+
+
+def unfound_attributes(everything: Said) -> list[str]:
+    """Of names such as `Class.attribute`: those whose class is neither ours nor torch's, and those that our class has not."""
+    missing = []
+    for path, text in everything:
+        for dotted in DOTTED.findall(text):
+            kind, attribute, *_ = dotted.split(".")
+            if len(kind) > 1 and kind[0].isupper() and not hasattr(torch, kind) and attribute not in attributes().get(kind, ()):
+                missing.append(f"{path.relative_to(ROOT)}: {dotted}")
+    return missing
+
+
+@pytest.mark.parametrize("unfound", [unfound_files, unfound_names, unfound_attributes])
+def test_what_docstrings_and_comments_name_is_there(unfound: Callable[[Said], list[str]]) -> None:
+    assert not unfound(all_said())
+
+
+@pytest.mark.parametrize(
+    ("unfound", "right", "wrong"),
+    [
+        (unfound_files, "See step_ending.py, moves/room.py", "mirrored in systems/substrate/adam/cpu.py"),
+        (unfound_files, "systems/adam/cpu.py, adam/cpu.py, csrc/adam.cpp", "See step_endings.py"),
+        (unfound_names, "planning.policy.caching, `planning.policy.eviction.ModelOrder`", "`planning.eviction.ModelOrder`"),
+        (unfound_names, "policy.homes.within_host", "planning.overflow"),
+        (unfound_names, "`tracer.margin`, tracer.margins", "`tracer.margins`"),
+        (unfound_names, "device.close, watch.end, model.layers.5", "device.closes"),
+        (unfound_attributes, "Device.close, Tensor.data, UpdateRule.AFTER_NORM", "See Room.ask."),
+        (unfound_attributes, "DeviceRoom.ask", "DeviceRoom.asks"),
+    ],
+)
+def test_what_is_not_there_would_be_found(unfound: Callable[[Said], list[str]], right: str, wrong: str) -> None:
+    here = ROOT / "systems/substrate/flushes.py"
+    assert not unfound([(here, right)])
+    assert unfound([(here, wrong)])
 
 
 # ---- all documents

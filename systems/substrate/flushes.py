@@ -58,7 +58,7 @@ class Flushes:
         self._sent_early.clear()
 
     def relieve(self) -> bool:
-        """See Room.ask."""
+        """See DeviceRoom.ask."""
         return self._in_force.moving(self._send_something)
 
     def _flush(self, bundle: ManagedBundle) -> None:

@@ -12,7 +12,7 @@ from systems.substrate.recorder import Recorder
 
 
 class Moments:
-    """Moments is the way through a step's trace: at each, the plan's barrier comes first and its operations later.
+    """Moments is the way through a step's trace: `reach` records each and makes its barrier, its operations come later.
 
     See Note [Order at a moment] in runtime.py and Note [Departures] there.
     """

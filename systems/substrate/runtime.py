@@ -1,10 +1,14 @@
 """The runtime: carries out any plan, and gets along without one. It alone decides when mechanism acts; policy is data.
 
 Note [Order at a moment]
-    first   a barrier of the plan
-    enter   operations of the plan, then holds (fetching what is absent), then gradient ranges
-    exit    releases, then flushes of complete gradients, then operations of the plan
-The timeline and the validator replay exactly this order (planning/step/schedule.py).
+    enter   the moment; the unit's input, if it waits on the host; operations of the plan; holds (fetching what is absent);
+            gradient ranges
+    exit    releases, and gradients in place; the moment; flushes of complete gradients; operations of the plan
+    Where this says "the moment" it is recorded for the next plan, and the device's lanes wait for each other if the plan in
+    force has a barrier at it. So at an enter a barrier comes before all that is done there; at an exit it comes behind what
+    ends the unit's own use of its bundles. As a backward pass ends, units that are still open exit before its moment; what a
+    step's end does comes behind its own.
+The timeline and the validator replay this order (Note [What happens at a moment] in planning/step/schedule.py).
 
 Note [Departures]
     A step that leaves the trace is counted as a fallback and finishes on demand: what is needed is fetched when it is

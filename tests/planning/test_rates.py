@@ -62,14 +62,14 @@ def contended(name: str) -> tuple[float, float]:
 
 
 def test_the_contention_measured_on_four_devices() -> None:
-    """hardware.md: with copies both ways on all devices CPU Adam still ran at 122 GB/s while they dropped to 53."""
+    """Measured on four H100: with copies both ways on all devices CPU Adam still ran at 122 GB/s while they dropped to 53."""
     adam, copies = contended("h100-80g-x4")
     assert adam == pytest.approx(122, rel=0.01)
     assert copies == pytest.approx(53, rel=0.01)
 
 
 def test_the_contention_measured_on_one_device() -> None:
-    """hardware.md: about 140 GB/s combined, CPU Adam between 100 and 124 of it."""
+    """Measured on one H100: about 140 GB/s combined, CPU Adam between 100 and 124 of it."""
     adam, copies = contended("h100-80g-x1")
     assert 100 <= adam <= 124 and adam + copies == pytest.approx(140)
 

@@ -285,7 +285,7 @@ def test_more_bandwidth_never_slows_a_shipped_plan(system: str, rule: UpdateRule
 
 
 def test_the_measured_proof_is_met_within_a_tenth() -> None:
-    """hardware.md: 4.2B parameters, 16K tokens, everything on the host 1.146 s; 10.3B with 0.3 on the device 2.355 s."""
+    """On one H100: 4.2B parameters, 16K tokens, everything on the host 1.146 s; 10.3B with 0.3 on the device 2.355 s."""
     for model, device, measured in (("ps-4b", 12 * GIB, 1.146), ("ps-10b", 53 * GIB, 2.355)):
         about, chosen = question(device_memory=device, batch_size=16, seq_len=1024, recompute="full"), registry.get("elixir")
         planner = forecasts._PlansByBudget(chosen, chosen.Options(nonfinite="stop"), about, observations(model))

@@ -5,7 +5,7 @@ A strategy's module says here what of the paper is where, and where it departs f
 | paper | here |
 |---|---|
 | layer | Unit, and the Bundle of its parameters |
-| prefetching | option ahead; `planning.caching` |
+| prefetching | option ahead; `policy.caching` |
 """
 
 from __future__ import annotations

@@ -217,8 +217,9 @@ class Lane:
 class UpdateLane(Lane):
     """The CPU lane: among jobs whose inputs have arrived it runs the one with the lowest priority number first.
 
-    Gradients arrive last unit first, but the next forward needs the first units first; see design "Transfers". Inputs arrive
-    about in the order the jobs were submitted, so while none is there it sleeps until the oldest job's are.
+    Gradients arrive last unit first, but the next forward needs the first units first, whose fetches wait for their updates:
+    see Note [Derived waits] in transfers.py. Inputs arrive about in the order the jobs were submitted, so while none is there
+    it sleeps until the oldest job's are.
 
     threads: with two, the next update waits in the queue of csrc/adam.cpp while one runs. Jobs then overlap, and nothing but
     their tickets keeps two of them in order.

@@ -21,7 +21,7 @@
 
 #include "lanes.h"
 
-struct AdamRow {  // mirrored by ROW in systems/substrate/adam/cpu.py
+struct AdamRow {  // mirrored by ROW in systems/adam/cpu.py
     int64_t offset, numel;
     float decay, l2, w1, b2, w2, inverse_root_correction2, eps, negative_step;
 };

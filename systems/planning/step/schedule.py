@@ -1,19 +1,24 @@
 """A plan spelt out: every operation of one steady step in issue order, with what the mechanism adds to the plan.
 
-`expand` follows the runtime's rules to the letter (see the notes below and in `demand`), so whatever is proved, drawn
-or timed from a schedule holds for the run: the timeline adds up its bytes, the validator walks its graph, the race
-detector replays its waits, the simulator gives its lanes a clock.
+`expand` follows the runtime's rules (see the notes below and in `demand`) and gives each lane its work in the runtime's order,
+so whatever is proved, drawn or timed from a schedule holds for the run: the timeline adds up its bytes, the validator walks its
+graph, the race detector replays its waits, the simulator gives its lanes a clock.
 
 Note [What happens at a moment]
     first   a barrier, if the plan has one there
-    ENTER   planned operations; holds (a bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
+    ENTER   at BACKWARD_ENTER the unit's input, and the one needed next, if they wait on the host; planned operations; holds (a
+            bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
     EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate,
             update if the rule allows; stale device copies go; planned operations
-    STEP_END  sums of squares of what was accumulated, the norm, updates on the device, then on the host, first-used bundles
-            first; gradients that waited for them go; stale copies go; planned operations (fetches for the next step,
-            which wait for the host's updates)
+    STEP_END  sums of squares of what was accumulated; the norm; updates on the device, and the gradients that waited for them
+            go; updates on the host, first-used bundles first; stale copies go; planned operations (fetches for the next
+            step, which wait for the host's updates)
     last    the inputs of recomputed units that leave for the host before the next moment
-    Between two moments the compute lane runs what the model does there.
+    Between two moments the compute lane runs what the model does there. At the end of a backward that includes the writing of
+    gradients in place, which the runtime does before the barrier of the unit's exit.
+    Where the order of two things changes nothing the runtime may have the other one: holds end before the barrier of an exit,
+    and stale copies go before the norm and before any update, for neither is work of a lane and nothing takes that room before
+    the planned operations; updates on the host are issued before those on the device, for their lanes differ.
 
 Note [Resources]
     device:param:B  device:grad:B  one bundle's device copy and gradient (in place, the first is both)

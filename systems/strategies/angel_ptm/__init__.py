@@ -12,8 +12,8 @@ The paper's words and where they are here
 | trigger id | moment; 0 is the end of the step before, see `scheduling.py` |
 | Algorithm 1, S, wait_stack, get_available_memory | `scheduling.py`; Plan.operations; the room that `placement.py` leaves |
 | move_to_gpu, all_gather | OpKind.FETCH |
-| optimizer states cached on the GPU, updates moved there (4.2) | `placement.py`, `planning.optimizer_cache`; option cache |
-| SSD storage (4.2, 4.3) | Layout.on_disk, `planning.disk`, `planning.overflow` |
+| optimizer states cached on the GPU, updates moved there (4.2) | `placement.py`, `policy.optimizer_cache`; option cache |
+| SSD storage (4.2, 4.3) | Layout.on_disk, `planning.disk_layout`, `policy.homes` |
 | buffered 16-bit parameters and gradients, p'16 and g'16 (4.3) | the host slot of a segment, which has them in turn |
 | allocator, executor, communicator (section 5) | the substrate's pools and lanes |
 

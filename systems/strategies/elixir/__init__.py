@@ -6,11 +6,11 @@ The paper's words and where they are here
 |---|---|
 | chunk group ("Initialization Algorithm") | FlatSpace: parameters of one data-parallel group, frozen ones apart |
 | chunk | Segment, and the Bundle of it; `chunks.py` cuts them |
-| search range of chunk sizes | options chunk_min, chunk_max, chunk_step; `chunks.Chunker` |
+| search range of chunk sizes | options chunk_min, chunk_max, chunk_step; `chunks.ElixirChunker` |
 | small group fused into one chunk that never moves | Bundle with movable=False |
 | fully symmetric partitioning | Segment.shard_numel: even split over the group's ranks |
-| R cache, C_SIZE | option cache; `placement.py` gives it its bytes, `planning.caching` its content |
-| random eviction in the warm-up step, Belady after it | `planning.eviction` |
+| R cache, C_SIZE | option cache; `placement.py` gives it its bytes, `policy.caching` its content |
+| random eviction in the warm-up step, Belady after it | `policy.eviction` |
 | master copy of each shard in CPU memory | variant master-shard: eviction is a DROP; write-back is the ablation |
 | [S_FLAG, O_FLAG, C_SIZE] | options scatter, offload, cache |
 

@@ -5,7 +5,7 @@ The paper's words and where they are here
 | paper | here |
 |---|---|
 | layer i, P_i, partitioned P_i^(j) | a block's unit and its Bundle; Segment.shard_numel of it |
-| H_i, A_i | Trace.input_bytes; `planning.activations.kept_bytes` |
+| H_i, A_i | Trace.input_bytes; `policy.windows.kept_bytes` |
 | S, s_i (sections 3.2 and 3.3) | `switches.EVERY`, `switches.Switches` |
 | R, r_i (appendix B.3) | `switches.COMMUNICATION` |
 | rematerialise; offload hidden state | Plan.rematerialise; Plan.offload_inputs |

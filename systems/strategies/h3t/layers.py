@@ -1,4 +1,4 @@
-"""Which bundles are H3T's layers (`planning.packing.bundle_a_unit`); other modules, and sets that share, have their own."""
+"""Which bundles are H3T's layers (`policy.packing.bundle_a_unit`); other modules, and sets that share, have their own."""
 
 from __future__ import annotations
 

@@ -5,14 +5,14 @@ The paper's words and where they are here
 | paper | here |
 |---|---|
 | chunk lists: param fp16, param fp32, momentum, variance (6.1.1) | one Segment's offsets for all four; `chunks.LISTS` |
-| tensor-chunk mapping, chunk size search, table 3 | `chunks.Chunker`; options chunk_min, chunk_max, chunk_step |
+| tensor-chunk mapping, chunk size search, table 3 | `chunks.PatrickStarChunker`; options chunk_min, chunk_max, chunk_step |
 | tensors labelled not managed in chunks | a Bundle of their own: several users, or larger than any allowed chunk |
 | tensor states, figure 6, Algorithms 1 and 2 | who holds a bundle; the names are a test's (patrickstar_states.py) |
-| grad fp16 reuses the param fp16 chunk (figure 5) | Layout.in_place and Plan.in_place; `planning.demand.reusable` |
+| grad fp16 reuses the param fp16 chunk (figure 5) | Layout.in_place and Plan.in_place; `planning.step.demand.reusable` |
 | moment i; R_i, C_i, N_i (figures 2 and 9) | Trace.moments; the account's live and pool bytes; Trace.non_model_bytes |
-| L, A_i = L - max(N_i, N_i-1) (7.3) | PlanningContext.device_budget; `placement.Placement.room`, see `tracer.py` |
-| 20 % of GPU memory and chunk list order in the warm-up step | option warmup_share; `planning.eviction.ModelOrder` |
-| eviction of the longest future reference chunk | `planning.caching`; `planning.eviction.FarthestNextUse` outside a plan |
+| L, A_i = L - max(N_i, N_i-1) (7.3) | PlanningContext.device_budget; `placement.PatrickStarDivision.room`, see `tracer.py` |
+| 20 % of GPU memory and chunk list order in the warm-up step | option warmup_share; `policy.eviction.ModelOrder` |
+| eviction of the longest future reference chunk | `policy.caching`; `policy.eviction.FarthestNextUse` outside a plan |
 | evicted chunk goes to the CPU | OpKind.WRITE_BACK |
 | margin space, device-aware operator placement (7.2), table 4 | `tracer.margin`, `placement.in_the_margin` |
 | SpongeBob, SP, OSC | variants spongebob, static-partition, osc |

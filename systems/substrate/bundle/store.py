@@ -158,7 +158,7 @@ class Store:
             self._mappings[name].reclaim(tensor)
 
     def take_rest(self) -> None:
-        """Once nothing of the model's own memory is held any more: see Note [When memory is taken] in host.py."""
+        """Once nothing of the model's own memory is held any more: see Note [When memory is taken] in memory/host.py."""
         release_freed()
         for part, mapping in self._mappings.items():
             if part not in TAKEN_FIRST:
