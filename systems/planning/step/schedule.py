@@ -7,10 +7,11 @@ detector replays its waits, the simulator gives its lanes a clock.
 Note [What happens at a moment]
     first   a barrier, if the plan has one there
     ENTER   planned operations; holds (a bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
-    EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate,
-            update if the rule allows; stale device copies go; planned operations
-    STEP_END  sums of squares of what was accumulated, the norm, updates on the device, then on the host, first-used bundles
-            first; gradients that waited for them go; stale copies go; planned operations (fetches for the next step,
+    EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate (then
+            the sum of squares follows, in the last micro-step), update if the rule allows; stale device copies go; planned
+            operations
+    STEP_END  sums of squares of accumulators that the last micro-step added nothing to, the norm, updates on the device, then
+            on the host, first-used bundles first; gradients that waited for them go; stale copies go; planned operations (fetches for the next step,
             which wait for the host's updates)
     last    the inputs of recomputed units that leave for the host before the next moment
     Between two moments the compute lane runs what the model does there.
