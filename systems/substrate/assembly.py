@@ -13,9 +13,9 @@ in the opposite order.
  6  host and disk: accounts, files           budgets, layout                             disk.close, after the device's
  7  control: the step's decision; moments    settings, found                             -
     that the user's optimizer shows
- 8  store: slots and optimizer states        layout, device, host, disk                  store.close
- 9  poison; bundles, with their first        layout, store, device, found                residency.close
-    values; residency
+ 8  store: slots and optimizer states; first layout, device, host, disk, found           store.close
+    values
+ 9  poison; bundles; residency               layout, store, device                       residency.close, then the bundles'
 10  parameters: views of the bundles         found, bundles                              given back by the engine
 11  moves between tiers, gradients, and the  store, bundles, residency, control          gradients.finish_step
     updates they end in
@@ -177,13 +177,14 @@ class Assembly:
             disk=self.disk,
         )
         self._cleanup.callback(self.store.close)
+        first = FirstValues(self.store, [p.shape for p in found.index.parameters], initial)
+        for each in layout.bundles:
+            first.fill([self.store.segments[s] for s in each.segments])
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
         self.bundles = self._make_bundles()
+        self._cleanup.callback(_close, self.bundles)
         self.values = StoredValues(self.store, self.bundles)
-        first = FirstValues(self.store, self.values, [p.shape for p in found.index.parameters], initial)
-        for bundle in self.bundles:
-            first.fill(bundle)
-        self.residency = Residency(layout, self.bundles, self.values, device, write_back=self.strategy.write_back)
+        self.residency = Residency(layout, self.bundles, self.store, device, write_back=self.strategy.write_back)
         self._cleanup.callback(self.residency.close)
         self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
 
@@ -336,6 +337,11 @@ class Assembly:
         )
         past.let_cast(self.watch.casts.call)
         self._cleanup.callback(self.watch.end)
+
+
+def _close(bundles: Sequence[ManagedBundle]) -> None:
+    for bundle in bundles:
+        bundle.close()
 
 
 def _is_readable(layout: Layout, bundles: Sequence[ManagedBundle], parameter: int) -> bool:

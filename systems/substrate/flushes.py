@@ -88,7 +88,7 @@ class Flushes:
                         self._sent_early.add(bundle.index)
                     return True
         for bundle in self._residency.bundles:
-            if bundle.bundle.movable and not bundle.holds and bundle.pinned:
+            if bundle.movable and not bundle.holds and bundle.pinned:
                 self._planner.demote(bundle)
                 return True
         return False

@@ -169,7 +169,7 @@ class PlanInForce:
     def _send_home(self, index: int) -> None:
         """A bundle that is on the device for the sake of its optimizer state leaves it with that, if it has a home to go to."""
         bundle = self._residency.bundles[index]
-        if not bundle.bundle.movable or bundle.gradient is None or bundle.holds or not bundle.pinned:
+        if not bundle.movable or bundle.gradient is None or bundle.holds or not bundle.pinned:
             return
         if bundle.gradient.waiting:
             return  # its gradient would take the place of its parameters on the host

@@ -112,7 +112,7 @@ class Reads:
         except OutOfMemoryError as error:
             words = f"{where}, for which there is no room: {error}"
             raise OutOfMemoryError(words, tier=error.tier, need=error.need, have=error.have) from error
-        if not held:
+        if not held or bundle in self._layout.in_place:  # of parameters in place one unit is known to read each
             self._layout.add_user(bundle, unit)
             in_place = self._gradients.in_place
             in_place.allow(in_place.allowed - {bundle})

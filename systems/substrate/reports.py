@@ -72,8 +72,8 @@ class ManagedReports(SteppingEngine):
 def _phased(device: Device) -> Iterator[dict[str, float]]:
     """Steps inside are phased (Note [Phased steps]); gives the seconds of each phase."""
     clock = PhaseClock(device.drain)
-    device.watch_phases(clock)
     try:
+        device.watch_phases(clock)
         with clock.of("other"):
             yield clock.seconds
     finally:

@@ -109,7 +109,8 @@ class Runtime:
             for bundle in bundles:
                 self._gradients.exit(bundle, unit)
         self._moments.reach(Phase.BACKWARD_EXIT, unit)
-        self._flushes.units_done([b for b in bundles if not any(self._pending.get(u, 0) for u in b.bundle.units)])
+        users = self._layout.bundles  # as they are known by now: see Layout.add_user
+        self._flushes.units_done([b for b in bundles if not any(self._pending.get(u, 0) for u in users[b.index].units)])
         self._moments.carry_out_plan()
         self._spans.end("backward", unit)
 

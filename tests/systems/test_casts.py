@@ -179,7 +179,7 @@ def test_a_weight_is_not_cast_where_it_is_not() -> None:
         model = Early()
         with start(chosen, model, settings(dtype="bf16"), options) as engine:
             for managed in engine.residency.bundles:  # type: ignore[attr-defined]
-                if managed.bundle.movable:
+                if managed.movable:
                     engine.residency.drop(managed.index)  # type: ignore[attr-defined]
             with pytest.raises(UnsupportedError, match=r"blocks\.3\.router\.gate\.weight is converted outside the unit"):
                 engine(batches(1)[0, 0])

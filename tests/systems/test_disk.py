@@ -161,7 +161,7 @@ def test_a_bundle_is_fetched_from_masters_on_the_disk(tmp_path: Path) -> None:
         assert account.start_interval() == before
     engine.drain()
     for each, piece in zip(mine, ours.bundles[index].pieces(ours.bundles[index].block), strict=True):
-        assert torch.equal(piece, ours.values.part(each, "master").to(store.dtype))
+        assert torch.equal(piece, ours.store.part(each, "master").to(store.dtype))
     engine.close()
 
 
@@ -317,7 +317,7 @@ def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tm
     check_segments(ours)
     names = [described.name for described in engine.index.parameters]
     for stored in ours.store.segments:
-        mine = [ours.values.part(stored, part) for part in STATE_PARTS[:3]]
+        mine = [ours.store.part(stored, part) for part in STATE_PARTS[:3]]
         places = stored.segment.placements
         alike = [
             all(torch.equal(mine[i][p.here], want[i][names[p.parameter]][p.piece]) for i in range(PARTS) for p in places)

@@ -152,14 +152,14 @@ def check_segments(checked: Engine) -> None:
     for stored in engine.store.segments:
         assert not stored.slot_holds_gradient
         bundle = engine.residency.bundles[engine.layout.bundle_of_segment[stored.segment.index]]
-        truth = stored.slot if stored.state is None else engine.values.part(stored, "master")
+        truth = stored.slot if stored.state is None else engine.store.part(stored, "master")
         for place in stored.segment.placements:
             where = slice(place.offset, place.offset + place.numel)
             rounded = truth[where].to(engine.store.dtype)
             if stored.tier is not Tier.DEVICE:
                 assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
             if bundle.block is not None:
-                mine = bundle.pieces(bundle.block)[bundle.bundle.segments.index(stored.segment.index)]
+                mine = bundle.pieces(bundle.block)[bundle.segments.index(stored)]
                 assert torch.equal(mine[where], rounded), "the device copy is outdated"
         if stored.tier is Tier.DEVICE:
             assert bundle.block is not None and isinstance(stored.state, OptimizerState) and stored.state.allocation is not None

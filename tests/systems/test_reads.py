@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from systems.errors import HiddenUseError
 from systems.system import Engine
-from tests.systems.every import MANAGED
+from tests.systems.every import MANAGED, with_option
 from tests.systems.models_plain import DIM, Block, Stack, features, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, evict_at_once, finished, one_step, settings, start, train
@@ -300,3 +300,40 @@ def test_architectures_that_do_so(name: str) -> None:
         for share in (0.65, 1.2):
             engine = start(chosen, tiny(name).train(), settings(device_memory=budget_of(expected, share)), options)
             assert_equal(expected, train(engine, tokens(5, 1), loss))
+
+
+class ReadsAhead(nn.Module):
+    """Multiplies by a weight of the block behind it, which autograd is not told of."""
+
+    def __init__(self, owner: nn.Linear) -> None:
+        super().__init__()
+        self.own, self._owner = nn.Parameter(0.3 * torch.randn(DIM, DIM)), (owner,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.own) + F.linear(x, self._owner[0].weight.detach())
+
+
+class Ahead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        owner = nn.Linear(DIM, DIM)
+        self.stem, self.blocks, self.head = nn.Linear(DIM, DIM), nn.ModuleList([ReadsAhead(owner), owner]), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.to(self.stem.weight.dtype))
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+@pytest.mark.parametrize("system", with_option("nonfinite", "stop"))
+def test_a_weight_that_an_earlier_block_read_stays_until_that_block_s_backward_is_over(system: str, nonfinite: str) -> None:
+    """Also in a bundle that the reader has weights of its own in: nothing is written over it, and no update runs ahead."""
+
+    def trained(chosen: Any, options: Any = None) -> Run:
+        torch.manual_seed(0)
+        return train(start(chosen, Ahead(), settings(), options), tokens(STEPS + 1, 1), squared_error)
+
+    chosen, options = with_option("nonfinite", nonfinite)[system]
+    assert_equal(trained(RESIDENT), trained(chosen, options))

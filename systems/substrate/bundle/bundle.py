@@ -21,7 +21,8 @@ from systems.substrate.bundle.storage import RebindableStorage
 class ManagedBundle:
     """ManagedBundle is a bundle of the layout with what is true of it now.
 
-    What it is      bundle: the layout's. nbytes: of its parameters. segments: on every tier. stretches: the same, few.
+    What it is      index: its number in the layout, which alone knows its units: it learns new ones. movable: by layout.
+                    nbytes: of its parameters. segments: on every tier. stretches: the same, as few as can be.
     Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
                     there, and how often. updated: on the host, since it was last on the device.
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
@@ -33,7 +34,7 @@ class ManagedBundle:
     def __init__(
         self, bundle: Bundle, layout: Layout, segments: Sequence[StoredSegment], storage: RebindableStorage, *, accumulate: int
     ) -> None:
-        self.bundle, self.index, self.nbytes = bundle, bundle.index, layout.bundle_bytes(bundle.index)
+        self.index, self.movable, self.nbytes = bundle.index, bundle.movable, layout.bundle_bytes(bundle.index)
         self.segments = tuple(segments)
         starts = running_sums((each.segment.numel for each in segments), initial=0)
         self.stretches = stretches_of(zip(starts, segments, strict=False))
@@ -65,7 +66,7 @@ class ManagedBundle:
         there = sum(each.tier is Tier.DEVICE for each in self.segments)
         self.states_on_device = there
         self.updated_on_host = all(each.tier is Tier.HOST for each in self.segments)
-        self.pinned = not self.bundle.movable or there > 0
+        self.pinned = not self.movable or there > 0
         self.stays_in_autograd = self._alone and there == len(self.segments)
         return there
 

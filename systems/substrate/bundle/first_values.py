@@ -9,10 +9,8 @@ import torch
 
 from systems.planning.layout import Placement
 from systems.planning.plan import Tier
-from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import OptimizerState, StoredSegment
 from systems.substrate.bundle.store import Store
-from systems.substrate.bundle.values import StoredValues
 
 FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device while they are made
 
@@ -21,27 +19,24 @@ class FirstValues:
     """shapes: of the parameters, by number. initial: (number, fp32 tensor of its shape) fills the tensor."""
 
     def __init__(
-        self,
-        store: Store,
-        values: StoredValues,
-        shapes: Sequence[tuple[int, ...]],
-        initial: Callable[[int, torch.Tensor], None],
+        self, store: Store, shapes: Sequence[tuple[int, ...]], initial: Callable[[int, torch.Tensor], None]
     ) -> None:
-        self._store, self._values, self._device = store, values, store.device
+        self._store, self._device = store, store.device
         self._shapes, self._initial = shapes, initial
 
-    def fill(self, bundle: ManagedBundle) -> None:
+    def fill(self, segments: Sequence[StoredSegment]) -> None:
+        """Those of one bundle."""
         pieces: dict[int, list[tuple[StoredSegment, Placement]]] = {}
-        for stored in bundle.segments:
+        for stored in segments:
             for place in stored.segment.placements:
                 pieces.setdefault(place.parameter, []).append((stored, place))
-        away = [each for each in bundle.segments if each.tier is Tier.DISK]
+        away = [each for each in segments if each.tier is Tier.DISK]
         made = {each.segment.index: torch.zeros(each.segment.shard_numel) for each in away}
         for parameter, mine in pieces.items():
             self._draw(parameter, mine, made)
         for stored in away:
-            self._values.overwrite_part(stored, "master", made[stored.segment.index])
-        for stored in bundle.segments:
+            self._store.overwrite_part(stored, "master", made[stored.segment.index])
+        for stored in segments:
             if stored.tier is Tier.DEVICE:
                 assert stored.state is not None
                 label = f"first values of segment {stored.segment.index}"

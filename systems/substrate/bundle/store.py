@@ -17,7 +17,7 @@ from systems.device.memory.account import Account
 from systems.device.memory.disk import Disk
 from systems.device.memory.host import HostMapping, release_freed
 from systems.errors import BudgetError
-from systems.planning.layout import Layout, Segment
+from systems.planning.layout import Layout, Placement, Segment
 from systems.planning.plan import Tier
 from systems.sizes import format_need, format_size
 from systems.substrate.bundle.segments import STATE_PARTS, DiskState, OptimizerState, StoredSegment
@@ -123,6 +123,29 @@ class Store:
         new = [allocation.view(torch.float32, i * numel, numel) for i in range(parts)]
         accumulator = new[3] if parts == 4 else None
         return OptimizerState(Tier.DEVICE, new[0], new[1], new[2], accumulator, allocation.memory, allocation)
+
+    def part(self, stored: StoredSegment, part: str) -> torch.Tensor:
+        """Master or a moment of a trained segment where it is, from the disk as a copy. Call only when drained."""
+        state = stored.state
+        if isinstance(state, DiskState):
+            assert self.disk is not None
+            return self.disk.load(state.place, part)
+        found: torch.Tensor = getattr(state, part)
+        return found
+
+    def overwrite_part(self, stored: StoredSegment, part: str, values: torch.Tensor, place: Placement | None = None) -> None:
+        """Of a trained segment, all of it or a parameter's piece. Call only when drained."""
+        state = stored.state
+        if isinstance(state, DiskState):
+            assert self.disk is not None
+            if place is not None:
+                whole = self.part(stored, part)
+                whole[place.here].copy_(values)
+                values = whole
+            self.disk.save(state.place, part, values)
+        else:
+            found: torch.Tensor = getattr(state, part)
+            found[slice(None) if place is None else place.here].copy_(values)
 
     def discard(self, state: OptimizerState | DiskState) -> None:
         """Of a state at home that is on the device now: its pages on the host go back to the machine."""

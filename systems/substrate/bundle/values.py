@@ -12,7 +12,7 @@ import torch
 
 from systems.planning.layout import Placement
 from systems.substrate.bundle.bundle import ManagedBundle
-from systems.substrate.bundle.segments import DiskState, StoredSegment
+from systems.substrate.bundle.segments import StoredSegment
 from systems.substrate.bundle.store import Store
 
 
@@ -22,33 +22,10 @@ class StoredValues:
     def __init__(self, store: Store, bundles: Sequence[ManagedBundle]) -> None:
         self._store, self._bundles = store, bundles
 
-    def part(self, stored: StoredSegment, part: str) -> torch.Tensor:
-        """Master or a moment of a trained segment where it is, from the disk as a copy."""
-        state = stored.state
-        if isinstance(state, DiskState):
-            assert self._store.disk is not None
-            return self._store.disk.load(state.place, part)
-        found: torch.Tensor = getattr(state, part)
-        return found
-
-    def overwrite_part(self, stored: StoredSegment, part: str, values: torch.Tensor, place: Placement | None = None) -> None:
-        """Of a trained segment, all of it or a parameter's piece."""
-        state = stored.state
-        if isinstance(state, DiskState):
-            assert self._store.disk is not None
-            if place is not None:
-                whole = self.part(stored, part)
-                whole[place.here].copy_(values)
-                values = whole
-            self._store.disk.save(state.place, part, values)
-        else:
-            found: torch.Tensor = getattr(state, part)
-            found[slice(None) if place is None else place.here].copy_(values)
-
     def parameter(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Its fp32 master (or its slot's value, if frozen) as a CPU copy."""
         pieces = self.pieces_of(number)
-        values = [(stored.slot if stored.state is None else self.part(stored, "master"))[p.here] for stored, p in pieces]
+        values = [(stored.slot if stored.state is None else self._store.part(stored, "master"))[p.here] for stored, p in pieces]
         return torch.cat([value.float().cpu() for value in values]).view(shape)
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
@@ -62,7 +39,7 @@ class StoredValues:
                     continue
                 piece = flat[place.piece]
                 if stored.state is not None:
-                    self.overwrite_part(stored, "master", piece, place)
+                    self._store.overwrite_part(stored, "master", piece, place)
                 self._store.device.host_kernel.cast(piece, stored.slot[place.here])
                 if bundle.block is not None:
                     bundle.block.view(self._store.dtype, start + place.offset, place.numel).copy_(piece)
@@ -70,13 +47,13 @@ class StoredValues:
 
     def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy."""
-        return torch.cat([self.part(stored, which)[p.here].cpu() for stored, p in self.pieces_of(parameter)])
+        return torch.cat([self._store.part(stored, which)[p.here].cpu() for stored, p in self.pieces_of(parameter)])
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained."""
         for stored, p in self.pieces_of(parameter):
-            self.overwrite_part(stored, "exp_avg", first[p.piece], p)
-            self.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
+            self._store.overwrite_part(stored, "exp_avg", first[p.piece], p)
+            self._store.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
 
     def pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
         segments = self._bundle_of(parameter).segments

@@ -19,7 +19,7 @@ from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle, hold, release
 from systems.substrate.bundle.segments import Stretch
-from systems.substrate.bundle.values import StoredValues
+from systems.substrate.bundle.store import Store
 from systems.substrate.moves.room import DeviceRoom
 
 
@@ -27,11 +27,11 @@ class Residency:
     """writes_back: what is evicted is copied to the host first, instead of being dropped."""
 
     def __init__(
-        self, layout: Layout, bundles: Sequence[ManagedBundle], values: StoredValues, device: Device, *, write_back: bool
+        self, layout: Layout, bundles: Sequence[ManagedBundle], store: Store, device: Device, *, write_back: bool
     ) -> None:
         self.layout, self.bundles, self.device = layout, bundles, device
         self.writes_back = write_back
-        self._values = values
+        self._store = store
         self.room = DeviceRoom(device, bundles, self.evict)
 
     def fetch(self, index: int) -> None:
@@ -72,7 +72,7 @@ class Residency:
         if stretch.state:
             return stretch.master
         with uncounted():
-            return torch.cat([self._values.part(each, "master") for each in stretch.stored])
+            return torch.cat([self._store.part(each, "master") for each in stretch.stored])
 
     def hold(self, indices: Sequence[int], key: object) -> None:
         """Compute is about to read the bundles: fetch what is absent, order compute behind the copies, pin them."""
@@ -182,4 +182,3 @@ class Residency:
         self.release_all()
         for managed in self.bundles:
             self.drop(managed.index)
-            managed.close()
