@@ -256,7 +256,7 @@ class Assembly:
             gradients=gradients,
             updates=self.updates,
             recomputation=recomputation,
-            early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED and self._settings.accumulate == 1,
+            early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED,
         )
         self.flushes = Flushes(
             gradients,

@@ -65,7 +65,9 @@ class Flushes:
         self._gradients.flush(bundle)
         self._sent_early.discard(bundle.index)
         self._recorder.flushed(bundle.index)
-        if self._gradients.last_micro_step and not bundle.pinned and not bundle.holds:
+        if not self._gradients.last_micro_step:
+            return
+        if not bundle.pinned and not bundle.holds:
             self._residency.drop(bundle.index)
         if self._ending.early:
             self._ending.update_bundle(bundle)

@@ -1,8 +1,9 @@
 """How a step ends: the norm, the decision, and updates that either wait for it or have already begun.
 
 Note [Early updates]
-    With UpdateRule.WHEN_REDUCED a bundle is updated as soon as its own gradient is complete, while backward goes on. Nothing
-    may then depend on the norm: it is read one step late, and a non-finite gradient ends the run.
+    With UpdateRule.WHEN_REDUCED a bundle is updated as soon as its own gradient is complete, while backward goes on: the last
+    micro-batch's, where there are several. Nothing may then depend on the norm: it is read one step late, and a non-finite
+    gradient ends the run.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StepEnding:
 
     def update_bundle(self, bundle: ManagedBundle) -> None:
         """The bundle's gradient is complete: update it now."""
-        fired = frozenset(bundle.gradients.fired)
+        fired = frozenset(bundle.gradients.fired_in_step)
         self.updated.add(bundle.index)  # first: an update that breaks off between two segments has begun
         self._control.begin_updates(sorted(fired))
         self._updates.prepare_bundles([bundle], fired)(1.0)
@@ -70,7 +71,7 @@ class StepEnding:
         gradients, updates, control = self._gradients, self._updates, self._control
         fired = gradients.fired()
         if gradients.accumulate > 1:
-            gradients.squares.leave_accumulated(self._residency.bundles, fired)
+            self._sum_the_rest()
         self._drop_stale()
         if self.early:
             self._update_rest(fired)
@@ -107,22 +108,26 @@ class StepEnding:
         """The step's partial sums by parameter; the host waits for them only when they are called for."""
         squares = self._gradients.squares
         squares.leave_waiting(self._gradients.bundles.values())
-        partials = list(squares.partials.values())
-        names = [parameter for parameters, _ in partials for parameter in parameters]
         intact = self._poison.intact().double().reshape(1)
         alike = self._recomputation.repeats.take()
         same = [] if alike.same is None else [alike.same]
-        read = self._device.partials([*(sums for _, sums in partials), *same, intact])
+        read = squares.reader(*same, intact)
 
         def norm() -> dict[int, float]:
-            *sums, still_intact = read()
+            sums, (*same_bits, still_intact) = read()
             if not still_intact:
                 self._poison.check()
-            if same:
-                alike.check(sums.pop())
-            return dict(zip(names, sums, strict=True))
+            if same_bits:
+                alike.check(same_bits.pop())
+            return sums
 
         return norm
+
+    def _sum_the_rest(self) -> None:
+        """Of accumulators that the last micro-batch added nothing to."""
+        for bundle in self._gradients.bundles.values():
+            if bundle.gradients.fired_in_step and not bundle.gradients.summed:
+                self._gradients.squares.leave_accumulated(bundle)
 
     def settle(self) -> None:
         """Read the norm of the last step that did not wait for it. Raises DivergedError if it is not finite."""

@@ -25,6 +25,7 @@ class ScheduledGradients:
         self._copies, self._order = copies, order
         self.open_now: set[int] = set()
         self._flushed: dict[int, None] = {}  # bundles whose update is due at STEP_END, in order of flushing
+        self._summed: set[int] = set()  # of accumulators whose sums of squares are left in this step
         self._buffers = buffer_of(self.layout)
         self._opening: dict[int, list[int]] = {}
         for bundle, spans in demand.gradient_spans.items():
@@ -74,7 +75,9 @@ class ScheduledGradients:
                 self._order.add(Work.RESTORE, LaneKind.CPU, bundle, reads=states, writes=slots)
         elif several:
             self._order.add(Work.ACCUMULATE, LaneKind.COMPUTE, bundle, reads=gradient, writes=states)
-        update_now = not several and self.residence.update_rule is UpdateRule.WHEN_REDUCED
+        if several and last_micro_step:
+            self._squares_of_accumulated(bundle)
+        update_now = last_micro_step and self.residence.update_rule is UpdateRule.WHEN_REDUCED
         self._flushed[bundle] = None
         if last_micro_step:
             self._copies.outdated.add(bundle)
@@ -90,8 +93,9 @@ class ScheduledGradients:
         """At STEP_END: see Note [What happens at a moment] in schedule.py."""
         due = in_order_of_use(self._flushed, self.demand)
         if self.context.accumulate > 1:
-            for bundle in sorted(due):
+            for bundle in sorted(self._flushed.keys() - self._summed):
                 self._squares_of_accumulated(bundle)
+        self._summed.clear()
         if due and self.residence.update_rule is UpdateRule.AFTER_NORM:
             self._order.add(Work.NORM, LaneKind.CPU, reads=tuple(f"norm:{bundle}" for bundle in due), writes=("norm",))
         on_device = [bundle for bundle in due if bundle in self.residence.on_device]
@@ -107,6 +111,7 @@ class ScheduledGradients:
             self._copies.gather(bundle)  # each rank has updated its shard
 
     def _squares_of_accumulated(self, bundle: int) -> None:
+        self._summed.add(bundle)
         lane = LaneKind.COMPUTE if bundle in self.residence.on_device else LaneKind.CPU
         states = tuple(state(s) for s in self.layout.bundles[bundle].segments)
         self._order.add(Work.SQUARES, lane, bundle, reads=states, writes=(f"norm:{bundle}",))

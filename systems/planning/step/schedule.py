@@ -8,9 +8,10 @@ Note [What happens at a moment]
     first   a barrier, if the plan has one there
     ENTER   at BACKWARD_ENTER the unit's input, and the one needed next, if they wait on the host; planned operations; holds (a
             bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
-    EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate,
-            update if the rule allows; stale device copies go; planned operations
-    STEP_END  sums of squares of what was accumulated; the norm; updates on the device, and the gradients that waited for them
+    EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate (then
+            the sum of squares follows, in the last micro-step), update if the rule allows; stale device copies go; planned
+            operations
+    STEP_END  sums of squares of accumulators that the last micro-step added nothing to; the norm; updates on the device, and the gradients that waited for them
             go; updates on the host, first-used bundles first; stale copies go; planned operations (fetches for the next
             step, which wait for the host's updates)
     last    the inputs of recomputed units that leave for the host before the next moment

@@ -113,6 +113,8 @@ class Gradients:
         gradient = bundle.gradients
         if gradient.state is GradientState.PARKED:
             self._accumulators.add(bundle, gradient, last=self.last_micro_step)
+            if self.last_micro_step:
+                self.squares.leave_accumulated(bundle)
             return
         if not gradient.fired:  # reserved, but nothing came: the unit's output was not used
             self._ranges.free(bundle, gradient)
@@ -139,6 +141,8 @@ class Gradients:
             self._accumulators.add(bundle, gradient, last=self.last_micro_step)
         self._ranges.free(bundle, gradient)
         gradient.leave(GradientState.SENT)
+        if self.accumulate > 1 and self.last_micro_step:
+            self.squares.leave_accumulated(bundle)
 
     def sum_complete(self, bundles: Sequence[ManagedBundle]) -> None:
         """Leave the sums of squares of gradients that are about to be flushed for the norm, in one pass.

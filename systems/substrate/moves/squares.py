@@ -9,6 +9,7 @@ import torch
 
 from systems.adam.kernel import AdamKernel
 from systems.device.device import Device
+from systems.device.lanes.ticket import Ticket
 from systems.device.watch.labels import labelled, working
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
@@ -20,17 +21,22 @@ Partials = tuple[tuple[int, ...], "list[float] | torch.Tensor"]
 
 
 class Squares:
-    """partials: per bundle its parameters and their fp64 sums of squares. gradient: a parameter's on the device, flat."""
+    """known: per bundle its parameters and their fp64 sums of squares. gradient: a parameter's on the device, flat.
+
+    Those out of accumulators on the host are the CPU lane's, which leaves them in `_lane_left` when it comes to them.
+    """
 
     def __init__(self, layout: Layout, device: Device, gradient: Callable[[int], torch.Tensor]) -> None:
         self._layout, self._device, self._gradient = layout, device, gradient
-        self.partials: dict[int, Partials] = {}
+        self.known: dict[int, Partials] = {}
+        self._lane_left: dict[int, Partials] = {}
+        self._pending: list[Ticket] = []
 
     def leave(self, bundles: Sequence[ManagedBundle]) -> None:
         """Of gradients that are there and about to be flushed, in one pass."""
         wanted = [(bundle.index, sorted(bundle.gradients.fired)) for bundle in bundles]
         with labelled("norm of gradients"):
-            self.partials |= _sums(self._device.kernel, wanted, self._gradient)
+            self.known |= _sums(self._device.kernel, wanted, self._gradient)
         for bundle in bundles:
             bundle.gradients.sum_ahead()
 
@@ -38,28 +44,14 @@ class Squares:
         """Of gradients in autograd's buffers, in one pass."""
         found = [(bundle.index, sorted(bundle.gradients.waiting)) for bundle in bundles if bundle.gradients.waiting]
         with labelled("norm of adopted gradients"):
-            self.partials |= _sums(self._device.kernel, found, self._gradient)
+            self.known |= _sums(self._device.kernel, found, self._gradient)
 
-    def leave_accumulated(self, bundles: Sequence[ManagedBundle], fired: Sequence[int]) -> None:
-        """With several micro-batches: out of the fp32 accumulators where they live."""
-        wanted = frozenset(fired)
-        for bundle in bundles:
-            mine = sorted({p.parameter for each in bundle.segments for p in each.segment.placements} & wanted)
-            if mine:
-                self._of_accumulators(bundle, mine)
-        trained = (each for bundle in bundles for each in bundle.segments if each.segment.space.trainable)
-        if any(each.tier is not Tier.DEVICE for each in trained):
-            self._device.lanes[LaneKind.CPU].drain()
-
-    def forget(self) -> None:
-        """The step is over."""
-        self.partials.clear()
-
-    def _of_accumulators(self, bundle: ManagedBundle, parameters: list[int]) -> None:
-        segments = bundle.segments
+    def leave_accumulated(self, bundle: ManagedBundle) -> None:
+        """With several micro-batches, once nothing more is added in this step: out of the fp32 accumulators where they live."""
+        parameters, segments = sorted(bundle.gradients.fired_in_step), bundle.segments
         memories = [each.state.memory for each in segments if each.state is not None]
         on_host = segments[0].tier is not Tier.DEVICE
-        kernel = self._device.host_kernel if on_host else self._device.kernel
+        kernel, left = (self._device.host_kernel, self._lane_left) if on_host else (self._device.kernel, self.known)
         lying = [(stretch.accumulator, stretch.placements) for stretch in bundle.stretches]
         if not on_host:
             lying = [(each.state.accumulator, each.segment.placements) for each in segments if each.state is not None]
@@ -72,15 +64,40 @@ class Squares:
 
         def work() -> None:
             sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
-            self.partials[bundle.index] = tuple(parameters), sums
+            left[bundle.index] = tuple(parameters), sums
 
+        bundle.gradients.sum_ahead()
         squares = of_bundle(self._layout, Work.SQUARES, LaneKind.CPU if on_host else LaneKind.COMPUTE, bundle.index)
         if on_host:
-            self._device.transfers.issue(squares, work, reads=memories, priority=-1)
+            self._pending.append(self._device.transfers.issue(squares, work, reads=memories, priority=-1))
             return
         self._device.transfers.compute(reads=memories, label=squares.label)
         with working(squares):
             work()
+
+    def reader(self, *more: torch.Tensor) -> Callable[[], tuple[dict[int, float], list[float]]]:
+        """Of this step. Called, it waits for the device and for what is the CPU lane's, and gives the sums by parameter, and
+        the numbers of `more` (one element each, on the device).
+        """
+        known, lane_left, pending = list(self.known.values()), self._lane_left, self._pending
+        read = self._device.partials([*(sums for _, sums in known), *more])
+
+        def numbers() -> tuple[dict[int, float], list[float]]:
+            for ticket in pending:
+                ticket.wait()
+            *sums, = read()
+            rest = [sums.pop() for _ in more][::-1]
+            names = [parameter for parameters, _ in known for parameter in parameters]
+            found = dict(zip(names, sums, strict=True))
+            for parameters, of_lane in lane_left.values():
+                found |= zip(parameters, map(float, of_lane), strict=True)
+            return found, rest
+
+        return numbers
+
+    def forget(self) -> None:
+        """The step is over; who reads its sums later has them."""
+        self.known, self._lane_left, self._pending = {}, {}, []
 
 
 def _sums(
