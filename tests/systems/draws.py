@@ -110,7 +110,7 @@ class Draw:
 
     def early(self, part: Part) -> bool:
         """Updates begin during backward."""
-        return part.stops and self.accumulate == 1
+        return part.stops
 
     def build(self, seed: int) -> Any:
         """seed: of the first weights."""
