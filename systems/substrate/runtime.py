@@ -99,7 +99,7 @@ class Runtime:
         bundles = self._managed(unit)
         for bundle in bundles:
             self._gradients.enter(bundle, unit)
-        self._residency.hold([bundle.index for bundle in bundles], ("backward", unit))
+        self._residency.hold(self._layout.bundles_of_unit.get(unit, ()), ("backward", unit))
         for bundle in bundles:
             self._gradients.reserve(bundle)
 
@@ -107,7 +107,7 @@ class Runtime:
         if not self.holds_backward(unit):
             return
         bundles = self._managed(unit)
-        self._residency.release([bundle.index for bundle in bundles], ("backward", unit))
+        self._residency.release(self._layout.bundles_of_unit.get(unit, ()), ("backward", unit))
         self._pending[unit] = max(self._pending.get(unit, 0) - 1, 0)
         if not self._pending[unit]:
             for bundle in bundles:

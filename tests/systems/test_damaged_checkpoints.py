@@ -125,7 +125,7 @@ def swap(one: str, other: str) -> Callable[[dict[str, torch.Tensor]], None]:
 @pytest.mark.parametrize("pair", [("value/0.weight", "value/2.weight"), ("exp_avg/0.bias", "exp_avg_sq/0.bias")])
 def test_swapped_tensors(pair: tuple[str, str], folder: Path) -> None:
     change(folder, swap(*pair), hashed=False)
-    refused(folder, "is damaged: its content is not what was saved")
+    assert "is damaged: its content is not what was saved" in refused(folder)
 
 
 @pytest.mark.parametrize("part", EVERY)

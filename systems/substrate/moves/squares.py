@@ -85,13 +85,11 @@ class Squares:
         def numbers() -> tuple[dict[int, float], list[float]]:
             for ticket in pending:
                 ticket.wait()
-            *sums, = read()
-            rest = [sums.pop() for _ in more][::-1]
-            names = [parameter for parameters, _ in known for parameter in parameters]
-            found = dict(zip(names, sums, strict=True))
+            read_now, names = read(), [parameter for parameters, _ in known for parameter in parameters]
+            found = dict(zip(names, read_now[: len(names)], strict=True))
             for parameters, of_lane in lane_left.values():
                 found |= zip(parameters, map(float, of_lane), strict=True)
-            return found, rest
+            return found, read_now[len(names) :]
 
         return numbers
 
