@@ -75,6 +75,7 @@ class Plan:
     barriers: moments at which the device's lanes wait for each other: what any of them is given later comes after all that the
     others were given before. At an enter that is before anything else there; at an exit the unit has let go of its bundles, and
     its gradients in place are written, before. The host's updates go on, and the host does not wait.
+    ahead: bundles whose updates run ahead of the norm, into their second versions, where all others wait for it.
     sources of predictions: timeline and simulator; None where nothing was predicted.
     """
 
@@ -93,6 +94,7 @@ class Plan:
     provisional: bool = False
     provisional_peak_bytes: int = 0
     barriers: frozenset[int] = frozenset()
+    ahead: frozenset[int] = frozenset()
 
 
 def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:

@@ -27,6 +27,8 @@ class Work(Enum):
     RESTORE = "restore"  # host slots from the masters, where they held a gradient
     NORM = "norm"  # the one host wait of a step
     UPDATE = "update"  # Adam on a bundle, or on one segment of it whose state is on the disk
+    UPDATE_AHEAD = "update-ahead"  # the same before the norm is known, out of a bundle's one version into its other
+    CLEAR = "clear"  # an accumulator, where the step is skipped or its bundle was updated ahead
     READ_STATE, WRITE_STATE = "read-state", "write-state"  # a segment's master and moments between the disk and its buffer
     OFFLOAD_INPUT = "offload-input"  # a recomputed unit's input to the host, behind what made it
     FETCH_INPUT = "fetch-input"  # its own, and the one needed next, when a unit's backward begins
@@ -35,7 +37,6 @@ class Work(Enum):
     REFILL = "refill"  # parameters over which gradients were written, from the host
     REOPEN = "reopen"  # a gradient that was sent off too early, back to the device
     OFFLOAD_ADOPTED = "offload-adopted"  # gradients in autograd's buffers, to the slots
-    CLEAR = "clear"  # an accumulator, where the step is skipped
     STATE_TO_DEVICE, STATE_TO_HOST = "state-to-device", "state-to-host"  # a segment's master and moments, for good
 
     HOLD = "hold"
