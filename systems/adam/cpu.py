@@ -36,7 +36,7 @@ class CpuKernel(AdamKernel):
         self.name = ISAS[isa]
         self.threads = threads
         self._mode = (isa, threads)
-        self._update = _function(library, "adam_update", "iippppipiclf")
+        self._update = _function(library, "adam_update", "iippppippppiclf")
         self._sum_squares = _function(library, "sum_squares", "iipil", ctypes.c_double)
         self._accumulate = _function(library, "accumulate", "iippil")
         self._cast = _function(library, "cast", "iippil")
@@ -54,6 +54,7 @@ class CpuKernel(AdamKernel):
                 task.exp_avg_sq.data_ptr(),
                 task.gradient.data_ptr(),
                 FORMATS[task.gradient.dtype],
+                *((None, None, None) if task.into is None else (tensor.data_ptr() for tensor in task.into)),
                 None if task.out is None else task.out.data_ptr(),
                 NO_OUTPUT if task.out is None else FORMATS[task.out.dtype],
                 b"".join(rows),

@@ -204,7 +204,7 @@ class _Launch:
 class TritonKernel(TorchKernel):
     """The AdamKernel for CUDA tensors; accumulate, cast and copy are single torch operations already.
 
-    Bit-equal to CpuKernel in the update; sums of squares are added in another fixed order.
+    Bit-equal to CpuKernel in the update, which is in place; sums of squares are added in another fixed order.
     """
 
     name = "triton"
@@ -221,6 +221,8 @@ class TritonKernel(TorchKernel):
         programs: dict[Formats, int] = {}
         for task in tasks:
             task.check()
+            if task.into is not None:
+                raise ValueError("the CUDA kernel updates in place alone: give no `into`, host kernels alone take it")
             formats = task.gradient.dtype, None if task.out is None else task.out.dtype
             rows, program = launches.setdefault(formats, []), programs.get(formats, 0)
             out = task.master if task.out is None else task.out

@@ -53,7 +53,9 @@ class AdamTask:
     """Flat tensors that share offsets, and the ranges of them to update: ascending and disjoint; the rest is not touched.
 
     master, exp_avg, exp_avg_sq: fp32. gradient: fp32, bf16 or fp16. out: gets the new weights rounded to its type, or
-    None; it may be the very memory of gradient, if of one width. All 1-D, contiguous, of one length, on one device.
+    None; it may be the very memory of gradient, if of one width. into: where the new master, exp_avg and exp_avg_sq (fp32) go,
+    None for in place; with it the task writes nothing that it reads, so that the update can still be dropped. All 1-D,
+    contiguous, of one length, on one device.
     """
 
     master: torch.Tensor
@@ -62,15 +64,17 @@ class AdamTask:
     gradient: torch.Tensor
     out: torch.Tensor | None
     ranges: Sequence[AdamRange]
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def check(self) -> None:
         """Raises ValueError unless the task is what the class says."""
         master, gradient = self.master, self.gradient
         numel, device = master.numel(), master.device
-        for tensor in (master, self.exp_avg, self.exp_avg_sq):
+        states = (master, self.exp_avg, self.exp_avg_sq, *(self.into or ()))
+        for tensor in states:
             if tensor.dtype is not torch.float32:
-                raise ValueError(f"master, exp_avg and exp_avg_sq must be fp32, got {tensor.dtype}")
-        for tensor in (master, self.exp_avg, self.exp_avg_sq, gradient, gradient if self.out is None else self.out):
+                raise ValueError(f"master, exp_avg and exp_avg_sq must be fp32, old and new, got {tensor.dtype}")
+        for tensor in (*states, gradient, gradient if self.out is None else self.out):
             if tensor.dtype not in FORMATS:
                 raise ValueError(f"gradient and out must be fp32, bf16 or fp16, got {tensor.dtype}")
             if tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
@@ -82,6 +86,8 @@ class AdamTask:
             raise ValueError(
                 "gradient and out overlap: they must be disjoint, or start at one address with elements of one width"
             )
+        if self.into is not None and numel:
+            self._check_apart(self.into)
         end = 0
         for each in self.ranges:
             if each.offset < end or each.numel < 0:
@@ -89,6 +95,17 @@ class AdamTask:
             end = each.offset + each.numel
         if end > numel:
             raise ValueError(f"ranges end at {end}, beyond the tensors' {numel} elements")
+
+    def _check_apart(self, into: Sequence[torch.Tensor]) -> None:
+        written = dict(zip(("the new master", "the new exp_avg", "the new exp_avg_sq"), into, strict=True))
+        if self.out is not None:
+            written["out"] = self.out
+        others = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "gradient": self.gradient}
+        for name, tensor in written.items():
+            for other, at in others.items():
+                if _overlap(tensor, at):
+                    raise ValueError(f"{name} overlaps {other}: an update `into` other memory leaves what it reads as it is")
+            others[name] = tensor
 
 
 class AdamKernel(Protocol):
@@ -106,12 +123,16 @@ class AdamKernel(Protocol):
         out: torch.Tensor | None,
         ranges: Sequence[AdamRange],
         factor: float,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """One Adam step in place on one AdamTask. factor (loss scale and clipping) multiplies the gradient first."""
-        self.update_all([AdamTask(master, exp_avg, exp_avg_sq, gradient, out, ranges)], factor=factor)
+        """One Adam step on one AdamTask. factor (loss scale and clipping) multiplies the gradient first."""
+        self.update_all([AdamTask(master, exp_avg, exp_avg_sq, gradient, out, ranges, into)], factor=factor)
 
     def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
-        """`update` for several tasks. On CUDA it is one launch in all, where launches cost more than small tensors."""
+        """`update` for several tasks. On CUDA it is one launch in all, where launches cost more than small tensors.
+
+        Raises ValueError for a bad task; `triton` also for one with `into`.
+        """
 
     def prepare_all(self, tasks: Sequence[AdamTask]) -> Callable[[float], None]:
         """`update_all` in two: all that needs no factor now, the rest when what is returned is called with it, once.
@@ -150,10 +171,14 @@ def coefficients(of: AdamRange) -> Coefficients:
 
 
 def _clash(gradient: torch.Tensor, out: torch.Tensor) -> bool:
-    at, to = gradient.data_ptr(), out.data_ptr()
-    if at == to:
+    if gradient.data_ptr() == out.data_ptr():
         return gradient.element_size() != out.element_size()
-    return at < to + out.nbytes and to < at + gradient.nbytes
+    return _overlap(gradient, out)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Both contiguous, not empty, on one device."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def check_pair(fp32: torch.Tensor, other: torch.Tensor) -> None:
@@ -187,6 +212,8 @@ class TorchKernel(AdamKernel):
 
     def _piece(self, task: AdamTask, where: slice, c: Coefficients, factor: float) -> None:
         p, m, v = task.master[where], task.exp_avg[where], task.exp_avg_sq[where]
+        if task.into is not None:
+            p, m, v = (new[where].copy_(old) for new, old in zip(task.into, (p, m, v), strict=True))
         g = task.gradient[where].float() * factor
         if c.l2:
             g.add_(p, alpha=c.l2)

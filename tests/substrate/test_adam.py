@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.cpu().view(BITS[a.dtype]), b.cpu().view(BITS[b.dtype]))
 
 
-def random_state(numel: int, seed: int, gradient: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def random_state(numel: int, seed: int, gradient: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Tensors, by the names that they have in a task."""
     generator = torch.Generator().manual_seed(seed)
     master, exp_avg, exp_avg_sq, values = torch.randn(4, numel, generator=generator)
     return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.square(), "gradient": values.to(gradient)}

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,13 @@ RANGE = AdamRange(offset=0, numel=NUMEL, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e
 STEPS = 20
 
 
-def state(seed: int) -> dict[str, torch.Tensor]:
+def state(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     master, exp_avg, exp_avg_sq, gradient = torch.randn(4, NUMEL, generator=generator)
     return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.square(), "gradient": gradient}
 
 
-def train(state: dict[str, torch.Tensor], threads: int, sums: list[float | torch.Tensor]) -> None:
+def train(state: dict[str, Any], threads: int, sums: list[float | torch.Tensor]) -> None:
     kernel = cpu_kernel(threads=threads)
     for step in range(1, STEPS + 1):
         kernel.update(**state, out=None, ranges=[replace(RANGE, step=step)], factor=0.5)

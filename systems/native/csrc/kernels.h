@@ -1,6 +1,6 @@
 // Not an ordinary header: the loops, written once and included once per instruction set. TARGET is the function
-// attribute; vec, WIDTH, load, store, add, sub, mul, div, fma, root and add_squares are those of the namespace around
-// it (lanes.h).
+// attribute; vec, WIDTH, load, store, add, sub, mul, div, fma, root, stream_line, drain and add_squares are those of the
+// namespace around it (lanes.h).
 //
 // Every element goes through the same operations in the same order on every instruction set, so where a vector starts
 // does not matter: a short head brings the index to a multiple of LINE (aligned if the tensors are), and head and tail
@@ -11,64 +11,108 @@ struct Constants {
     bool coupled;
 };
 
-// One line of elements. Adam (Kingma and Ba 2015, algorithm 1) in the form of torch.optim: lerp for the first moment,
-// division by sqrt(v) / sqrt(1 - beta2^t) + eps. gradient and out may be the same memory.
+// What one step reads and writes, from some element on. New and old may be the same memory, and so may gradient and out.
 template <class G, class O>
-LANE_FN(TARGET) void adam_line(float* master, float* first, float* second, const G* gradient, O* out,
-                               const Constants& c) {
-    for (int k = 0; k < LINE; k += WIDTH) {
-        vec p = load(master + k), m = load(first + k), v = load(second + k);
-        vec g = mul(load(gradient + k), c.factor);
+struct AdamPointers {
+    const float *master, *first, *second;
+    const G* gradient;
+    float *new_master, *new_first, *new_second;
+    O* out;
+};
+
+// One line of elements. Adam (Kingma and Ba 2015, algorithm 1) in the form of torch.optim: lerp for the first moment,
+// division by sqrt(v) / sqrt(1 - beta2^t) + eps.
+template <class G, class O>
+LANE_FN(TARGET) void adam_line(const AdamPointers<G, O>& a, int64_t i, const Constants& c) {
+    for (const int64_t end = i + LINE; i < end; i += WIDTH) {
+        vec p = load(a.master + i), m = load(a.first + i), v = load(a.second + i);
+        vec g = mul(load(a.gradient + i), c.factor);
         if (c.coupled) g = fma(p, c.l2, g);
         m = fma(sub(g, m), c.w1, m);
         v = fma(mul(g, c.w2), g, mul(v, c.b2));
         p = fma(div(m, fma(root(v), c.inverse_root_correction2, c.eps)), c.negative_step, mul(p, c.decay));
-        store(first + k, m);
-        store(second + k, v);
-        store(master + k, p);
-        store(out + k, p);
+        store(a.new_first + i, m);
+        store(a.new_second + i, v);
+        store(a.new_master + i, p);
+        store(a.out + i, p);
     }
 }
 
 template <class G, class O>
-TARGET static void adam_part_of_line(float* master, float* first, float* second, const G* gradient, O* out,
-                                     const Constants& c, int64_t n) {
+TARGET static void adam_part_of_line(const AdamPointers<G, O>& a, int64_t i, const Constants& c, int64_t n) {
     float p[LINE] = {}, m[LINE] = {}, v[LINE] = {};
     G g[LINE] = {};
     O o[LINE] = {};
-    std::memcpy(p, master, n * sizeof(float));
-    std::memcpy(m, first, n * sizeof(float));
-    std::memcpy(v, second, n * sizeof(float));
-    std::memcpy(g, gradient, n * sizeof(G));
-    adam_line(p, m, v, g, o, c);
-    std::memcpy(master, p, n * sizeof(float));
-    std::memcpy(first, m, n * sizeof(float));
-    std::memcpy(second, v, n * sizeof(float));
-    if (!std::is_same<O, absent>::value) std::memcpy(out, o, n * sizeof(O));
+    std::memcpy(p, a.master + i, n * sizeof(float));
+    std::memcpy(m, a.first + i, n * sizeof(float));
+    std::memcpy(v, a.second + i, n * sizeof(float));
+    std::memcpy(g, a.gradient + i, n * sizeof(G));
+    adam_line(AdamPointers<G, O>{p, m, v, g, p, m, v, o}, 0, c);
+    std::memcpy(a.new_master + i, p, n * sizeof(float));
+    std::memcpy(a.new_first + i, m, n * sizeof(float));
+    std::memcpy(a.new_second + i, v, n * sizeof(float));
+    if (!std::is_same<O, absent>::value) std::memcpy(a.out + i, o, n * sizeof(O));
 }
 
 template <class G, class O>
-TARGET static void adam_span(const AdamTensors& t, const AdamRow& row, float factor, int64_t begin, int64_t end) {
-    float *p = t.master, *m = t.first, *v = t.second;
-    const G* g = static_cast<const G*>(t.gradient);
-    O* o = static_cast<O*>(t.out);
-    const Constants c = {all(factor), all(row.decay), all(row.l2), all(row.w1), all(row.b2), all(row.w2),
-                         all(row.inverse_root_correction2), all(row.eps), all(row.negative_step), row.l2 != 0.0f};
+TARGET static void adam_run(const AdamPointers<G, O>& a, const Constants& c, int64_t begin, int64_t end) {
     int64_t i = begin;
     if (const int64_t head = std::min<int64_t>((LINE - i % LINE) % LINE, end - i)) {
-        adam_part_of_line(p + i, m + i, v + i, g + i, o + i, c, head);
+        adam_part_of_line(a, i, c, head);
         i += head;
     }
     for (; i + LINE <= end; i += LINE) {
         const int64_t ahead = i + ADAM_PREFETCH;
-        __builtin_prefetch(p + ahead);
-        __builtin_prefetch(m + ahead);
-        __builtin_prefetch(v + ahead);
-        __builtin_prefetch(g + ahead);
-        if (!std::is_same<O, absent>::value) __builtin_prefetch(o + ahead);
-        adam_line(p + i, m + i, v + i, g + i, o + i, c);
+        __builtin_prefetch(a.master + ahead);
+        __builtin_prefetch(a.first + ahead);
+        __builtin_prefetch(a.second + ahead);
+        __builtin_prefetch(a.gradient + ahead);
+        if (!std::is_same<O, absent>::value) __builtin_prefetch(a.out + ahead);
+        adam_line(a, i, c);
     }
-    if (i < end) adam_part_of_line(p + i, m + i, v + i, g + i, o + i, c, end - i);
+    if (i < end) adam_part_of_line(a, i, c, end - i);
+}
+
+// memcpy past the caches, but for what shares a line of `to` with others.
+TARGET static void stream(void* to, const void* from, int64_t nbytes) {
+    char* t = static_cast<char*>(to);
+    const char* f = static_cast<const char*>(from);
+    int64_t i = std::min<int64_t>(-reinterpret_cast<uintptr_t>(t) % LINE_BYTES, nbytes);
+    std::memcpy(t, f, i);
+    for (; i + LINE_BYTES <= nbytes; i += LINE_BYTES) stream_line(t + i, f + i);
+    std::memcpy(t + i, f + i, nbytes - i);
+}
+
+// Out of place: the results of some lines wait in the first-level cache, then go out one tensor after the other, and no line
+// of the new memory is read before it is overwritten.
+template <class G, class O>
+TARGET static void adam_streamed(const AdamPointers<G, O>& a, const Constants& c, int64_t begin, int64_t end) {
+    static_assert(ADAM_STREAMED % LINE == 0, "a line of the tensors is a line here");
+    alignas(LINE_BYTES) float p[ADAM_STREAMED], m[ADAM_STREAMED], v[ADAM_STREAMED];
+    alignas(LINE_BYTES) O o[ADAM_STREAMED];
+    while (begin < end) {
+        const int64_t at = begin / ADAM_STREAMED * ADAM_STREAMED, from = begin - at;
+        const int64_t n = std::min<int64_t>(ADAM_STREAMED - from, end - begin);
+        adam_run<G, O>({a.master + at, a.first + at, a.second + at, a.gradient + at, p, m, v, o}, c, from, from + n);
+        stream(a.new_master + begin, p + from, n * sizeof(float));
+        stream(a.new_first + begin, m + from, n * sizeof(float));
+        stream(a.new_second + begin, v + from, n * sizeof(float));
+        if (!std::is_same<O, absent>::value) stream(a.out + begin, o + from, n * sizeof(O));
+        begin += n;
+    }
+    drain();
+}
+
+template <class G, class O>
+TARGET static void adam_span(const AdamTensors& t, const AdamRow& row, float factor, int64_t begin, int64_t end) {
+    const AdamPointers<G, O> a = {t.master,     t.first,     t.second,     static_cast<const G*>(t.gradient),
+                                  t.new_master, t.new_first, t.new_second, static_cast<O*>(t.out)};
+    const Constants c = {all(factor), all(row.decay), all(row.l2), all(row.w1), all(row.b2), all(row.w2),
+                         all(row.inverse_root_correction2), all(row.eps), all(row.negative_step), row.l2 != 0.0f};
+    if (a.new_master == a.master)
+        adam_run(a, c, begin, end);
+    else
+        adam_streamed(a, c, begin, end);
 }
 
 template <class G>

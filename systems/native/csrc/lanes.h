@@ -17,6 +17,7 @@
 #define LANE_FN(target) target static inline __attribute__((always_inline))
 
 constexpr int LINE = 16;          // elements handled together: one cache line of fp32
+constexpr int LINE_BYTES = 64;
 constexpr int SQUARE_LANES = 32;  // accumulators of sum_squares: element i of a block goes to lane i % 32
 
 namespace plain {
@@ -39,6 +40,8 @@ FN void store(T* y, vec x) {
     *y = narrowed<T>(x);
 }
 FN void store(absent*, vec) {}
+FN void stream_line(void* to, const void* from) { std::memcpy(to, from, LINE_BYTES); }
+FN void drain() {}
 template <class T>
 FN void add_squares(const T* x, int64_t rows, double* lanes) {
     for (int64_t row = 0; row < rows; row++)
@@ -85,6 +88,12 @@ FN void store(fp16* y, vec x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(y), half);
 }
 FN void store(absent*, vec) {}
+FN void stream_line(void* to, const void* from) {  // to: a whole line, written past the caches
+    const __m256i* half = static_cast<const __m256i*>(from);
+    _mm256_stream_si256(static_cast<__m256i*>(to), _mm256_loadu_si256(half));
+    _mm256_stream_si256(static_cast<__m256i*>(to) + 1, _mm256_loadu_si256(half + 1));
+}
+FN void drain() { _mm_sfence(); }  // what was streamed is seen before what follows
 template <class T>
 FN void add_squares(const T* x, int64_t rows, double* lanes) {
     __m256d sum[SQUARE_LANES / 4];
@@ -135,6 +144,8 @@ FN void store(fp16* y, vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), half);
 }
 FN void store(absent*, vec) {}
+FN void stream_line(void* to, const void* from) { _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from)); }
+FN void drain() { _mm_sfence(); }
 template <class T>
 FN void add_squares(const T* x, int64_t rows, double* lanes) {
     __m512d sum[SQUARE_LANES / 8];
