@@ -16,8 +16,7 @@ from harness.spec import RunSpec
 from systems.errors import UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning import hardware
-from systems.planning.layout import round_up
-from systems.planning.policy.homes import PAGE
+from systems.planning.layout import PAGE, round_up
 from systems.prediction.forecast import Observations, Question, fits, forecast, policy_of
 from systems.prediction.remedies import DiskRoom, Remedy, remedies
 

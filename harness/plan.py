@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
             }
             for tier, need in found.tiers.items()
         },
+        "ahead": None if found.ahead is None else asdict(found.ahead),
         "remedies": [
             {"what": r.what, "changes": dict(r.changes), "command": command("plan", spec, r.changes)} for r in helpful
         ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from harness.spec import in_flags
 from systems.prediction.forecast import Forecast
 from systems.prediction.needs import TierNeed
 from systems.prediction.remedies import Remedy
+from systems.prediction.running_ahead import AheadForecast
 from systems.sizes import format_size
 
 LIMITS: Mapping[str, str] = MappingProxyType(
@@ -46,6 +47,9 @@ def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title:
     else:
         console.print(f"does not fit: {in_flags(found.why_not)}", markup=False)
     _show_speed(found, console)
+    if found.ahead is not None:
+        for line in _ahead(found.ahead):
+            console.print(line, markup=False)
     for remedy in helpful:
         console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
 
@@ -68,6 +72,20 @@ def _show_speed(found: Forecast, console: Console) -> None:
         console.print(f"limited by {limit}", markup=False)
     else:
         console.print(f"highest bound: {limit}; the step takes {step / highest:.2f} times that, waiting in turn", markup=False)
+
+
+def _ahead(ahead: AheadForecast) -> Iterator[str]:
+    room = f"{format_size(ahead.spare_bytes)} of host memory to spare"
+    if ahead.share:
+        taken = f"with second versions of {format_size(ahead.taken_bytes)} in the {room}"
+        times = f"{ahead.step_time_s:.4g} s a step, {ahead.waiting_step_time_s:.4g} s without"
+        yield f"{ahead.share:.0%} of the updates on the host run ahead of the norm, {taken}: {times}"
+    else:
+        why = "there is too little" if ahead.more is not None else "none would gain by it"
+        yield f"no update on the host runs ahead of the norm, {room}: {why}"
+    if ahead.more is not None:
+        more = f"{format_size(ahead.more.nbytes)} more host memory a node: {ahead.more.step_time_s:.4g} s a step"
+        yield f"{ahead.more.share:.0%} would with {more}"
 
 
 def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console: Console, *, title: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 ALIGN_BYTES = 256
+PAGE = 4096  # bytes of host memory, of which a mapping has whole ones
 
 
 def align_elements(itemsize: int) -> int:

@@ -20,10 +20,11 @@ from systems.planning.clock.rates import Rates
 from systems.planning.clock.simulator import Simulation, simulation_of
 from systems.planning.clock.work import MicroStepWork, interval_seconds, trace_of_work
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import Layout, ModelIndex, round_up
+from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan
-from systems.planning.policy.homes import PAGE, within_host
+from systems.planning.policy.ahead import AheadChoice
 from systems.planning.policy.homes import host_need as host_bytes
+from systems.planning.policy.homes import waiting_input_bytes, within_host
 from systems.planning.policy.windows import leaving, under
 from systems.planning.step.residence import Residence, unmovable
 from systems.planning.step.schedule import Schedule, expand
@@ -32,6 +33,7 @@ from systems.planning.trace import Trace
 from systems.prediction.meta_step import observe
 from systems.prediction.needs import TierNeed, device_need, disk_need, host_need
 from systems.prediction.resident_policy import ResidentPolicy
+from systems.prediction.running_ahead import AheadForecast
 from systems.settings import TORCH_DTYPE, DType
 from systems.sizes import format_size
 from systems.substrate.system import ManagedSystem
@@ -108,7 +110,8 @@ class Forecast:
 
     device_peak_bytes: what the device's allocator will have reserved. warm_up_peak_bytes: already before there is a plan.
     least_device_bytes: the smallest device budget in which there is a plan. why_not: one line; None if it fits. Where the
-    device is too small, tiers and simulation are of that smallest budget.
+    device is too small, tiers and simulation are of that smallest budget. ahead: of updates that run ahead of the norm; None
+    where none can.
     """
 
     system: str
@@ -119,6 +122,7 @@ class Forecast:
     warm_up_peak_bytes: int
     least_device_bytes: int
     why_not: str | None
+    ahead: AheadForecast | None = None
 
     @property
     def fits(self) -> bool:
@@ -132,13 +136,14 @@ class Forecast:
 @dataclass(frozen=True)
 class _Planned:
     """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them. inputs_away: bytes of
-    blocks' inputs that may wait on the host, in whole pages.
+    blocks' inputs that may wait on the host, in whole pages. choice: of what runs ahead in the plan.
     """
 
     layout: Layout
     trace: Trace
     plan: Plan
     context: PlanningContext
+    choice: AheadChoice
     warm_up_peak_bytes: int = 0
     inputs_away: int = 0
 
@@ -179,7 +184,8 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     if question.disk_memory and isinstance(system, ManagedSystem):
         on_node = question.ranks_on_node
         tiers["disk"] = disk_need(planned.layout, ranks_on_node=on_node, have_bytes=question.disk_memory)
-    return Forecast(system.name, question, tiers, simulation, *peaks, least, why_not)
+    ahead = AheadForecast.of(planned.choice, planned.plan, question.ranks_on_node)
+    return Forecast(system.name, question, tiers, simulation, *peaks, least, why_not, ahead)
 
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
@@ -256,7 +262,9 @@ class _PlansByBudget:
             trace = self._trace(question, layout, work)
             trace = under(replace(trace, recomputed=away), {}, recomputed=away, offloaded=away)
             warm_up = self._warm_up(strategy, layout, trace, context)
-            return _Planned(layout, trace, strategy.plan(layout, trace), context, warm_up, _input_bytes(trace, away))
+            choice = self._choice(strategy, strategy.plan(layout, trace), layout, trace, context)
+            inputs = waiting_input_bytes(trace, away)
+            return _Planned(layout, trace, choice.made(), context, choice, warm_up, inputs)
         return self._plan_with_switches(strategy, index, layout, context)
 
     def _plan_with_switches(self, strategy: Strategy, index: ModelIndex, layout: Layout, context: PlanningContext) -> _Planned:
@@ -272,13 +280,20 @@ class _PlansByBudget:
             trace = self._trace(question, layout, self._observations.of(question)[1])
             trace = under(replace(trace, recomputed=units), {}, recomputed=units, offloaded=away)
             if plan is not None and not plan.provisional:
-                inputs = _input_bytes(trace, strategy.offloaded_inputs)
-                return _Planned(layout, trace, plan, context, max(warm_up or 0, plan.provisional_peak_bytes), inputs)
+                choice = self._choice(strategy, plan, layout, trace, context)
+                inputs = waiting_input_bytes(trace, strategy.offloaded_inputs)
+                peak = max(warm_up or 0, plan.provisional_peak_bytes)
+                return _Planned(layout, trace, choice.made(), context, choice, peak, inputs)
             seen = self._warm_up(strategy, layout, trace, context)
             warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
             plan = strategy.plan(layout, trace)
             units, away = plan.rematerialise, plan.offload_inputs or frozenset()
         raise UnsupportedError(f"{strategy.name} does not come to a plan")
+
+    def _choice(self, strategy: Strategy, plan: Plan, layout: Layout, trace: Trace, context: PlanningContext) -> AheadChoice:
+        """Of a host that is as large as it is, also where the plan was made for a larger one."""
+        host = self.question.host_memory // self.question.ranks_on_node
+        return AheadChoice(plan, layout, trace, replace(context, host_budget=host), strategy.offloaded_inputs)
 
     def _warm_up(self, strategy: Strategy, layout: Layout, trace: Trace, context: PlanningContext) -> int:
         """Peak of a step without a plan: the pool that is set aside beside what the step makes."""
@@ -316,11 +331,6 @@ class _PlansByBudget:
             copies=self._keeps_host_copies,
             inputs=planned.inputs_away,
         )
-
-
-def _input_bytes(trace: Trace, units: frozenset[int]) -> int:
-    """Of the host, for the inputs of these units: each has whole pages of its own."""
-    return sum(round_up(size, PAGE) for unit, size in trace.input_bytes if unit in units)
 
 
 def _least_budget(planner: _PlansByBudget) -> tuple[int, str | None]:

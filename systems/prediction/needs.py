@@ -7,6 +7,7 @@ Note [Kinds]
     gradients      on the device, in ranges of their own or in autograd's buffers until the update
     master, moments, accumulators    of the optimizer, where the update is
     buffers, on the host   through which states on the disk go
+    second versions        of bundles whose updates run ahead of the norm: master, moments and slots
     allocator              left free: blocks do not lie without holes, see `planning.allowance`
     activations    everything else that forward and backward make, temporaries included; buffers: the module's own
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from systems.planning.disk_layout import PARTS, buffer_bytes, disk_bytes
 from systems.planning.layout import Layout
 from systems.planning.step.operations import Work
+from systems.planning.step.residence import second_version_bytes
 from systems.planning.step.schedule import Schedule
 from systems.planning.step.timeline import MemTimeline
 
@@ -106,6 +108,7 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies
     beside = sum(residence.host_state_bytes(b) for b in bundles if b in layout.on_disk)
     parts["accumulators"] += beside
     parts["buffers"], parts["activations"] = buffer_bytes(layout), inputs
+    parts["second versions"] = second_version_bytes(layout, residence.context, residence.ahead)
     parts = {name: size * ranks_on_node for name, size in parts.items()}
     return TierNeed(sum(parts.values()), have_bytes, _present(parts))
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from systems.errors import BudgetError
 from systems.planning.disk_layout import disk_bytes
-from systems.planning.layout import Layout
+from systems.planning.layout import PAGE, Layout
 from systems.planning.plan import UpdateRule
-from systems.planning.policy.homes import PAGE, host_need, within_host
+from systems.planning.policy.homes import host_need, within_host
 from systems.planning.strategy import PlanningContext
 from tests.planning.synthetic import PLENTY, context, layout_of
 

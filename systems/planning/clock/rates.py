@@ -27,6 +27,7 @@ from systems.planning.strategy import PlanningContext
 HOST_DRAM, HOST_LINK = "host-dram", "host-link"
 STATE_BYTES = 24  # master and both moments of a parameter, read and written
 HOST_QUEUE = "host"
+UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bundles' next uses
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Costs:
         return self._numel(operation) * self._per_element(operation)
 
     def _per_element(self, operation: ScheduledOperation) -> int:
-        """An update reads the gradient (an accumulator is cleared as well) and writes the parameter beside the states."""
+        """An update reads the gradient and writes the parameter beside the states. It clears an accumulator as well, but not if
+        it runs ahead: should that have been in vain, the gradient is needed again."""
         item = self.context.itemsize
         if operation.kind is Work.SQUARES:
             return item if self.context.accumulate == 1 else 4
@@ -158,6 +160,10 @@ class Costs:
             return item + 8
         if operation.kind is Work.RESTORE:
             return 4 + item
+        if operation.kind is Work.CLEAR:
+            return 4
+        if operation.kind is Work.UPDATE_AHEAD:
+            return STATE_BYTES + item + (4 if self.context.accumulate > 1 else item)
         return STATE_BYTES + item + (8 if self.context.accumulate > 1 else item)
 
     def _numel(self, operation: ScheduledOperation) -> int:
@@ -168,7 +174,7 @@ class Costs:
         """As the substrate gives them: sums of squares go first, whoever waits for the norm."""
         if operation.kind is Work.SQUARES:
             return -1
-        return self.updates.get(operation.bundle, operation.bundle) if operation.kind is Work.UPDATE else operation.bundle
+        return self.updates.get(operation.bundle, operation.bundle) if operation.kind in UPDATES else operation.bundle
 
     def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None

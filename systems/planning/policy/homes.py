@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 
 from systems.errors import BudgetError
 from systems.planning.disk_layout import BUFFERS, PARTS, buffer_bytes, disk_bytes, part_bytes
-from systems.planning.layout import Bundle, Layout, round_up
+from systems.planning.layout import PAGE, Bundle, Layout, round_up
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.nominal import nominal_trace
 from systems.planning.step.demand import demand_of
 from systems.planning.step.profiles import minimum_need
 from systems.planning.step.residence import Residence, unmovable
 from systems.planning.strategy import PlanningContext
+from systems.planning.trace import Trace
 from systems.sizes import format_need, format_size
-
-PAGE = 4096  # of host memory
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,11 @@ class HostNeed:
 def shard_numel(layout: Layout, bundle: Bundle) -> int:
     """Of this rank."""
     return sum(layout.segments[s].shard_numel for s in bundle.segments)
+
+
+def waiting_input_bytes(trace: Trace, units: frozenset[int]) -> int:
+    """Of this rank's host, for inputs of these units that wait there: each has whole pages of its own."""
+    return sum(round_up(size, PAGE) for unit, size in trace.input_bytes if unit in units)
 
 
 def host_need(layout: Layout, context: PlanningContext) -> int:

@@ -84,6 +84,8 @@ class ScheduledGradients:
         if update_now:
             self._update(bundle)
             del self._flushed[bundle]
+        elif last_micro_step and bundle in self.residence.ahead:
+            self._order.add(Work.UPDATE_AHEAD, LaneKind.CPU, bundle, writes=(*states, *slots))
         if self.residence.gradient_freed_at_flush(bundle):
             self._free(bundle)
         if self.residence.reuses(bundle) and bundle in self._copies.resident:
@@ -104,7 +106,9 @@ class ScheduledGradients:
         for bundle in sorted(self.open_now):
             self._free(bundle)
         for bundle in due:
-            if bundle not in self.residence.on_device:
+            if bundle in self.residence.ahead:
+                self._clear(bundle)
+            elif bundle not in self.residence.on_device:
                 self._update(bundle)
         self._flushed.clear()
         for bundle in in_order_of_use(self.residence.on_device & set(self.demand.gradient_spans), self.demand):
@@ -115,6 +119,12 @@ class ScheduledGradients:
         lane = LaneKind.COMPUTE if bundle in self.residence.on_device else LaneKind.CPU
         states = tuple(state(s) for s in self.layout.bundles[bundle].segments)
         self._order.add(Work.SQUARES, lane, bundle, reads=states, writes=(f"norm:{bundle}",))
+
+    def _clear(self, bundle: int) -> None:
+        """What an update behind the norm does beside all else, of a bundle that was updated ahead of it."""
+        if self.context.accumulate > 1:
+            states = tuple(state(s) for s in self.layout.bundles[bundle].segments)
+            self._order.add(Work.CLEAR, LaneKind.CPU, bundle, writes=states)
 
     def _update(self, bundle: int) -> None:
         norm = ("norm",) if self.residence.update_rule is UpdateRule.AFTER_NORM else ()

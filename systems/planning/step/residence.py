@@ -4,12 +4,12 @@ device, and the bytes that states take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from systems.planning.disk_layout import buffer_bytes
-from systems.planning.layout import Layout
+from systems.planning.disk_layout import PARTS, buffer_bytes
+from systems.planning.layout import PAGE, Layout, round_up
 from systems.planning.plan import Tier, UpdateRule
 from systems.planning.step.demand import Demand, Span
 from systems.planning.strategy import PlanningContext
@@ -20,7 +20,7 @@ class Residence:
     """Where each bundle lives and is updated: the part of a plan that lifetimes depend on.
 
     on_device: bundles whose segments are updated on the device (or that never move); they stay resident for good.
-    in_place: see Note [Gradients in place] in demand.py.
+    in_place: see Note [Gradients in place] in demand.py. ahead: bundles with second versions, see Plan.ahead.
     """
 
     layout: Layout
@@ -28,6 +28,7 @@ class Residence:
     on_device: frozenset[int]
     update_rule: UpdateRule
     in_place: frozenset[int] = frozenset()
+    ahead: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -37,10 +38,11 @@ class Residence:
         optimizer_tier: Sequence[Tier],
         update_rule: UpdateRule,
         in_place: frozenset[int] = frozenset(),
+        ahead: frozenset[int] = frozenset(),
     ) -> Residence:
         """A bundle is on the device if its first segment is: all segments of a bundle share their tier."""
         on_device = frozenset(b.index for b in layout.bundles if optimizer_tier[b.segments[0]] is Tier.DEVICE)
-        return cls(layout, context, on_device, update_rule, in_place)
+        return cls(layout, context, on_device, update_rule, in_place, ahead)
 
     def reuses(self, bundle: int) -> bool:
         """True if the gradient takes the parameters' place."""
@@ -79,10 +81,11 @@ class Residence:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Of slots of all segments, states that have their home there and are not on the device (their pages go back then), and
-        buffers for those on the disk."""
+        """Of slots of all segments, states that have their home there and are not on the device (their pages go back then),
+        buffers for those on the disk, and second versions."""
         slots = sum(segment.shard_numel for segment in self.layout.segments) * self.layout.itemsize
-        return slots + sum(map(self.host_state_bytes, range(len(self.layout.bundles)))) + buffer_bytes(self.layout)
+        states = sum(map(self.host_state_bytes, range(len(self.layout.bundles))))
+        return slots + states + buffer_bytes(self.layout) + second_version_bytes(self.layout, self.context, self.ahead)
 
     def host_state_bytes(self, bundle: int) -> int:
         """Of a bundle's states, on the host; of those on the disk the accumulators are there."""
@@ -95,6 +98,16 @@ class Residence:
     def static_bytes(self) -> int:
         """Pool bytes that are there at every moment: parameters and optimizer state of the bundles on the device."""
         return sum(self.layout.bundle_bytes(b) + self.state_bytes(b) for b in self.on_device)
+
+
+def second_version_bytes(layout: Layout, context: PlanningContext, bundles: Iterable[int]) -> int:
+    """Of this rank's host, for the second versions of these bundles: a mapping each for master, exp_avg, exp_avg_sq and slots.
+
+    With several micro-batches none for slots: gradients are in the accumulators, and both versions have one slot.
+    """
+    numel = sum(layout.segments[s].shard_numel for b in bundles for s in layout.bundles[b].segments)
+    slots = numel * layout.itemsize if context.accumulate == 1 else 0
+    return PARTS * round_up(4 * numel, PAGE) + round_up(slots, PAGE)
 
 
 def unmovable(layout: Layout) -> frozenset[int]:

@@ -9,11 +9,12 @@ Note [What happens at a moment]
     ENTER   at BACKWARD_ENTER the unit's input, and the one needed next, if they wait on the host; planned operations; holds (a
             bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
     EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate (then
-            the sum of squares follows, in the last micro-step), update if the rule allows; stale device copies go; planned
-            operations
+            the sum of squares follows, in the last micro-step), update if the rule allows or if it runs ahead; stale device
+            copies go; planned operations
     STEP_END  sums of squares of accumulators that the last micro-step added nothing to; the norm; updates on the device, and
-            the gradients that waited for them go; updates on the host, first-used bundles first; stale copies go; planned
-            operations (fetches for the next step, which wait for the host's updates)
+            the gradients that waited for them go; updates on the host, first-used bundles first, and among them, of bundles
+            updated ahead, the accumulators are cleared; stale copies go; planned operations (fetches for the next step, which
+            wait for the host's updates)
     last    the inputs of recomputed units that leave for the host before the next moment
     Between two moments the compute lane runs what the model does there. At the end of a backward that includes the writing of
     gradients in place, which the runtime does before the barrier of the unit's exit.
@@ -26,6 +27,9 @@ Note [Resources]
     host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update; what
                     is used again in between is fetched from the master in state:S
     state:S         master weight, moments and accumulator of a segment, on whatever tier
+                    An update that runs ahead reads one version of state and slot and writes the other, which has the names
+                    from there on. Here it writes both names as any update does: in steady steps the versions take turns, so
+                    that waits come out the same, or stricter by what would still read the version before.
     host:buffer:N   through which states on the disk go
     hidden:U        the input of a unit that waits on the host (host:hidden:U) for its backward
     norm:B, norm    a bundle's sum of squares; the step's norm
@@ -86,7 +90,7 @@ class Schedule:
 
 def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> Schedule:
     """All operations of one steady step. Flaws of the plan are noted, not raised. O(operations x lanes)."""
-    residence = Residence.of(layout, context, plan.optimizer_tier, plan.update_rule, plan.in_place)
+    residence = Residence.of(layout, context, plan.optimizer_tier, plan.update_rule, plan.in_place, plan.ahead)
     expansion = _Expansion(trace, plan, residence, demand_of(layout, trace, context, plan.in_place))
     for moment in range(len(trace)):
         expansion.step(moment)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from systems.planning.layout import Layout
-from systems.planning.plan import Plan, Tier
+from systems.planning.plan import Plan, Tier, UpdateRule
 from systems.planning.step.operations import ScheduledOperation, Work
+from systems.planning.step.running_ahead import hindrance, last_flushes
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.step.timeline import MemTimeline, timeline_of
 from systems.planning.strategy import PlanningContext
@@ -24,6 +25,7 @@ def validate(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext)
     """Raise PlanError for the first thing wrong with `plan`; the timeline of a good one."""
     check_shape(layout, trace, plan)
     schedule = expand(layout, trace, plan, context)
+    check_ahead(trace, plan, schedule)
     check_waits(trace, schedule)
     for flaw in schedule.flaws:
         raise PlanError(f"{describe(trace, flaw.moment)}: bundle {flaw.bundle} {flaw.what}")
@@ -55,6 +57,9 @@ def check_shape(layout: Layout, trace: Trace, plan: Plan) -> None:
             raise PlanError(f"bundle {bundle.index} has segments updated on different tiers")
         if not bundle.movable and tiers != {Tier.DEVICE}:
             raise PlanError(f"bundle {bundle.index} never moves, yet its update is on the {tiers.pop().value}")
+    for number in sorted(plan.ahead):
+        if not 0 <= number < len(layout.bundles):
+            raise PlanError(f"the update of bundle {number} is to run ahead of the norm, and there is no such bundle")
     for moment in sorted(plan.barriers):
         if not 0 <= moment < len(trace):
             raise PlanError(f"a barrier is at moment {moment} of {len(trace)} moments")
@@ -70,6 +75,18 @@ def check_shape(layout: Layout, trace: Trace, plan: Plan) -> None:
                 f"{p.operation.bundle}: ranks could issue their collectives in different orders"
             )
         places.add((p.trigger, p.priority))
+
+
+def check_ahead(trace: Trace, plan: Plan, schedule: Schedule) -> None:
+    """Every bundle whose update is to run ahead of the norm has one that can."""
+    if plan.ahead and plan.update_rule is UpdateRule.WHEN_REDUCED:
+        raise PlanError(f"the update of bundle {min(plan.ahead)} is to run ahead of a norm for which no update waits")
+    residence = schedule.residence
+    flushes = last_flushes(trace, residence.context.accumulate)
+    for bundle in sorted(plan.ahead):
+        why = hindrance(bundle, flushes, residence, schedule.demand)
+        if why is not None:
+            raise PlanError(f"the update of bundle {bundle} is to run ahead of the norm, yet {why}")
 
 
 def check_steady(plan: Plan, schedule: Schedule) -> None:
@@ -105,7 +122,7 @@ def check_waits(trace: Trace, schedule: Schedule) -> None:
     if cycle:
         names = " -> ".join(f"{o.kind.value} {o.bundle} at moment {o.moment}" for o in cycle[:6])
         raise PlanError(f"{describe(trace, cycle[0].moment)}: circular wait over bundle {cycle[0].bundle}: {names}")
-    updates = {o.ticket for o in schedule.operations if o.kind is Work.UPDATE}
+    updates = {o.ticket for o in schedule.operations if o.kind in (Work.UPDATE, Work.UPDATE_AHEAD)}
     last = len(trace) - 1
     waiting: dict[object, ScheduledOperation] = {}
     for o in schedule.operations:

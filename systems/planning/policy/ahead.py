@@ -1,0 +1,150 @@
+"""Which updates on the host run ahead of the norm: as few as make the step as short as all would that the host has room for.
+
+Any strategy's plan is given them in the same way, once it is made. An update that runs ahead writes its bundle's second
+version, which takes host memory that nothing else wants: what the budget has beside a step with all states at home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from systems.planning import hardware
+from systems.planning.clock.simulator import step_time_of
+from systems.planning.hardware import HardwareProfile
+from systems.planning.layout import Layout
+from systems.planning.plan import Plan, UpdateRule
+from systems.planning.policy.homes import host_need, waiting_input_bytes
+from systems.planning.policy.windows import under
+from systems.planning.step.demand import Demand, demand_of
+from systems.planning.step.residence import Residence, second_version_bytes
+from systems.planning.step.running_ahead import hindrance, last_flushes
+from systems.planning.step.schedule import Schedule, expand
+from systems.planning.step.validator import check_ahead, check_waits
+from systems.planning.strategy import PlanningContext, Strategy
+from systems.planning.trace import Trace
+
+NEAR = 1.005  # of two simulated steps that are taken to be equally long
+
+
+def planned(
+    strategy: Strategy, layout: Layout, trace: Trace, context: PlanningContext, *, allowed: frozenset[int] | None = None
+) -> Plan:
+    """The strategy's plan with `Plan.ahead`. Raises what `Strategy.plan` raises.
+
+    allowed: bundles that have second versions already, so that no other may; None: any.
+    """
+    plan = strategy.plan(layout, trace)
+    return AheadChoice(plan, layout, trace, context, strategy.offloaded_inputs, allowed).made()
+
+
+@dataclass(frozen=True)
+class AheadChoice:
+    """A plan with nothing ahead, and which of its updates could be. offloaded: Strategy.offloaded_inputs.
+
+    Times are those of the trace under the plan's switches, on context.hardware or on the shipped profile of its device.
+    """
+
+    plan: Plan
+    layout: Layout
+    trace: Trace
+    context: PlanningContext
+    offloaded: frozenset[int] = frozenset()
+    allowed: frozenset[int] | None = None
+    _times: dict[frozenset[int], float] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def eligible(self) -> tuple[int, ...]:
+        """Bundles whose updates can run ahead, in the order of their flushes: the earlier, the more of backward is left."""
+        if self.plan.update_rule is not UpdateRule.AFTER_NORM or self.plan.provisional or self.context.any_plan:
+            return ()
+        if self.layout.on_disk:
+            return ()
+        flushes = last_flushes(self.trace, self.context.accumulate)
+        found = [b for b in flushes if not hindrance(b, flushes, self._residence, self._demand)]
+        return tuple(b for b in found if self.allowed is None or b in self.allowed)
+
+    @cached_property
+    def spare_bytes(self) -> int:
+        """Of this rank's host, for second versions; below zero where even the first ones do not fit."""
+        units = self.offloaded | self.trace.offloaded | (self.plan.offload_inputs or frozenset())
+        waiting = waiting_input_bytes(self.trace, units)
+        return self.context.host_budget - host_need(self.layout, self.context) - waiting
+
+    def nbytes(self, bundles: frozenset[int]) -> int:
+        """Of this rank's host, for second versions."""
+        return second_version_bytes(self.layout, self.context, bundles)
+
+    def share(self, ahead: frozenset[int]) -> float:
+        """Of the trained parameters that the host updates, those in these bundles."""
+        host = [b for b in self.layout.bundles if b.trainable and b.index not in self._residence.on_device]
+        return sum(b.numel for b in host if b.index in ahead) / max(1, sum(b.numel for b in host))
+
+    def within(self, nbytes: int) -> frozenset[int]:
+        """The fewest whose second versions take so many bytes at most and whose step is as short as that of all which do.
+
+        Without a profile there is no telling, and it is all.
+        """
+        fitting: list[int] = []
+        for bundle in self.eligible:
+            if self.nbytes(frozenset((*fitting, bundle))) <= nbytes:
+                fitting.append(bundle)
+        if self.profile is None or not fitting:
+            return frozenset(fitting)
+        enough = NEAR * self.step_time_s(frozenset(fitting))
+        if self.step_time_s(frozenset()) <= enough:
+            return frozenset()
+        low, high = 0, len(fitting)  # so many are not enough, so many are
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.step_time_s(frozenset(fitting[:middle])) <= enough:
+                high = middle
+            else:
+                low = middle
+        return frozenset(fitting[:high])
+
+    def step_time_s(self, ahead: frozenset[int]) -> float:
+        """Simulated, with these updates ahead. There is a profile."""
+        assert self.profile is not None
+        if ahead not in self._times:
+            self._times[ahead] = step_time_of(self._schedule(ahead), self.profile)
+        return self._times[ahead]
+
+    def made(self) -> Plan:
+        """The plan with what the spare memory has room for."""
+        ahead = self.within(self.spare_bytes)
+        if not ahead:
+            return self.plan
+        plan, schedule = replace(self.plan, ahead=ahead), self._schedule(ahead)
+        check_ahead(self._trace, plan, schedule)
+        check_waits(self._trace, schedule)
+        assert schedule.residence.host_bytes <= self.context.host_budget
+        return plan
+
+    @cached_property
+    def profile(self) -> HardwareProfile | None:
+        if self.context.hardware is not None or self.context.device_name is None:
+            return self.context.hardware
+        name = hardware.of_device(self.context.device_name)
+        return None if name is None else hardware.load(name)
+
+    def _schedule(self, ahead: frozenset[int]) -> Schedule:
+        return expand(self.layout, self._trace, replace(self.plan, ahead=ahead), self.context)
+
+    @cached_property
+    def _trace(self) -> Trace:
+        """Of a step under the plan's switches, but for its memory."""
+        units = self.plan.rematerialise
+        if units is None or units >= self.trace.recomputed:
+            return self.trace
+        kept = dict.fromkeys(self.trace.recomputed, 0)
+        return under(self.trace, kept, recomputed=units & self.trace.recomputed, offloaded=self.trace.offloaded)
+
+    @cached_property
+    def _demand(self) -> Demand:
+        return demand_of(self.layout, self.trace, self.context, self.plan.in_place)
+
+    @cached_property
+    def _residence(self) -> Residence:
+        plan = self.plan
+        return Residence.of(self.layout, self.context, plan.optimizer_tier, plan.update_rule, plan.in_place)
