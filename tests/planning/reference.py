@@ -5,6 +5,7 @@ It shares no code with systems.planning beyond the types, so that a mistake ther
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from systems.planning.layout import Layout
@@ -24,6 +25,8 @@ class PoolAccount:
     d2h_bytes: int = 0
     adopted: list[int] = field(default_factory=list)  # bytes in autograd's buffers after each moment, all of its unit's
     newly_adopted: dict[int, list[int]] = field(default_factory=dict)
+    updates: list[tuple[int, str, int]] = field(default_factory=list)  # (moment, what, bundle) of the host's, as issued
+    host_bytes: int = 0  # slots and states, both versions of them
 
     def add(self, moment: int, size: int) -> None:
         self.now += size
@@ -46,6 +49,9 @@ class ReferenceRuntime:
         self.ranges: set[int] = set()
         self.kept: set[int] = set()  # adopted gradients
         self.flushed: set[int] = set()
+        self.due: set[int] = set()  # flushed, and not updated since
+        self.versions = dict.fromkeys(plan.ahead, 0)  # which of two counts
+        self.written: dict[int, int] = {}  # which one an update ahead of the norm has written
         self.account = PoolAccount()
 
     def size(self, bundle: int) -> int:
@@ -53,6 +59,7 @@ class ReferenceRuntime:
 
     def run(self) -> PoolAccount:
         states = 0
+        self.account.host_bytes = self.host_bytes()
         for bundle in self.device:
             for s in self.layout.bundles[bundle].segments:
                 segment = self.layout.segments[s]
@@ -68,7 +75,22 @@ class ReferenceRuntime:
         assert not self.carrying
         assert not any(self.holds)
         assert self.resident == set(self.plan.resident_at_start)
+        assert not self.due
+        assert set(self.versions.values()) <= {1}, "each update that ran ahead was the step's"
         return self.account
+
+    def shards(self, bundles: Iterable[int]) -> int:
+        """Elements of this rank."""
+        segments = [self.layout.segments[s] for b in bundles for s in self.layout.bundles[b].segments]
+        return sum(segment.numel // segment.space.ranks for segment in segments)
+
+    def host_bytes(self) -> int:
+        item, several = self.layout.itemsize, self.context.accumulate > 1
+        host = [b.index for b in self.layout.bundles if b.trainable and b.index not in self.device]
+        first = self.shards(range(len(self.layout.bundles))) * item + self.shards(host) * (16 if several else 12)
+        second = self.shards(self.plan.ahead)
+        mappings = [4 * second] * 3 + [0 if several else item * second]
+        return first + sum((size + 4095) // 4096 * 4096 for size in mappings)
 
     def at(self, moment: int) -> None:
         what = self.trace.moments[moment]
@@ -113,8 +135,23 @@ class ReferenceRuntime:
         if bundle not in self.device:
             self.account.d2h_bytes += self.size(bundle) // self.context.ranks
             last = self.trace.moments[moment].micro_step == self.context.accumulate - 1
+            self.update(bundle, moment, last=last)
             if last and bundle in self.resident and not self.holds[bundle]:
                 self.drop(bundle, moment)
+
+    def update(self, bundle: int, moment: int, *, last: bool) -> None:
+        """Complete on the host: the update that need not wait is made."""
+        self.due.add(bundle)
+        if last and self.plan.update_rule is UpdateRule.WHEN_REDUCED:
+            self.host_work(moment, "update", bundle)
+            self.due.remove(bundle)
+        elif last and bundle in self.versions:
+            assert bundle not in self.written, "both versions are taken"
+            self.written[bundle] = 1 - self.versions[bundle]
+            self.host_work(moment, "update-ahead", bundle)
+
+    def host_work(self, moment: int, what: str, bundle: int) -> None:
+        self.account.updates.append((moment, what, bundle))
 
     def free(self, bundle: int, moment: int) -> None:
         self.kept.discard(bundle)
@@ -128,11 +165,22 @@ class ReferenceRuntime:
         self.account.add(moment, -self.size(bundle))
 
     def end(self, moment: int) -> None:
+        for bundle in sorted(self.due, key=lambda b: (self.first_use(b), b)):
+            if bundle not in self.written:
+                self.host_work(moment, "update", bundle)
+            elif self.context.accumulate > 1:
+                self.host_work(moment, "clear", bundle)
+        self.versions |= self.written
+        self.due.clear()
         for bundle in self.flushed - self.device:
             if bundle in self.resident:
                 self.drop(bundle, moment)
         for bundle in list(self.ranges | self.kept):
             self.free(bundle, moment)
+
+    def first_use(self, bundle: int) -> int:
+        units = self.layout.bundles[bundle].units
+        return next(i for i, m in enumerate(self.trace.moments) if m.phase in ENTER and m.unit in units)
 
     def carry_out(self, moment: int) -> None:
         mine = [p for p in self.plan.operations if p.trigger == moment]
@@ -148,3 +196,16 @@ class ReferenceRuntime:
                 assert bundle in self.resident
                 assert not self.holds[bundle]
                 self.drop(bundle, moment)
+
+
+def can_run_ahead(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> frozenset[int]:
+    """Bundles that the host updates after the norm, out of its own memory, once nothing reads them any more in the step."""
+    found = set()
+    for bundle in layout.bundles:
+        flushes = [m for m, bundles in enumerate(trace.flushes) if bundle.index in bundles]
+        flushes = [m for m in flushes if trace.moments[m].micro_step == context.accumulate - 1]
+        uses = [m for m, moment in enumerate(trace.moments) if moment.phase in ENTER and moment.unit in bundle.units]
+        on_host = plan.optimizer_tier[bundle.segments[0]] is Tier.HOST and bundle.index not in layout.on_disk
+        if bundle.trainable and on_host and len(flushes) == 1 and max(uses) < flushes[0]:
+            found.add(bundle.index)
+    return frozenset(found if plan.update_rule is UpdateRule.AFTER_NORM else ())

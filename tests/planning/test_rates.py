@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,10 +39,20 @@ def test_bytes_of_adam_by_hand() -> None:
     assert costs(accumulate=2).host_bytes(operation(Work.RESTORE, LaneKind.CPU)) == (4 + 2) * NUMEL
     squares = costs(accumulate=2), operation(Work.SQUARES, LaneKind.CPU), operation(Work.SQUARES, LaneKind.COMPUTE)
     assert squares[0].host_bytes(squares[1]) == squares[0].device_bytes(squares[2]) == 4 * NUMEL
+    ahead, clear = operation(Work.UPDATE_AHEAD, LaneKind.CPU), operation(Work.CLEAR, LaneKind.CPU)
+    assert costs().host_bytes(ahead) == 28 * NUMEL
+    assert costs(accumulate=2).host_bytes(ahead) == (24 + 4 + 2) * NUMEL  # the accumulator is read alone
+    assert costs(accumulate=2).host_bytes(clear) == 4 * NUMEL
     on_device = operation(Work.UPDATE, LaneKind.COMPUTE)
     assert (costs().device_bytes(on_device), costs().host_bytes(on_device)) == (28 * NUMEL, 0)
     assert costs().device_bytes(operation(Work.SQUARES, LaneKind.COMPUTE)) == 2 * NUMEL
     assert costs().device_bytes(operation(Work.COMPUTE, LaneKind.COMPUTE)) == 0
+
+
+def test_updates_go_in_the_order_of_the_next_uses_and_sums_of_squares_before_them() -> None:
+    made = replace(costs(accumulate=2), updates={0: 7})
+    kinds = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR, Work.SQUARES, Work.ACCUMULATE)
+    assert [made.job(operation(kind, LaneKind.CPU), ()).priority for kind in kinds] == [7, 7, 7, -1, 0]
 
 
 def contended(name: str) -> tuple[float, float]:

@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from systems.planning.layout import Layout
-from systems.planning.plan import OpKind, Plan, Tier, UpdateRule
+from systems.planning.plan import LaneKind, OpKind, Plan, Tier, UpdateRule
 from systems.planning.policy.caching import CacheRequest, plan_cache
 from systems.planning.policy.nominal import nominal_trace
 from systems.planning.step.demand import demand_of, reusable
-from systems.planning.step.operations import Work
+from systems.planning.step.operations import Work, state
 from systems.planning.step.profiles import minimum_need
 from systems.planning.step.residence import Residence
 from systems.planning.step.schedule import expand
@@ -22,8 +22,11 @@ from systems.planning.step.validator import circular_wait, validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Phase, Trace
 from tests.planning.races import find_races
-from tests.planning.reference import PoolAccount, ReferenceRuntime
+from tests.planning.reference import PoolAccount, ReferenceRuntime, can_run_ahead
 from tests.planning.synthetic import PLENTY, Case, cases, context, layout_of, trace_of
+
+ALL = frozenset(range(100))
+HOST_UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)
 
 
 def planned(
@@ -35,8 +38,9 @@ def planned(
     rule: UpdateRule = UpdateRule.AFTER_NORM,
     evict: OpKind = OpKind.DROP,
     in_place: bool = False,
+    ahead: frozenset[int] = frozenset(),
 ) -> Plan:
-    """A cache of what is held at most plus `spare` bytes for every bundle not in on_device."""
+    """A cache of what is held at most plus `spare` bytes for every bundle not in on_device. ahead: where they can be."""
     trace = case.trace
     layout = replace(case.layout, in_place=frozenset(b.index for b in case.layout.bundles if b.trainable and in_place))
     on_device = frozenset(b.index for b in layout.bundles if b.index in on_device or not b.movable)
@@ -47,7 +51,8 @@ def planned(
     cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict))
     owner = layout.bundle_of_segment
     tiers = tuple(Tier.DEVICE if owner[s.index] in on_device else Tier.HOST for s in layout.segments)
-    return Plan(trace.signature, cache.operations, tiers, on_device | cache.resident, rule, in_place=written)
+    plan = Plan(trace.signature, cache.operations, tiers, on_device | cache.resident, rule, in_place=written)
+    return replace(plan, ahead=ahead & can_run_ahead(layout, trace, plan, case.context))
 
 
 plans: st.SearchStrategy[dict[str, object]] = st.builds(
@@ -58,6 +63,7 @@ plans: st.SearchStrategy[dict[str, object]] = st.builds(
     evict=st.sampled_from([OpKind.DROP, OpKind.WRITE_BACK]),
     on_device=st.frozensets(st.integers(0, 3), max_size=2),
     in_place=st.booleans(),
+    ahead=st.one_of(st.just(ALL), st.frozensets(st.integers(0, 9))),
 )
 
 
@@ -69,6 +75,7 @@ def test_pool_bytes_equal_the_reference_runtime_at_every_moment(case: Case, choi
     account = ReferenceRuntime(case.layout, case.trace, plan, case.context).run()
     assert list(memory.device_pool_bytes) == account.after
     assert memory.pool_peak == account.peak
+    assert set(memory.host_bytes) == {account.host_bytes}
     for moment, value in account.log:
         assert value <= memory.device_pool_peak_bytes[moment]
     for moment, real in enumerate(real_non_model(case, account, plan.in_place if case.context.ranks == 1 else frozenset())):
@@ -110,13 +117,15 @@ def test_schedules_have_no_race_and_no_cycle_and_move_the_planned_bytes(case: Ca
     account = ReferenceRuntime(case.layout, case.trace, plan, case.context).run()
     assert sum(o.bytes for o in schedule.operations if o.kind is Work.FETCH) == account.h2d_bytes
     assert sum(o.bytes for o in schedule.operations if o.kind is Work.OFFLOAD) == account.d2h_bytes
+    updates = [o for o in schedule.operations if o.lane is LaneKind.CPU and o.kind in HOST_UPDATES]
+    assert [(o.moment, o.kind.value, o.bundle) for o in updates] == account.updates
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_every_flushed_bundle_is_updated_once(case: Case) -> None:
-    schedule = expand(case.layout, case.trace, planned(case), case.context)
-    updated = [o.bundle for o in schedule.operations if o.kind is Work.UPDATE]
+    schedule = expand(case.layout, case.trace, planned(case, ahead=ALL), case.context)
+    updated = [o.bundle for o in schedule.operations if o.kind in (Work.UPDATE, Work.UPDATE_AHEAD)]
     flushed = {b for bundles in case.trace.flushes for b in bundles}
     assert sorted(updated) == sorted(flushed)
 
@@ -131,6 +140,37 @@ def test_removing_a_wait_of_a_schedule_shows_as_a_race(case: Case) -> None:
     assert first is not None
     issued[first] = replace(issued[first], waits=())
     assert find_races(issued)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(ranks=True), plans)
+def test_updates_that_run_ahead_change_the_hosts_part_of_a_step_alone(case: Case, choices: dict[str, object]) -> None:
+    """Nothing on any other lane, nor what the norm reads; and every update waits for the norm but those."""
+    plan = planned(case, **choices)  # type: ignore[arg-type]
+    with_some, without = (expand(case.layout, case.trace, p, case.context) for p in (plan, replace(plan, ahead=frozenset())))
+    told = [[(o.moment, o.label, o.lane, o.reads, o.writes, o.bytes) for o in s.bare] for s in (with_some, without)]
+    alike = [[one for one in each if not one[1].startswith(("update", "clear"))] for each in told]
+    assert alike[0] == alike[1]
+    for o in with_some.bare:
+        if o.kind is Work.UPDATE_AHEAD:
+            assert o.bundle in plan.ahead and o.reads == () and o.moment < len(case.trace) - 1
+            assert {state(s) for s in case.layout.bundles[o.bundle].segments} <= set(o.writes)
+        elif o.kind is Work.UPDATE and o.lane is LaneKind.CPU:
+            assert o.bundle not in plan.ahead and (plan.update_rule is UpdateRule.WHEN_REDUCED or o.reads == ("norm",))
+    cleared = [o.bundle for o in with_some.bare if o.kind is Work.CLEAR]
+    assert sorted(cleared) == (sorted(plan.ahead) if case.context.accumulate > 1 else [])
+
+
+def test_a_fetch_waits_for_the_update_that_ran_ahead_and_not_for_the_norm() -> None:
+    layout = layout_of([(2, [0]), (3, [1])])
+    trace = trace_of(layout)
+    case = Case(layout, trace, context())
+    schedule = expand(layout, trace, planned(case, prefetch=1, ahead=frozenset({0})), case.context)
+    update = {o.bundle: o for o in schedule.operations if o.kind in (Work.UPDATE, Work.UPDATE_AHEAD)}
+    norm = next(o for o in schedule.operations if o.kind is Work.NORM)
+    assert update[0].ticket < norm.ticket < update[1].ticket
+    (early,) = [o for o in schedule.operations if o.kind is Work.FETCH and o.moment == len(trace) - 1]
+    assert early.bundle == 0 and update[0].ticket in early.waits and norm.ticket not in early.waits
 
 
 def everything_resident(layout: Layout, trace: Trace) -> Plan:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from systems.planning.layout import Layout
 from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
 from systems.planning.step.schedule import expand
 from systems.planning.step.validator import PlanError, circular_wait, validate
-from systems.planning.trace import Phase
-from tests.planning.synthetic import Case, context, layout_of, trace_of
+from systems.planning.trace import Moment, Phase, Trace
+from tests.planning.reference import can_run_ahead
+from tests.planning.synthetic import Case, cases, context, layout_of, trace_of
 from tests.planning.test_timeline import planned
 
 LAYOUT = layout_of([(2, [0]), (3, [1]), (4, [2])])
@@ -146,6 +151,83 @@ def test_what_stays_on_the_device() -> None:
 def test_order_of_collectives_must_follow_from_the_plan() -> None:
     first = GOOD.operations[0]
     assert "two operations have priority" in refused(with_operation(first.trigger, OpKind.DROP, 1, priority=first.priority))
+
+
+def test_what_cannot_run_ahead_of_the_norm() -> None:
+    validate(LAYOUT, TRACE, replace(GOOD, ahead=frozenset({0, 1, 2})), context())
+    assert "bundle 7 is to run ahead of the norm, and there is no such bundle" in refused(replace(GOOD, ahead=frozenset({7})))
+    early = planned(CASE, rule=UpdateRule.WHEN_REDUCED)
+    assert "bundle 1 is to run ahead of a norm for which no update waits" in refused(replace(early, ahead=frozenset({1, 2})))
+    kept = planned(CASE, on_device=frozenset({1}))
+    assert "bundle 1 is to run ahead of the norm, yet it is updated on the device" in refused(
+        replace(kept, ahead=frozenset({0, 1}))
+    )
+
+
+def refused_ahead(layout: Layout, trace: Trace, accumulate: int = 1) -> str:
+    """Of bundle 1."""
+    case = Case(layout, trace, context(accumulate=accumulate))
+    plan = planned(case, prefetch=1)
+    validate(layout, trace, plan, case.context)
+    validate(layout, trace, replace(plan, ahead=frozenset({0, 2})), case.context)
+    with pytest.raises(PlanError, match="the update of bundle 1 is to run ahead of the norm, yet") as raised:
+        validate(layout, trace, replace(plan, ahead=frozenset({0, 1, 2})), case.context)
+    return str(raised.value)
+
+
+def test_a_frozen_bundle_cannot_run_ahead() -> None:
+    layout = layout_of([(2, [0]), (3, [1]), (4, [2])], frozen=frozenset({1}))
+    assert "it is not trained" in refused_ahead(layout, trace_of(layout))
+
+
+def test_a_bundle_on_the_disk_cannot_run_ahead() -> None:
+    plan = replace(GOOD, ahead=frozenset({1}))
+    with pytest.raises(PlanError, match="bundle 1 .* its states have their home on the disk"):
+        validate(replace(LAYOUT, on_disk=frozenset({1})), TRACE, plan, replace(context(), disk_budget=1 << 40))
+
+
+def test_a_bundle_without_a_gradient_in_the_last_micro_step_cannot_run_ahead() -> None:
+    assert "is not flushed in the last micro-step" in refused_ahead(LAYOUT, trace_of(LAYOUT, unused=frozenset({1})))
+    trace = trace_of(LAYOUT, accumulate=2)
+    late = [m for m, bundles in enumerate(trace.flushes) if 1 in bundles][-1]
+    only_first = replace(trace, flushes=tuple(() if m == late else bundles for m, bundles in enumerate(trace.flushes)))
+    assert "is not flushed in the last micro-step" in refused_ahead(LAYOUT, only_first, accumulate=2)
+
+
+def test_a_bundle_that_is_used_or_flushed_again_cannot_run_ahead() -> None:
+    """Its unit's backward is seen a second time, behind its flush; once without another flush, once with one."""
+    again = moment(Phase.BACKWARD_EXIT, 1) + 1
+
+    def entered(*flushes: tuple[int, ...]) -> Trace:
+        added = (Moment(Phase.BACKWARD_ENTER, 1), Moment(Phase.BACKWARD_EXIT, 1))
+        return Trace(
+            (*TRACE.moments[:again], *added, *TRACE.moments[again:]),
+            (*TRACE.non_model_bytes[:again], 0, 0, *TRACE.non_model_bytes[again:]),
+            (*TRACE.compute_time_s[:again], 0.0, 0.0, *TRACE.compute_time_s[again:]),
+            (*TRACE.flushes[:again], *flushes, *TRACE.flushes[again:]),
+        )
+
+    assert "it is used again after its last flush" in refused_ahead(LAYOUT, entered((), ()))
+    assert "its gradient is flushed 2 times in the last micro-step" in refused_ahead(LAYOUT, entered((), (1,)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from(UpdateRule), st.frozensets(st.integers(0, 3), max_size=2))
+def test_what_can_run_ahead_is_what_a_plainer_rule_says(case: Case, rule: UpdateRule, on_device: frozenset[int]) -> None:
+    plan, good = planned(case, rule=rule, on_device=on_device), set()
+    for bundle in range(len(case.layout.bundles)):
+        with suppress(PlanError):
+            validate(case.layout, case.trace, replace(plan, ahead=frozenset({bundle})), case.context)
+            good.add(bundle)
+    assert good == can_run_ahead(case.layout, case.trace, plan, case.context)
+
+
+def test_second_versions_are_the_hosts() -> None:
+    need = validate(LAYOUT, TRACE, GOOD, context()).host_bytes[0]
+    with_one = replace(GOOD, ahead=frozenset({1}))
+    pages = 3 * 4096 + 4096  # 3 * 128 elements
+    validate(LAYOUT, TRACE, with_one, replace(context(), host_budget=need + pages))
+    assert f"{need + pages} bytes on the host" in refused(with_one, host=need + pages - 1)
 
 
 def test_shape() -> None:
