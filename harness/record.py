@@ -175,6 +175,9 @@ class MemoryPeaks(Part):
     disk_peak_bytes: int | None = None
     disk_direct: bool | None = Field(None, description="the disk's files are read and written past the page cache")
     host_activation_bytes: int | None = Field(None, description="of host_peak_bytes: block inputs that wait for backward")
+    host_second_version_bytes: int | None = Field(
+        None, description="of host_peak_bytes: what lets updates run ahead of the norm"
+    )
     device_allocated_peak_bytes: int | None = Field(None, description="torch's CUDA allocator: live tensors")
     device_reserved_peak_bytes: int | None = Field(None, description="torch's CUDA allocator: reserved")
     device_used_bytes: int | None = Field(None, description="whole device at the end, contexts and other processes too")

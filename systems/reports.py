@@ -16,6 +16,7 @@ class MemoryReport:
     """Peaks and budgets in bytes. device covers model data and activations; None is unknown, never a default.
 
     host_activation_bytes: the part of the host's that waits there for backward (activations=host).
+    host_second_version_bytes: the part that lets updates run ahead of the norm.
     disk_direct: files are read and written past the page cache.
     """
 
@@ -28,6 +29,7 @@ class MemoryReport:
     disk_peak_bytes: int | None = None
     disk_direct: bool | None = None
     host_activation_bytes: int | None = None
+    host_second_version_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ in the opposite order.
     values
  9  poison; bundles; residency               layout, store, device                       residency.close, then the bundles'
 10  parameters: views of the bundles         found, bundles                              given back by the engine
-11  moves between tiers, gradients, and the  store, bundles, residency, control          gradients.finish_step
-    updates they end in
+11  moves between tiers, gradients, and the  store, bundles, residency, control          versions.close,
+    updates they end in; second versions                                                 gradients.finish_step
 12  inputs that wait on the host             device, host                                inputs.close
 13  progress, cursor, plan in force,         strategy, store, gradients, updates         -
     planner; what never moves comes now
@@ -67,11 +67,13 @@ from systems.substrate.bundle.poison import Poison
 from systems.substrate.bundle.storage import RebindableStorage
 from systems.substrate.bundle.store import Store
 from systems.substrate.bundle.values import StoredValues
+from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.cursor import Cursor
 from systems.substrate.flushes import Flushes
 from systems.substrate.handover import adopt_parameters
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.moments import Moments
+from systems.substrate.moves.ahead import UpdatesAhead
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.moves.residency import Residency
@@ -133,7 +135,7 @@ class Assembly:
         self.device = make_device(self._log)
         self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
         cleanup.callback(self.device.close)
-        context = self._context()
+        self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
         self.layout = within_host(strategy.layout(found.index).named(found.index), context, strategy.update_rule)
@@ -144,7 +146,7 @@ class Assembly:
         cleanup.callback(remember_buffers(self._model, found.carried.values()))
         place_beside(self._model, found, self.device)
 
-    def _context(self) -> PlanningContext:
+    def _told(self) -> PlanningContext:
         """What the strategy may know of this run."""
         settings, device = self._settings, self.device
         return PlanningContext(
@@ -218,7 +220,10 @@ class Assembly:
             layout, self.residency, self.tiers, device, dtype=self._dtype, accumulate=self._settings.accumulate, user=user
         )
         self._cleanup.callback(self.gradients.finish_step)
-        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control)
+        self.versions = SecondVersions(self.store, self.bundles, device, self.control)
+        self._cleanup.callback(self.versions.close)
+        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions)
+        self.ahead = UpdatesAhead(self.updates, self.versions, self.control, self._log)
         self.input_slots = HostSlots("host-input", self.host)
         self.inputs = OffloadedInputs(device, self.input_slots)
         self._cleanup.callback(self.inputs.close)
@@ -235,11 +240,14 @@ class Assembly:
             residency=self.residency,
             gradients=self.gradients,
             updates=self.updates,
+            ahead=self.ahead,
             inputs=self.inputs,
             recomputation=self.recomputation,
             cursor=self.cursor,
         )
-        self.planner = Planner(strategy, layout=layout, device=device, cursor=self.cursor, in_force=self.in_force)
+        self.planner = Planner(
+            strategy, layout=layout, context=self._context, device=device, cursor=self.cursor, in_force=self.in_force
+        )
         self.in_force.begin()
 
     def _make_steps(self) -> None:
@@ -255,6 +263,7 @@ class Assembly:
             residency=residency,
             gradients=gradients,
             updates=self.updates,
+            ahead=self.ahead,
             recomputation=recomputation,
             early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED,
         )

@@ -87,6 +87,7 @@ class ManagedEngine(ManagedReports):
         self.store, self.values, self.tiers, self.poison = made.store, made.values, made.tiers, made.poison
         self.bundles, self.residency, self.gradients = made.bundles, made.residency, made.gradients
         self.control, self.updates, self._states = made.control, made.updates, made.states
+        self.versions, self.ahead = made.versions, made.ahead
         self.inputs, self.input_slots = made.inputs, made.input_slots
         self.progress, self.cursor, self.in_force, self.planner = made.progress, made.cursor, made.in_force, made.planner
         self.flushes, self.ending, self.runtime, self.recovery = made.flushes, made.ending, made.runtime, made.recovery
@@ -202,6 +203,8 @@ class ManagedEngine(ManagedReports):
             self.control.check_whole()
             if keep:
                 self._watch.undo(partial(_restore, self))
+                for bundle in self.bundles:
+                    self.versions.bring_home(bundle)
             pieces = values_in_slots(store, self.bundles, self.values) if keep else []
         except BaseException:
             self._let_go()

@@ -69,8 +69,7 @@ class Flushes:
             return
         if not bundle.pinned and not bundle.holds:
             self._residency.drop(bundle.index)
-        if self._ending.early:
-            self._ending.update_bundle(bundle)
+        self._ending.gradient_left(bundle)
 
     def _send_something(self) -> bool:
         """Nothing can be evicted and room is needed: send a gradient off early, or optimizer state back to the host."""

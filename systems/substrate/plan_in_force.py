@@ -15,6 +15,7 @@ from systems.planning.strategy import Strategy
 from systems.recipe.recomputation.recompute import Recomputation
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.cursor import Cursor
+from systems.substrate.moves.ahead import UpdatesAhead
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs
 from systems.substrate.moves.residency import Residency
@@ -40,12 +41,14 @@ class PlanInForce:
         residency: Residency,
         gradients: Gradients,
         updates: Updates,
+        ahead: UpdatesAhead,
         inputs: OffloadedInputs,
         recomputation: Recomputation,
         cursor: Cursor,
     ) -> None:
         self._strategy, self._layout, self._device, self._cursor = strategy, layout, device, cursor
         self._tiers, self._residency, self._gradients, self._updates = tiers, residency, gradients, updates
+        self._ahead = ahead
         self._inputs, self._recomputation = inputs, recomputation
         self.halfway = False
         self._applied: Plan | None = None  # whose wishes were all carried out, the last that were
@@ -100,6 +103,7 @@ class PlanInForce:
         for bundle in self._layout.bundles:
             if bundle.trainable and {plan.optimizer_tier[s] for s in bundle.segments} == {Tier.HOST}:
                 self._send_home(bundle.index)
+        self._ahead.versions.make(plan.ahead)
         if plan.predicted_model_peak_bytes is not None:
             largest = self._layout.largest_movable_bytes
             peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
@@ -144,6 +148,11 @@ class PlanInForce:
                 self._residency.drop(index)
             self._set_aside()
 
+    @property
+    def second_versions(self) -> frozenset[int] | None:
+        """Bundles that have one; None as long as they can still be made."""
+        return frozenset(self._ahead.versions.of) or None
+
     def demote(self, bundle: ManagedBundle) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step."""
         self._states_home(bundle)
@@ -153,6 +162,7 @@ class PlanInForce:
     def _use(self, plan: Plan | None) -> None:
         self._cursor.use(plan)
         self._updates.follow(None if plan is None else plan.signature)
+        self._ahead.allow(frozenset() if plan is None else plan.ahead)
 
     @property
     def _unplanned_bytes(self) -> int:
@@ -183,6 +193,7 @@ class PlanInForce:
 
     def _promote(self, index: int) -> bool:
         """Bring a bundle and its optimizer state to the device for good. Of one that does not fit nothing stays there."""
+        self._ahead.versions.bring_home(self._residency.bundles[index])
         self._residency.fetch(index)
         moved = all(
             self._tiers.to_device(stored.segment.index)

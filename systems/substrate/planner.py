@@ -21,7 +21,8 @@ from systems.device.device import Device
 from systems.errors import BudgetError
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan
-from systems.planning.strategy import Strategy
+from systems.planning.policy.ahead import planned
+from systems.planning.strategy import PlanningContext, Strategy
 from systems.planning.trace import Moment, Trace
 from systems.substrate.batch_shape import BatchShape
 from systems.substrate.bundle.bundle import ManagedBundle
@@ -37,8 +38,17 @@ class Planner:
     shapes: by moments, of the steps that were measured, one for each of a step's passes.
     """
 
-    def __init__(self, strategy: Strategy, *, layout: Layout, device: Device, cursor: Cursor, in_force: PlanInForce) -> None:
-        self._strategy, self._layout, self._device, self._cursor = strategy, layout, device, cursor
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        layout: Layout,
+        context: PlanningContext,
+        device: Device,
+        cursor: Cursor,
+        in_force: PlanInForce,
+    ) -> None:
+        self._strategy, self._layout, self._context, self._device, self._cursor = strategy, layout, context, device, cursor
         self._in_force = in_force
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
         self.shapes: dict[tuple[Moment, ...], tuple[BatchShape, ...]] = {}
@@ -108,7 +118,7 @@ class Planner:
         if self.plans and not again:
             self._device.log.count("retraces")
         try:
-            plan = self._strategy.plan(self._layout, trace)
+            plan = planned(self._strategy, self._layout, trace, self._context, allowed=self._in_force.second_versions)
         except BudgetError as error:
             if error.final:
                 raise

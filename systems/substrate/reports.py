@@ -16,6 +16,7 @@ from systems.planning.strategy import Strategy
 from systems.recipe.step.stepping import SteppingEngine
 from systems.reports import MemoryReport, PlanReport
 from systems.substrate.bundle.store import Store
+from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.cursor import Cursor
 
 
@@ -25,6 +26,7 @@ class ManagedReports(SteppingEngine):
     log: EventLog
     device: Device
     store: Store
+    versions: SecondVersions
     cursor: Cursor
     strategy: Strategy
     input_slots: HostSlots
@@ -41,7 +43,8 @@ class ManagedReports(SteppingEngine):
             device_budget_bytes=device.account.budget,
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,
-            host_pinned_bytes=self.store.pinned_bytes + self.input_slots.pinned_bytes,
+            host_pinned_bytes=self.store.pinned_bytes + self.versions.pinned_bytes + self.input_slots.pinned_bytes,
+            host_second_version_bytes=self.versions.nbytes,
             host_activation_bytes=self.input_slots.peak_bytes,
             host_budget_bytes=host.budget,
             disk_peak_bytes=0 if self.disk is None else self.disk.account.peak,
@@ -65,7 +68,7 @@ class ManagedReports(SteppingEngine):
         return self.strategy.statistics()
 
     def startup_s(self) -> dict[str, float]:
-        return dict(self._startup)
+        return {**self._startup, **({"second_versions": self.versions.seconds} if self.versions.of else {})}
 
 
 @contextmanager

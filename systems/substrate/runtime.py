@@ -24,7 +24,6 @@ import torch
 
 from systems.device.device import Device
 from systems.device.watch.labels import UnitSpans
-from systems.errors import DivergedError
 from systems.planning.layout import Layout
 from systems.planning.trace import Phase
 from systems.recipe.recomputation.recompute import Recomputation
@@ -129,10 +128,7 @@ class Runtime:
 
     def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None:
         """Autograd finished a parameter's gradient."""
-        if bundle in self._ending.updated:
-            raise DivergedError(
-                f"a gradient for bundle {bundle} arrived after its update had begun: use `options=dict(nonfinite='skip')`"
-            )
+        self._ending.gradient_comes(bundle)
         managed = self._residency.bundles[bundle]
         if parameter not in managed.gradients.fired_in_step:
             self._recorder.produced(gradient.nbytes)

@@ -4,6 +4,8 @@ Note [Early updates]
     With UpdateRule.WHEN_REDUCED a bundle is updated as soon as its own gradient is complete, while backward goes on: the last
     micro-batch's, where there are several. Nothing may then depend on the norm: it is read one step late, and a non-finite
     gradient ends the run.
+
+With UpdateRule.AFTER_NORM updates wait for the norm, but for those that run ahead of it and can be taken back: moves/ahead.py.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from systems.recipe.step import loss_scale
 from systems.recipe.step.control import HALF_UPDATED, StepControl
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.poison import Poison
+from systems.substrate.moves.ahead import UpdatesAhead
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.updates import Updates
@@ -37,11 +40,12 @@ class StepEnding:
         residency: Residency,
         gradients: Gradients,
         updates: Updates,
+        ahead: UpdatesAhead,
         recomputation: Recomputation,
         early: bool,
     ) -> None:
         self._control, self._layout, self._device, self._poison = control, layout, device, poison
-        self._residency, self._gradients, self._updates = residency, gradients, updates
+        self._residency, self._gradients, self._updates, self._ahead = residency, gradients, updates, ahead
         self._recomputation, self.early = recomputation, early
         self.updated: set[int] = set()
         self._steps = 0  # recorded when the step in progress began
@@ -49,17 +53,34 @@ class StepEnding:
 
     def begin(self) -> None:
         self.updated, self._steps = set(), self._control.loop.steps
+        self._ahead.begin()
 
     def give_up(self) -> None:
         """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
         control = self._control
         self._recomputation.repeats.forget()
+        self._ahead.drop()
+        self._ahead.end()
         if self.updated and control.ruined is None and (self.early or control.loop.steps == self._steps):
             control.ruin(HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else ""))
         control.forget_updates()
 
-    def update_bundle(self, bundle: ManagedBundle) -> None:
-        """The bundle's gradient is complete: update it now."""
+    def gradient_left(self, bundle: ManagedBundle) -> None:
+        """Complete, in the last micro-batch. It is updated now if its update need not wait."""
+        if self.early:
+            self._update_bundle(bundle)
+        elif self._ahead.takes(bundle):
+            self._ahead.issue(bundle)
+
+    def gradient_comes(self, bundle: int) -> None:
+        """Of a parameter of that bundle. DivergedError if the update was made without it."""
+        if bundle in self.updated:
+            raise DivergedError(
+                f"a gradient for bundle {bundle} arrived after its update had begun: use `options=dict(nonfinite='skip')`"
+            )
+        self._ahead.withdraw(bundle)
+
+    def _update_bundle(self, bundle: ManagedBundle) -> None:
         fired = frozenset(bundle.gradients.fired_in_step)
         self.updated.add(bundle.index)  # first: an update that breaks off between two segments has begun
         self._control.begin_updates(sorted(fired))
@@ -77,17 +98,23 @@ class StepEnding:
             self._update_rest(fired)
             return
         read = self._norm()
+        self._ahead.check_hyperparameters()
         control.begin_updates(fired)
         ready = updates.prepare(fired)  # while the device is still busy with backward
         with labelled("norm"):
             outcome = control.decide(read())
         if outcome.skipped:
             self._device.log.count("skipped_steps")
+            self._ahead.drop()
             updates.discard()
-        else:
-            self.updated.update(self._layout.bundle_of_parameter[p] for p in fired)
-            ready(loss_scale.multiplier(outcome))
-        control.record(outcome)
+            control.record(outcome)
+            return
+        factor = loss_scale.multiplier(outcome)
+        kept = self._ahead.holding(factor, gradients.bundles)
+        self.updated.update({self._layout.bundle_of_parameter[p] for p in fired} - kept)
+        ready(factor, kept)
+        control.record(outcome, exchanged=kept)
+        self._ahead.end()
         self.updated = set()
 
     def _update_rest(self, fired: list[int]) -> None:

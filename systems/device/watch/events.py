@@ -26,6 +26,8 @@ COUNTERS = (
     "host_syncs",
     "on_demand_fetches",
     "evictions",
+    "steps_that_missed",  # updates ran ahead, and were dropped
+    "steps_that_waited",  # nothing ran ahead, for clipping was expected
     "activation_offload_bytes",  # part of h2d_bytes and d2h_bytes together
 )
 

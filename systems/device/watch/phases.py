@@ -54,6 +54,8 @@ OPERATIONS: dict[Work, Phase] = {
     Work.READ_STATE: "disk_read",
     Work.WRITE_STATE: "disk_write",
     Work.UPDATE: "adam_host",
+    Work.UPDATE_AHEAD: "adam_host",
+    Work.BRING_HOME: "adam_host",
     Work.CLEAR: "adam_host",
     Work.SQUARES: "norm",
     Work.ACCUMULATE: "accumulate",

@@ -37,6 +37,7 @@ class Work(Enum):
     REFILL = "refill"  # parameters over which gradients were written, from the host
     REOPEN = "reopen"  # a gradient that was sent off too early, back to the device
     OFFLOAD_ADOPTED = "offload-adopted"  # gradients in autograd's buffers, to the slots
+    BRING_HOME = "bring-home"  # a bundle's second version into its first
     STATE_TO_DEVICE, STATE_TO_HOST = "state-to-device", "state-to-host"  # a segment's master and moments, for good
 
     HOLD = "hold"

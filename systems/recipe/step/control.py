@@ -37,25 +37,28 @@ MAX_SKIPS_IN_A_ROW = 20
 class StepControl:
     """Turns a step's partial sums into a decision and keeps what outlives a step: outcomes, step counts, scale, skips in a row.
 
-    updates: optimizer steps that each parameter took. begun: the number of its update, for each that the step in progress
+    updates: optimizer steps that each parameter took. second: of what an engine keeps in two places, the numbers of those whose
+    second place counts. begun: the number of its update, for each that the step in progress
     updates. loop: where the run stands, that before a restored checkpoint included. ruined: why no step may follow, for a
     message; None as long as one may. told: what the engine's caller has been told went wrong, in words.
 
     Note [When a step is done]
-        Counts, scale and outcome change together, in one statement that calls nothing, once the step was carried out. Whatever
-        breaks off before has changed none of them, and what breaks off after it finds the step done.
+        Counts, scale, outcome and the places that count change together, in one statement that calls nothing, once the step
+        was carried out. Whatever breaks off before has changed none of them, and what breaks off after it finds the step done.
     """
 
     def __init__(self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.clip = settings.clip
         self.updates = [0] * len(index.parameters)
+        self.second: frozenset[int] = frozenset()
         self.outcomes: list[StepOutcome] = []
         self._dynamic = settings.dtype == "fp16"
         self._loop = LoopState(0, 0, loss_scale.FP16_FIRST_SCALE if self._dynamic else 1.0, 0, 0)
         self.begun: dict[int, int] = {}
+        self._for_good = False  # what the updates that began used cannot be changed any more
         self.ruined: str | None = None
         self.told: set[str] = set()
-        self._groups = ParameterGroups(settings, index, parameters)
+        self.groups = ParameterGroups(settings, index, parameters)
 
     def decide(self, partials: Mapping[int, float]) -> StepOutcome:
         """partials: parameter index to fp64 sum of squares of its (scaled) gradient, for parameters that have one."""
@@ -80,17 +83,18 @@ class StepControl:
         scale = state if self._dynamic else mine
         self._loop = replace(state, loss_scale=scale.loss_scale, good_steps=scale.good_steps)
 
-    def record(self, outcome: StepOutcome) -> None:
-        """The step's decision was carried out. See Note [When a step is done]; raises DivergedError after that."""
-        self._done(outcome, self.updates if outcome.skipped else self.advanced(), {})
+    def record(self, outcome: StepOutcome, *, exchanged: frozenset[int] = frozenset()) -> None:
+        """The step's decision was carried out. exchanged: of what has two places, those whose other one counts from now on. See
+        Note [When a step is done]; raises DivergedError after that."""
+        self._done(outcome, self.updates if outcome.skipped else self.advanced(), {}, self.second ^ exchanged)
 
     def record_late(self, outcome: StepOutcome) -> None:
         """The decision of a step whose updates were counted before; those of another may have begun."""
-        self._done(outcome, self.updates, self.begun)
+        self._done(outcome, self.updates, self.begun, self.second)
 
-    def _done(self, outcome: StepOutcome, updates: list[int], begun: dict[int, int]) -> None:
+    def _done(self, outcome: StepOutcome, updates: list[int], begun: dict[int, int], second: frozenset[int]) -> None:
         end, after = len(self.outcomes), loss_scale.after(self._loop, outcome, moves=self._dynamic)
-        self.outcomes[end:], self._loop, self.updates, self.begun = [outcome], after, updates, begun
+        self.outcomes[end:], self._loop, self.updates, self.begun, self.second = [outcome], after, updates, begun, second
         if after.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise DivergedError(
                 f"{after.skips_in_a_row} steps in a row were skipped for a non-finite gradient, the last at step "
@@ -107,8 +111,8 @@ class StepControl:
         """Before a step ends. UnsupportedError, and nothing changed, where the optimizer's groups cannot be followed: they
         have what no group may have, or updates that began during backward used other values.
         """
-        changed = self._groups.changed()
-        if self.begun and changed is not None:
+        changed = self.groups.changed()
+        if self.begun and self._for_good and changed is not None:
             raise UnsupportedError(
                 f"step: {changed} changed after backward, which updates weights already where nonfinite=stop: set it back, "
                 "step, and change it before the next backward, or use `options=dict(nonfinite='skip')`"
@@ -122,18 +126,27 @@ class StepControl:
         """The step in progress is none: what it began to count does not."""
         self.begun = {}
 
-    def begin_updates(self, fired: Sequence[int]) -> None:
-        """Of every parameter about to be updated, the count for this step; the groups' hyperparameters are read once a step."""
+    def begin_updates(self, fired: Sequence[int], *, for_good: bool = True) -> None:
+        """Of every parameter about to be updated, the count for this step; the groups' hyperparameters are read once a step.
+
+        for_good: else what these updates write can still be dropped.
+        """
         if not self.begun:
-            self._groups.refresh()
+            self.groups.refresh()
+            self._for_good = False
+        self._for_good |= for_good
         self.begun = self.begun | {parameter: self.updates[parameter] + 1 for parameter in fired}
+
+    def count_first(self, number: int) -> None:
+        """The first place of that one counts."""
+        self.second = self.second - {number}
 
     def advanced(self) -> list[int]:
         """The counts once the updates that were begun are carried out."""
         return [self.begun.get(parameter, count) for parameter, count in enumerate(self.updates)]
 
     def adam_range(self, parameter: int, offset: int, numel: int) -> AdamRange:
-        hyper = self._groups.of(parameter)
+        hyper = self.groups.of(parameter)
         return AdamRange(
             offset=offset,
             numel=numel,
@@ -145,7 +158,3 @@ class StepControl:
             decoupled=hyper.decoupled,
             step=self.begun[parameter],
         )
-
-    def set_lr(self, lr: float) -> None:
-        """The learning rate from the next step on, of every group."""
-        self._groups.set_lr(lr)

@@ -126,7 +126,7 @@ class SteppingEngine(ClosingEngine):
 
     def set_lr(self, lr: float) -> None:
         self._access.check_process()
-        self.control.set_lr(lr)
+        self.control.groups.set_lr(lr)
 
     def training_state(self) -> TrainingState:
         return self._state("checkpoint or export")

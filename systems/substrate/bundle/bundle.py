@@ -13,7 +13,7 @@ from systems.planning.layout import Bundle, Layout
 from systems.planning.plan import Tier
 from systems.substrate.bundle import states
 from systems.substrate.bundle.gradient import BundleGradient
-from systems.substrate.bundle.segments import StoredSegment, Stretch, stretches_of
+from systems.substrate.bundle.segments import SegmentPlace, StoredSegment, Stretch, stretches_of
 from systems.substrate.bundle.states import PARAMETER_MOVES, ParameterState
 from systems.substrate.bundle.storage import RebindableStorage
 
@@ -78,6 +78,12 @@ class ManagedBundle:
     def stretches_of(self, which: Callable[[StoredSegment], bool]) -> list[Stretch]:
         """Some of its segments, as few stretches as can be: see Note [Stretches] in segments.py."""
         return [part for stretch in self.stretches for part in stretch.those(which)]
+
+    def lie_in(self, places: Sequence[SegmentPlace], stretches: list[Stretch]) -> None:
+        """Its segments have their values there, in these stretches."""
+        for each, place in zip(self.segments, places, strict=True):
+            each.lie_in(place)
+        self.stretches = stretches
 
     def close(self) -> None:
         """Lets go of the host's memory."""

@@ -58,6 +58,15 @@ class DiskState:
         return [] if self.accumulator is None else [self.accumulator]
 
 
+@dataclass(frozen=True)
+class SegmentPlace:
+    """Where a segment of one version of its bundle lies on the host: see Note [Two versions] in versions.py."""
+
+    slot: torch.Tensor
+    slot_memory: TrackedMemory
+    state: OptimizerState
+
+
 @dataclass
 class StoredSegment:
     """slot: see Note [The slot] in store.py. at_home: the state's place on host or disk, kept while it is on the device."""
@@ -76,6 +85,11 @@ class StoredSegment:
     def move_to(self, state: OptimizerState | DiskState) -> None:
         """Its master and moments are there from now on."""
         self.state = state
+
+    def lie_in(self, place: SegmentPlace) -> None:
+        """Values, and no gradient, are there from now on."""
+        self.slot_holds_gradient = False
+        self.slot, self.slot_memory, self.state, self.at_home = place.slot, place.slot_memory, place.state, place.state
 
     def close(self) -> None:
         """Lets go of all memory."""
@@ -137,6 +151,18 @@ def stretches_of(placed: Iterable[tuple[int, StoredSegment]]) -> list[Stretch]:
         else:
             groups.append((start, [stored]))
     return [_stretch(start, stored) for start, stored in groups]
+
+
+def stretches_in(placed: Sequence[tuple[int, StoredSegment, SegmentPlace]]) -> list[Stretch]:
+    """Of all segments of a bundle, each with its first element in the bundle, as they lie in these places."""
+    owners = {each.segment.index: each for _, each, _ in placed}
+    there = [
+        (start, StoredSegment(each.segment, place.slot, place.slot_memory, place.state, place.state))
+        for start, each, place in placed
+    ]
+    return [
+        replace(stretch, stored=tuple(owners[each.segment.index] for each in stretch.stored)) for stretch in stretches_of(there)
+    ]
 
 
 def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

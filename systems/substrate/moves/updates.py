@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -18,8 +19,15 @@ from systems.planning.trace import Moment
 from systems.recipe.step.control import StepControl
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import DiskState, OptimizerState, StoredSegment, slots_take_parameters
+from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.tiers import TierMoves
+
+
+class Issue(Protocol):
+    """Issues updates that were prepared. done: bundles that have theirs already, and need none."""
+
+    def __call__(self, factor: float, done: frozenset[int] = frozenset()) -> None: ...
 
 
 class Updates:
@@ -33,8 +41,9 @@ class Updates:
         gradients: Gradients,
         device: Device,
         control: StepControl,
+        versions: SecondVersions,
     ) -> None:
-        self.layout, self.device, self.control = layout, device, control
+        self.layout, self.device, self.control, self._versions = layout, device, control, versions
         self._bundles, self._tiers, self._gradients, self._disk = bundles, tiers, gradients, tiers.store.disk
         self._order: list[ManagedBundle] = []
         self._priority: dict[int, int] = {}
@@ -51,24 +60,85 @@ class Updates:
         self._order = [self._bundles[index] for index in order]
         self._priority = {index: place for place, index in enumerate(order)}
 
-    def prepare(self, fired: Sequence[int]) -> Callable[[float], None]:
+    def prepare(self, fired: Sequence[int]) -> Issue:
         """Update every bundle that has gradients, once the factor (loss scale and clipping) is known: what is returned takes
-        it. All that can be done before is done here.
+        it, and the bundles that are updated already. All that can be done before is done here.
         """
         wanted = frozenset(fired)
         return self.prepare_bundles([b for b in self._order if not wanted.isdisjoint(b.gradients.parameters)], wanted)
 
-    def prepare_bundles(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Callable[[float], None]:
+    def prepare_bundles(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Issue:
         """Those on the host one by one, so that each is done early; those on the device as one piece of work."""
         on_device = self._on_device(bundles, wanted)
 
-        def run(factor: float) -> None:
+        def run(factor: float, done: frozenset[int] = frozenset()) -> None:
             for bundle in bundles:
-                self._on_host(bundle, wanted, factor)
-                self._through_buffers(bundle, wanted, factor)
+                if bundle.index in done:
+                    self._kept(bundle)
+                else:
+                    self._on_host(bundle, wanted, factor)
+                    self._through_buffers(bundle, wanted, factor)
             on_device(factor)
 
         return run
+
+    def ahead(
+        self,
+        bundle: ManagedBundle,
+        wanted: frozenset[int],
+        factor: float,
+        *,
+        is_dropped: Callable[[], bool],
+    ) -> None:
+        """Out of the version that counts into the other, whole: what gets no gradient is copied."""
+        versions = self._versions.of[bundle.index]
+        pieces = [
+            (old, new, [self._range(p) for p in old.placements if p.parameter in wanted]) for old, new in versions.pairs()
+        ]
+        kernel = self.device.host_kernel
+
+        def work() -> None:
+            if is_dropped():
+                return
+            for old, new, update in pieces:
+                (master, exp_avg, exp_avg_sq), (master2, exp_avg2, exp_avg_sq2) = old.state, new.state
+                gradient = old.slot if old.accumulator is None else old.accumulator
+                kernel.update(
+                    master=master,
+                    exp_avg=exp_avg,
+                    exp_avg_sq=exp_avg_sq,
+                    gradient=gradient,
+                    out=new.slot,
+                    ranges=update,
+                    factor=factor,
+                    into=(master2, exp_avg2, exp_avg_sq2),
+                )
+                for p in old.placements:
+                    if p.parameter not in wanted:
+                        for source, target in zip(old.state, new.state, strict=True):
+                            kernel.copy(target[p.here], source[p.here])
+                        kernel.cast(master[p.here], new.slot[p.here])
+
+        self.device.transfers.issue(
+            of_bundle(self.layout, Work.UPDATE_AHEAD, LaneKind.CPU, bundle.index),
+            work,
+            reads=versions.read(),
+            writes=versions.written(),
+            priority=self._priority[bundle.index],
+        )
+
+    def _kept(self, bundle: ManagedBundle) -> None:
+        """An update that ran ahead was right."""
+        versions = self._versions.of[bundle.index]
+        added = [old.accumulator for old, _ in versions.pairs() if old.accumulator is not None]
+        if added:
+            self.device.transfers.issue(
+                of_bundle(self.layout, Work.CLEAR, LaneKind.CPU, bundle.index),
+                lambda: _zero(*added),
+                writes=versions.states(),
+                priority=self._priority[bundle.index],
+            )
+        bundle.update_on_host()
 
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
@@ -222,5 +292,6 @@ class Updates:
         return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
 
 
-def _zero(tensor: torch.Tensor) -> None:
-    tensor.zero_()
+def _zero(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.zero_()

@@ -1,0 +1,101 @@
+"""Updates that run ahead of the norm: made as if the step were clean, and kept only if it was.
+
+An update that runs ahead has assumed four things: the factor of a step that neither clips nor skips, which parameters of its
+bundle have a gradient in this step, their hyperparameters, and that the gradient is final. At the step's end they are compared
+with what is true. Where all hold, the version that it wrote counts from then on; where one does not, that version is forgotten,
+and the update is made, or not, from the other one as if nothing had been: see Note [Two versions] in bundle/versions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from systems.device.watch.events import EventLog
+from systems.recipe.step import loss_scale
+from systems.recipe.step.control import StepControl
+from systems.settings import StepOutcome
+from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.states import GradientState
+from systems.substrate.bundle.versions import SecondVersions
+from systems.substrate.moves.updates import Updates
+
+RECENT = 2  # steps by which the next one is judged
+
+
+@dataclass
+class Assumed:
+    """By one update. factor: see `loss_scale.multiplier`. dropped: its job need not run, if it has not begun."""
+
+    fired: frozenset[int]
+    factor: float
+    dropped: bool = False
+
+
+class UpdatesAhead:
+    """allowed: bundles whose updates may run ahead, by the plan in force. Only those that have two versions do."""
+
+    def __init__(self, updates: Updates, versions: SecondVersions, control: StepControl, log: EventLog) -> None:
+        self._updates, self.versions, self._control, self._log = updates, versions, control, log
+        self.allowed: frozenset[int] = frozenset()
+        self._assumed: dict[int, Assumed] = {}
+        self._waits = False
+
+    def allow(self, bundles: Collection[int]) -> None:
+        self.allowed = frozenset(bundles)
+
+    def begin(self) -> None:
+        """A step begins. Where one of the last was clipped this one will be, so nothing runs ahead in it."""
+        self._assumed = {}
+        self._waits = any(outcome.clip_factor < 1.0 for outcome in self._control.outcomes[-RECENT:])
+        if self._waits and self.allowed:
+            self._log.count("steps_that_waited")
+
+    def takes(self, bundle: ManagedBundle) -> bool:
+        """Its gradient has left, complete, and its update need not wait."""
+        if self._waits or bundle.index not in self.allowed or bundle.index not in self.versions.of:
+            return False
+        return bundle.updated_on_host and bundle.gradients.state is GradientState.SENT
+
+    def issue(self, bundle: ManagedBundle) -> None:
+        """The bundle's gradient is complete, and on its way to the slots or in the accumulator."""
+        control, fired = self._control, frozenset(bundle.gradients.fired_in_step)
+        control.begin_updates(sorted(fired), for_good=False)
+        clean = StepOutcome(control.loop.steps + 1, None, 1.0, control.loop.loss_scale, skipped=False)
+        assumed = self._assumed[bundle.index] = Assumed(fired, loss_scale.multiplier(clean))
+        self._updates.ahead(bundle, fired, assumed.factor, is_dropped=lambda: assumed.dropped)
+
+    def withdraw(self, index: int) -> None:
+        """More comes for the gradient of that bundle, or it was never final."""
+        assumed = self._assumed.pop(index, None)
+        if assumed is not None:
+            assumed.dropped = True
+
+    def drop(self) -> None:
+        """The step is not what was assumed, or it is none."""
+        for index in list(self._assumed):
+            self.withdraw(index)
+
+    def check_hyperparameters(self) -> None:
+        """Before the rest is updated: what was read when the first update ran ahead no longer holds where something changed."""
+        if self._assumed and self._control.groups.changed() is not None:
+            self._miss()
+            self._control.forget_updates()
+
+    def holding(self, factor: float, bundles: dict[int, ManagedBundle]) -> frozenset[int]:
+        """Bundles whose update can be kept. All others' are dropped."""
+        for index, assumed in list(self._assumed.items()):
+            if assumed.fired != frozenset(bundles[index].gradients.fired_in_step):
+                self.withdraw(index)
+        if any(assumed.factor != factor for assumed in self._assumed.values()):
+            self._miss()
+        return frozenset(self._assumed)
+
+    def end(self) -> None:
+        """The step is done: what was kept counts."""
+        self._assumed = {}
+        self.versions.follow()
+
+    def _miss(self) -> None:
+        self._log.count("steps_that_missed")
+        self.drop()
