@@ -97,15 +97,17 @@ class AdamTask:
             raise ValueError(f"ranges end at {end}, beyond the tensors' {numel} elements")
 
     def _check_apart(self, into: Sequence[torch.Tensor]) -> None:
+        read = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "gradient": self.gradient}
         written = dict(zip(("the new master", "the new exp_avg", "the new exp_avg_sq"), into, strict=True))
         if self.out is not None:
             written["out"] = self.out
-        others = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "gradient": self.gradient}
+        taken = [(name, *_place(tensor)) for name, tensor in read.items()]
         for name, tensor in written.items():
-            for other, at in others.items():
-                if _overlap(tensor, at):
+            begin, end = _place(tensor)
+            for other, other_begin, other_end in taken:
+                if begin < other_end and other_begin < end:
                     raise ValueError(f"{name} overlaps {other}: an update `into` other memory leaves what it reads as it is")
-            others[name] = tensor
+            taken.append((name, begin, end))
 
 
 class AdamKernel(Protocol):
@@ -171,14 +173,15 @@ def coefficients(of: AdamRange) -> Coefficients:
 
 
 def _clash(gradient: torch.Tensor, out: torch.Tensor) -> bool:
-    if gradient.data_ptr() == out.data_ptr():
+    at, to = gradient.data_ptr(), out.data_ptr()
+    if at == to:
         return gradient.element_size() != out.element_size()
-    return _overlap(gradient, out)
+    return at < to + out.nbytes and to < at + gradient.nbytes
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Both contiguous, not empty, on one device."""
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+def _place(contiguous: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last."""
+    return contiguous.data_ptr(), contiguous.data_ptr() + contiguous.nbytes
 
 
 def check_pair(fp32: torch.Tensor, other: torch.Tensor) -> None:

@@ -49,8 +49,8 @@ struct Kernels {
 #define SQUARES_PREFETCH 4096  // bytes
 #endif
 
-// Elements whose results are streamed together. On 2 cores of an EPYC 32 to 256 took the same time, 512 took 11 % more and 1024
-// 23 %, because reads wait while results go out; ordinary stores took 26 % more.
+// Elements whose results are streamed together. On 2 cores of an EPYC 64 to 256 were alike, 512 took 13 % more and 1024 31 %,
+// because reads wait while results go out; ordinary stores took 26 % more.
 #ifndef ADAM_STREAMED
 #define ADAM_STREAMED 128
 #endif
