@@ -63,8 +63,12 @@ SIZES = (
     T5Shape(name="t5-small", num_layers=6, hidden_size=512, num_heads=8, ffn_size=2048, label="T5 Small"),
     T5Shape(name="t5-base", num_layers=12, hidden_size=768, num_heads=12, ffn_size=3072, label="T5 Base"),
     T5Shape(name="t5-large", num_layers=24, hidden_size=1024, num_heads=16, ffn_size=4096, label="T5 Large"),
-    T5Shape(name="t5-3b", num_layers=24, hidden_size=1024, num_heads=32, head_size=128, ffn_size=16384, label="T5 3B"),
-    T5Shape(name="t5-11b", num_layers=24, hidden_size=1024, num_heads=128, head_size=128, ffn_size=65536, label="T5 11B"),
+    T5Shape(
+        name="t5-3b", num_layers=24, hidden_size=1024, num_heads=32, head_size=128, ffn_size=16384, label="T5 3B"
+    ),
+    T5Shape(
+        name="t5-11b", num_layers=24, hidden_size=1024, num_heads=128, head_size=128, ffn_size=65536, label="T5 11B"
+    ),
     T5Shape(
         name="t5-1.4b",
         num_layers=16,

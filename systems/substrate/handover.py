@@ -41,6 +41,7 @@ def adopt_parameters(
     return tuple(final)
 
 
+
 def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: StoredValues) -> list[list[torch.Tensor]]:
     """Every parameter's values in the compute dtype, flat, as one piece or several of the slots' memory.
 

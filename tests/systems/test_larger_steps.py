@@ -98,7 +98,9 @@ def run(system: str, steps: Sequence[Step]) -> tuple[Run, list[int]]:
         return devices[0]
 
     asked = settings(clip=0.5, device_memory=BUDGET, accumulate=len(steps[0]))
-    engine = STRATEGIES[system].initialize(models_small.build("opt", positions=158), asked, OPTIONS[system], device=device)
+    engine = STRATEGIES[system].initialize(
+        models_small.build("opt", positions=158), asked, OPTIONS[system], device=device
+    )
     losses, highest = [], []
     for step in steps:
         devices[0].highest = 0
@@ -164,7 +166,9 @@ def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_st
         return devices[0]
 
     asked = settings(clip=0.5, device_memory=BUDGET, accumulate=2)
-    engine: Any = STRATEGIES[system].initialize(models_small.build("opt", positions=158), asked, OPTIONS[system], device=device)
+    engine: Any = STRATEGIES[system].initialize(
+        models_small.build("opt", positions=158), asked, OPTIONS[system], device=device
+    )
     plain = RESIDENT.initialize(models_small.build("opt", positions=158), settings(clip=0.5, accumulate=2), RESIDENT.Options())
     large, fallbacks, following = tokens(1, 1, 4, 128)[0, 0], [], []
 

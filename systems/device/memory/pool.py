@@ -43,6 +43,7 @@ class Allocation:
         return found
 
 
+
 class Pool:
     """Allocation out of granules, under an account's budget.
 

@@ -74,6 +74,7 @@ def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Cal
     return bring_back
 
 
+
 def check_room(pieces: Sequence[Sequence[torch.Tensor]], room: int) -> None:
     """BudgetError where values that lie in several pieces cannot be copied into one."""
     need = sum(piece.nbytes for each in pieces if len(each) > 1 for piece in each)

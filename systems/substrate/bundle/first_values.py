@@ -18,7 +18,9 @@ FILL_SHARE = 8  # a parameter's fp32 values may take this part of the device whi
 class FirstValues:
     """shapes: of the parameters, by number. initial: (number, fp32 tensor of its shape) fills the tensor."""
 
-    def __init__(self, store: Store, shapes: Sequence[tuple[int, ...]], initial: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(
+        self, store: Store, shapes: Sequence[tuple[int, ...]], initial: Callable[[int, torch.Tensor], None]
+    ) -> None:
         self._store, self._device = store, store.device
         self._shapes, self._initial = shapes, initial
 
