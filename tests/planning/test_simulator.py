@@ -88,6 +88,49 @@ def test_slow_squares_hold_updates_back_only_where_they_wait_for_the_norm() -> N
     assert goes == pytest.approx(10.0, rel=1e-6)
 
 
+def test_an_update_that_runs_ahead_does_not_wait_for_slow_squares() -> None:
+    """As above, one and a half seconds less; the norm is read all the same, and no update is left that it could bound."""
+    slow = rates(device_dram_bytes_per_s=BYTES / 4.0)
+    waits, ahead = (simulated(replace(by_hand(), ahead=frozenset(b)), **slow) for b in ([], [0]))
+    assert waits.step_time_s - ahead.step_time_s == pytest.approx(1.5) and ahead.step_time_s == pytest.approx(10.0, rel=1e-6)
+    assert "norm" in waits.bounds_s and "norm" not in ahead.bounds_s
+    assert ahead.busy_s == pytest.approx(waits.busy_s) and ahead.bytes == waits.bytes
+    at = {event.label: (event.start_s, event.start_s + event.duration_s) for event in ahead.events}
+    update, offload = at["update-ahead bundle 0 (unit 0)"], at["offload bundle 0 (unit 0)"]
+    assert update[0] == pytest.approx(offload[1]) and update[0] < at["norm"][0]
+
+
+def test_the_norm_bounds_what_waits_for_it_and_no_accumulator_that_is_cleared() -> None:
+    layout = layout_of([(1000, [0]), (1000, [1])])
+    trace = trace_of(layout, seconds=1.0, accumulate=2)
+    case = Case(layout, trace, context(accumulate=2))
+    slow = machine(cpu_adam_bytes_per_s=34 * NUMEL / 3)
+    both, one, none = (
+        simulate(layout, trace, planned(case, ahead=frozenset(range(count, 2))), case.context, slow).bounds_s
+        for count in (2, 1, 0)
+    )
+    assert both["norm"] - one["norm"] == pytest.approx(3.0) and "norm" not in none
+    assert both["cpu-adam"] == pytest.approx(one["cpu-adam"]) == pytest.approx(none["cpu-adam"])  # with clearing, as many bytes
+
+
+@pytest.mark.parametrize("name", ["h100-80g-x1", "h100-80g-x4", "hai-pcie-a100-40g-x8", "h3t-a100-40g-x64"])
+def test_the_more_runs_ahead_the_faster_and_never_slower_than_waiting(name: str) -> None:
+    """Of one micro-batch, where as many bytes are moved either way; and no faster than where no update waits at all."""
+    profile, faster = hardware.load(name), 0
+    ranks = min(profile.devices, 8)
+    layout = layout_of([(200_000, [unit]) for unit in range(8)], ranks=ranks)
+    for seconds in (1e-4, 1e-3, 1e-2):
+        case = Case(layout, trace_of(layout, seconds=seconds), context(ranks=ranks))
+        choices: dict[str, Any] = dict(prefetch=3, spare=2 * layout.bundle_bytes(0), on_device=frozenset({0}))
+        early = planned(case, **choices, rule=UpdateRule.WHEN_REDUCED)
+        some = [planned(case, **choices, ahead=frozenset(range(first, 8))) for first in (8, 6, 4, 1)]
+        times = [simulate(layout, case.trace, plan, case.context, profile).step_time_s for plan in some]
+        assert all(b <= a * (1 + 1e-6) for a, b in pairwise(times))
+        assert times[-1] >= min(times[0], simulate(layout, case.trace, early, case.context, profile).step_time_s) * (1 - 1e-6)
+        faster += times[-1] < 0.99 * times[0]
+    assert faster, "void: the norm never held anything back"
+
+
 def test_copies_and_adam_share_the_hosts_dram() -> None:
     """Two bundles: Adam on one while the other's gradient leaves. Both are slowed alike while they overlap."""
     layout = layout_of([(1000, [0]), (1000, [1])])
