@@ -48,7 +48,7 @@ def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title:
         console.print(f"does not fit: {in_flags(found.why_not)}", markup=False)
     _show_speed(found, console)
     if found.ahead is not None:
-        for line in _ahead(found.ahead):
+        for line in _ahead(found.ahead, clips=found.question.clip > 0):
             console.print(line, markup=False)
     for remedy in helpful:
         console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
@@ -74,12 +74,13 @@ def _show_speed(found: Forecast, console: Console) -> None:
         console.print(f"highest bound: {limit}; the step takes {step / highest:.2f} times that, waiting in turn", markup=False)
 
 
-def _ahead(ahead: AheadForecast) -> Iterator[str]:
+def _ahead(ahead: AheadForecast, *, clips: bool) -> Iterator[str]:
     room = f"{format_size(ahead.spare_bytes)} of host memory to spare"
     if ahead.share:
         taken = f"with second versions of {format_size(ahead.taken_bytes)} in the {room}"
-        times = f"{ahead.step_time_s:.4g} s a step, {ahead.waiting_step_time_s:.4g} s without"
-        yield f"{ahead.share:.0%} of the updates on the host run ahead of the norm, {taken}: {times}"
+        without = f"{ahead.waiting_step_time_s:.4g} s without{', as where a step is clipped' if clips else ''}"
+        share = f"{ahead.share:.0%} of the updates on the host run ahead of the norm"
+        yield f"{share}, {taken}: {ahead.step_time_s:.4g} s a step, {without}"
     else:
         why = "there is too little" if ahead.more is not None else "none would gain by it"
         yield f"no update on the host runs ahead of the norm, {room}: {why}"

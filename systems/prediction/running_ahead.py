@@ -22,8 +22,8 @@ class MoreHostMemory:
 class AheadForecast:
     """Bytes of a node's host. spare_bytes: that second versions may take. taken_bytes: that they take.
 
-    share: of the parameters updated on the host, those whose updates run ahead. waiting_step_time_s: of the step in which none
-    does. more: None where all is ahead that helps.
+    share: of the parameters updated on the host, those whose updates run ahead. waiting_step_time_s: of a step in which none
+    does, as it is where the norm asks for clipping. more: None where all is ahead that helps.
     """
 
     spare_bytes: int

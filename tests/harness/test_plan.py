@@ -72,6 +72,42 @@ def test_a_gpu_keeps_a_part_of_its_memory_for_its_allocator(capsys: pytest.Captu
     assert told(capsys, *model, "--device-memory", str(least))[0] == 0
 
 
+NORM_BOUND = ("--model", "opt-1.3b", "--set", "num_layers=6", "--batch-size", "4", "--seq-len", "128", "--recompute", "full")
+
+
+def test_what_runs_ahead_of_the_norm_is_told_with_what_it_takes_and_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("plan", "--system", "elixir", "--hardware", "h100-80g-x1", *NORM_BOUND, "--device-memory", "2GiB")
+    code, found, shown = told(capsys, *asked)
+    ahead, host = found["ahead"], found["tiers"]["host"]
+    assert code == 0 and set(ahead) == {
+        *("spare_bytes", "taken_bytes", "share", "step_time_s", "waiting_step_time_s", "more"),
+    }
+    assert 0 < ahead["share"] < 1 and ahead["taken_bytes"] == host["parts"]["second versions"] <= ahead["spare_bytes"]
+    assert ahead["step_time_s"] == found["plan"]["predicted_step_time_s"] < ahead["waiting_step_time_s"]
+    lines = " ".join(shown.split())
+    assert f"{ahead['share']:.0%} of the updates on the host run ahead of the norm, with second versions of" in lines
+    assert f"{ahead['step_time_s']:.4g} s a step, {ahead['waiting_step_time_s']:.4g} s without" in lines
+    assert "second versions" in shown and "would with" not in lines and "is clipped" not in lines
+    assert "without, as where a step is clipped" in " ".join(told(capsys, *asked, "--clip", "1.0")[2].split())
+    least = host["have_bytes"] - ahead["spare_bytes"]
+    code, tight, shown = told(capsys, *asked, "--host-memory", str(least))
+    more, lines = tight["ahead"]["more"], " ".join(shown.split())
+    assert code == 0 and tight["ahead"]["share"] == 0 and more["nbytes"] == ahead["taken_bytes"]
+    assert "no update on the host runs ahead of the norm, 0B of host memory to spare: there is too little" in lines
+    assert (
+        f"more host memory a node: {more['step_time_s']:.4g} s a step" in lines and f"{more['share']:.0%} would with" in lines
+    )
+
+
+def test_no_word_of_the_norm_where_no_update_waits_or_the_host_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *TINY, "--system", "elixir", "--device-memory", "4MiB")
+    assert code == 0 and found["ahead"]["share"] == 0 and found["ahead"]["more"] is None
+    assert "of host memory to spare: none would gain by it" in " ".join(shown.split())
+    for more in (("--option", "nonfinite=stop"), ("--host-memory", "8MiB")):
+        _, found, shown = told(capsys, *TINY, "--system", "elixir", "--device-memory", "4MiB", *more)
+        assert found["ahead"] is None and "ahead of the norm" not in shown and "second versions" not in shown
+
+
 def test_all_ranks_every_system_that_plans(capsys: pytest.CaptureFixture[str]) -> None:
     code, found, shown = told(capsys, *TINY, "--system", "all", "--device-memory", "6MiB", "--clip", "1.0")
     assert code == 0
