@@ -24,8 +24,9 @@ in the opposite order.
     planner; what never moves comes now
 14  recorder, moments; how a step ends       cursor, gradients, control, updates         -
 15  flushes, and the runtime itself          all of these                                -
-16  what asks upwards: residency for room,   planner, flushes, progress, recorder        -
-    inputs whether they are the step's
+16  what asks upwards: residency and tiers   planner, flushes, ahead, progress, recorder -
+    for room, inputs whether they are the
+    step's
 17  recovery                                 all of these                                -
 18  the model's blocks leave their inputs    inputs, found                               blocks are as before
 19  calls of modules                         runtime, recovery                           calls.detach
@@ -223,7 +224,7 @@ class Assembly:
         self.versions = SecondVersions(self.store, self.bundles, device, self.control)
         self._cleanup.callback(self.versions.close)
         self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions)
-        self.ahead = UpdatesAhead(self.updates, self.versions, self.control, self._log)
+        self.ahead = UpdatesAhead(self.updates, self.versions, self.bundles, self.control, self._log)
         self.input_slots = HostSlots("host-input", self.host)
         self.inputs = OffloadedInputs(device, self.input_slots)
         self._cleanup.callback(self.inputs.close)
@@ -294,6 +295,7 @@ class Assembly:
 
     def _connect(self) -> None:
         """Steps 16 and 17."""
+        self.tiers.ask(room_on_host=self.ahead.release)
         self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
         self.recovery = Recovery(
             self.runtime,

@@ -103,7 +103,6 @@ class PlanInForce:
         for bundle in self._layout.bundles:
             if bundle.trainable and {plan.optimizer_tier[s] for s in bundle.segments} == {Tier.HOST}:
                 self._send_home(bundle.index)
-        self._ahead.versions.make(plan.ahead)
         if plan.predicted_model_peak_bytes is not None:
             largest = self._layout.largest_movable_bytes
             peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
@@ -113,6 +112,7 @@ class PlanInForce:
             if on_device and not self._promote(bundle.index):
                 self._use(None)
                 return
+        self._ahead.versions.make(plan.ahead)  # behind the states that left the host
         for index in sorted(plan.resident_at_start):
             residency.fetch(index)
         self._applied = plan

@@ -110,11 +110,11 @@ class StepEnding:
             control.record(outcome)
             return
         factor = loss_scale.multiplier(outcome)
-        kept = self._ahead.holding(factor, gradients.bundles)
+        kept = self._ahead.holding(factor)
         self.updated.update({self._layout.bundle_of_parameter[p] for p in fired} - kept)
         ready(factor, kept)
         control.record(outcome, exchanged=kept)
-        self._ahead.end()
+        self._ahead.end(kept)
         self.updated = set()
 
     def _update_rest(self, fired: list[int]) -> None:

@@ -80,7 +80,7 @@ class ManagedBundle:
         return [part for stretch in self.stretches for part in stretch.those(which)]
 
     def lie_in(self, places: Sequence[SegmentPlace], stretches: list[Stretch]) -> None:
-        """Its segments have their values there, in these stretches."""
+        """What its segments have on the host is there, in these stretches."""
         for each, place in zip(self.segments, places, strict=True):
             each.lie_in(place)
         self.stretches = stretches

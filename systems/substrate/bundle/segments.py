@@ -87,8 +87,7 @@ class StoredSegment:
         self.state = state
 
     def lie_in(self, place: SegmentPlace) -> None:
-        """Values, and no gradient, are there from now on."""
-        self.slot_holds_gradient = False
+        """What it has on the host is there from now on."""
         self.slot, self.slot_memory, self.state, self.at_home = place.slot, place.slot_memory, place.state, place.state
 
     def close(self) -> None:

@@ -152,6 +152,10 @@ class Store:
         for name, tensor in _on_host(state):
             self._mappings[name].discard(tensor)
 
+    def missing(self, state: OptimizerState | DiskState) -> bool:
+        """The host has no room for it to come back as things are."""
+        return sum(tensor.nbytes for _, tensor in _on_host(state)) > self.host.room
+
     def reclaim(self, state: OptimizerState | DiskState) -> None:
         """The way back. Raises OutOfMemoryError when the host has no room for them."""
         for name, tensor in _on_host(state):

@@ -128,7 +128,7 @@ class SecondVersions:
             versions.take(int(index in self._control.second))
 
     def bring_home(self, bundle: ManagedBundle) -> None:
-        """The first version counts from now on, with the values that counted before. Between two steps."""
+        """The first version counts from now on, with all that counted before: values, and a gradient in its slots."""
         versions = self.of.get(bundle.index)
         if versions is None or versions.number == 0:
             return
@@ -145,8 +145,8 @@ class SecondVersions:
             home, copy, reads=versions.read(), writes=versions.written(), priority=bundle.index
         )
         moved.wait()
+        versions.take(0)  # both are alike: whichever counts if Ctrl-C comes between the two
         self._control.count_first(bundle.index)
-        self.follow()
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +155,15 @@ class SecondVersions:
     @property
     def pinned_bytes(self) -> int:
         return sum(mapping.nbytes for mapping in self._mappings if mapping.pinned)
+
+    def release(self) -> None:
+        """The memory goes to who has a better claim on it."""
+        for index, versions in self.of.items():
+            self.bring_home(self._bundles[index])
+            for memory in versions.written():
+                for ticket in memory.tickets():
+                    ticket.wait()
+        self.close()
 
     def close(self) -> None:
         """Call only when nothing is in flight."""

@@ -1,14 +1,15 @@
 """Updates that run ahead of the norm: made as if the step were clean, and kept only if it was.
 
-An update that runs ahead has assumed four things: the factor of a step that neither clips nor skips, which parameters of its
-bundle have a gradient in this step, their hyperparameters, and that the gradient is final. At the step's end they are compared
-with what is true. Where all hold, the version that it wrote counts from then on; where one does not, that version is forgotten,
-and the update is made, or not, from the other one as if nothing had been: see Note [Two versions] in bundle/versions.py.
+An update that runs ahead has assumed the factor of a step that neither clips nor skips, its parameters' hyperparameters, that
+the bundle's gradient is final, and so which parameters have one in this step. Where more of a gradient comes, the update is
+withdrawn at once; the rest is compared with what is true at the step's end. Where all holds, the version that it wrote counts
+from then on; where not, that version is forgotten, and the update is made, or not, from the other one as if nothing had been:
+see Note [Two versions] in bundle/versions.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from systems.device.watch.events import EventLog
@@ -16,6 +17,7 @@ from systems.recipe.step import loss_scale
 from systems.recipe.step.control import StepControl
 from systems.settings import StepOutcome
 from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.segments import slots_take_parameters
 from systems.substrate.bundle.states import GradientState
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.moves.updates import Updates
@@ -27,7 +29,6 @@ RECENT = 2  # steps by which the next one is judged
 class Assumed:
     """By one update. factor: see `loss_scale.multiplier`. dropped: its job need not run, if it has not begun."""
 
-    fired: frozenset[int]
     factor: float
     dropped: bool = False
 
@@ -35,8 +36,15 @@ class Assumed:
 class UpdatesAhead:
     """allowed: bundles whose updates may run ahead, by the plan in force. Only those that have two versions do."""
 
-    def __init__(self, updates: Updates, versions: SecondVersions, control: StepControl, log: EventLog) -> None:
-        self._updates, self.versions, self._control, self._log = updates, versions, control, log
+    def __init__(
+        self,
+        updates: Updates,
+        versions: SecondVersions,
+        bundles: Sequence[ManagedBundle],
+        control: StepControl,
+        log: EventLog,
+    ) -> None:
+        self._updates, self.versions, self._bundles, self._control, self._log = updates, versions, bundles, control, log
         self.allowed: frozenset[int] = frozenset()
         self._assumed: dict[int, Assumed] = {}
         self._waits = False
@@ -62,7 +70,7 @@ class UpdatesAhead:
         control, fired = self._control, frozenset(bundle.gradients.fired_in_step)
         control.begin_updates(sorted(fired), for_good=False)
         clean = StepOutcome(control.loop.steps + 1, None, 1.0, control.loop.loss_scale, skipped=False)
-        assumed = self._assumed[bundle.index] = Assumed(fired, loss_scale.multiplier(clean))
+        assumed = self._assumed[bundle.index] = Assumed(loss_scale.multiplier(clean))
         self._updates.ahead(bundle, fired, assumed.factor, is_dropped=lambda: assumed.dropped)
 
     def withdraw(self, index: int) -> None:
@@ -82,19 +90,23 @@ class UpdatesAhead:
             self._miss()
             self._control.forget_updates()
 
-    def holding(self, factor: float, bundles: dict[int, ManagedBundle]) -> frozenset[int]:
+    def holding(self, factor: float) -> frozenset[int]:
         """Bundles whose update can be kept. All others' are dropped."""
-        for index, assumed in list(self._assumed.items()):
-            if assumed.fired != frozenset(bundles[index].gradients.fired_in_step):
-                self.withdraw(index)
         if any(assumed.factor != factor for assumed in self._assumed.values()):
             self._miss()
         return frozenset(self._assumed)
 
-    def end(self) -> None:
-        """The step is done: what was kept counts."""
+    def end(self, kept: Iterable[int] = ()) -> None:
+        """The step is done, or given up. kept: bundles whose other version counts now, with values in its slots."""
         self._assumed = {}
         self.versions.follow()
+        for index in kept:
+            slots_take_parameters(self._bundles[index].segments)
+
+    def release(self) -> None:
+        """The host's memory is needed for states that come home: second versions go, and what was written there."""
+        self.drop()
+        self.versions.release()
 
     def _miss(self) -> None:
         self._log.count("steps_that_missed")

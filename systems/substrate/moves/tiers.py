@@ -25,6 +25,11 @@ class TierMoves:
     def __init__(self, layout: Layout, store: Store, bundles: Sequence[ManagedBundle], device: Device) -> None:
         self.layout, self.store, self.device = layout, store, device
         self._bundles = bundles
+        self._room_on_host: Callable[[], None] = lambda: None
+
+    def ask(self, *, room_on_host: Callable[[], None]) -> None:
+        """room_on_host: gives back what the host can do without; called where there is too little for a state to come home."""
+        self._room_on_host = room_on_host
 
     def to_device(self, index: int) -> bool:
         """Move a segment's master and moments to the device for good. False, and nothing changed, if they do not fit now."""
@@ -62,6 +67,8 @@ class TierMoves:
         stored, bundle = self.store.segments[index], self._bundles[self.layout.bundle_of_segment[index]]
         old, new, disk = stored.state, stored.at_home, self.store.disk
         assert isinstance(old, OptimizerState) and new is not None and old.allocation is not None
+        if self.store.missing(new):
+            self._room_on_host()
         self.store.reclaim(new)
         sources, targets, memories = old.tensors(), new.tensors(), [new.memory]
         move = of_bundle(self.layout, Work.STATE_TO_HOST, LaneKind.D2H, bundle.index, index)
