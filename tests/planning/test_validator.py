@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from systems.planning.layout import Layout
 from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
 from systems.planning.step.schedule import expand
-from systems.planning.step.validator import PlanError, circular_wait, validate
+from systems.planning.step.validator import PlanError, check_waits, circular_wait, validate
 from systems.planning.trace import Moment, Phase, Trace
 from tests.planning.reference import can_run_ahead
 from tests.planning.synthetic import Case, cases, context, layout_of, trace_of
@@ -194,21 +194,30 @@ def test_a_bundle_without_a_gradient_in_the_last_micro_step_cannot_run_ahead() -
     assert "is not flushed in the last micro-step" in refused_ahead(LAYOUT, only_first, accumulate=2)
 
 
-def test_a_bundle_that_is_used_or_flushed_again_cannot_run_ahead() -> None:
-    """Its unit's backward is seen a second time, behind its flush; once without another flush, once with one."""
+def entered_again(*flushes: tuple[int, ...]) -> Trace:
+    """The backward of unit 1 is seen a second time, behind the flush of its bundle."""
     again = moment(Phase.BACKWARD_EXIT, 1) + 1
+    added = (Moment(Phase.BACKWARD_ENTER, 1), Moment(Phase.BACKWARD_EXIT, 1))
+    return Trace(
+        (*TRACE.moments[:again], *added, *TRACE.moments[again:]),
+        (*TRACE.non_model_bytes[:again], 0, 0, *TRACE.non_model_bytes[again:]),
+        (*TRACE.compute_time_s[:again], 0.0, 0.0, *TRACE.compute_time_s[again:]),
+        (*TRACE.flushes[:again], *flushes, *TRACE.flushes[again:]),
+    )
 
-    def entered(*flushes: tuple[int, ...]) -> Trace:
-        added = (Moment(Phase.BACKWARD_ENTER, 1), Moment(Phase.BACKWARD_EXIT, 1))
-        return Trace(
-            (*TRACE.moments[:again], *added, *TRACE.moments[again:]),
-            (*TRACE.non_model_bytes[:again], 0, 0, *TRACE.non_model_bytes[again:]),
-            (*TRACE.compute_time_s[:again], 0.0, 0.0, *TRACE.compute_time_s[again:]),
-            (*TRACE.flushes[:again], *flushes, *TRACE.flushes[again:]),
-        )
 
-    assert "it is used again after its last flush" in refused_ahead(LAYOUT, entered((), ()))
-    assert "its gradient is flushed 2 times in the last micro-step" in refused_ahead(LAYOUT, entered((), (1,)))
+def test_a_bundle_that_is_used_or_flushed_again_cannot_run_ahead() -> None:
+    assert "it is used again after its last flush" in refused_ahead(LAYOUT, entered_again((), ()))
+    assert "its gradient is flushed 2 times in the last micro-step" in refused_ahead(LAYOUT, entered_again((), (1,)))
+
+
+def test_nothing_waits_for_an_update_that_ran_ahead_ahead_of_the_last_fetch() -> None:
+    trace = entered_again((), ())
+    plan = planned(Case(LAYOUT, trace, context()), prefetch=0)
+    check_waits(trace, expand(LAYOUT, trace, plan, context()))
+    ahead = expand(LAYOUT, trace, replace(plan, ahead=frozenset({1})), context())
+    with pytest.raises(PlanError, match="fetch of bundle 1 waits for an update of this step ahead of the fetch of bundle 0"):
+        check_waits(trace, ahead)
 
 
 @settings(max_examples=60, deadline=None)
