@@ -296,6 +296,7 @@ class Assembly:
     def _connect(self) -> None:
         """Steps 16 and 17."""
         self.tiers.ask(room_on_host=self.ahead.release)
+        self.input_slots.ask(room=self.ahead.release)
         self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
         self.recovery = Recovery(
             self.runtime,

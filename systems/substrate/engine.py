@@ -176,7 +176,9 @@ class ManagedEngine(ManagedReports):
         self._settle(what, in_step=self.progress.in_step)
         return ManagedState(self.index, values=self.values, control=self.control)
 
-    def _host_room(self) -> int:
+    def _host_room(self, wanted: int) -> int:
+        if wanted > self.store.host.room:
+            self.ahead.release()
         return self.store.host.room
 
     @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -155,9 +156,14 @@ class HostSlots:
 
     def __init__(self, name: str, account: Account) -> None:
         self._name, self._account = name, account
+        self._make_room: Callable[[], None] = lambda: None
         self._free: list[HostSlot] = []
         self._all: list[HostSlot] = []
         self._made = self.peak_bytes = 0
+
+    def ask(self, *, room: Callable[[], None]) -> None:
+        """room: gives back what the host can do without; called where there is too little for another slot."""
+        self._make_room = room
 
     def take(self, nbytes: int, *, expected: int) -> HostSlot:
         """A slot of at least `nbytes`. expected: how many of that size will be asked for, this one too, for the message.
@@ -172,6 +178,8 @@ class HostSlots:
         size = round_up(max(nbytes, 1), PAGE)
         while self._free and (self._account.room < size or len(self._free) > expected - 1):
             self._discard(self._free[0])
+        if size > self._account.room:
+            self._make_room()
         if size > self._account.room:
             need = size * expected
             raise BudgetError(

@@ -171,10 +171,13 @@ class Costs:
         return sum(self.layout.segments[s].shard_numel for s in mine)
 
     def _priority(self, operation: ScheduledOperation) -> int:
-        """As the substrate gives them: sums of squares go first, whoever waits for the norm."""
+        """As the substrate gives them: sums of squares go first, for the host waits for the norm; what runs ahead goes last."""
         if operation.kind is Work.SQUARES:
             return -1
-        return self.updates.get(operation.bundle, operation.bundle) if operation.kind in UPDATES else operation.bundle
+        if operation.kind not in UPDATES:
+            return operation.bundle
+        place = self.updates.get(operation.bundle, operation.bundle)
+        return place + len(self.layout.bundles) if operation.kind is Work.UPDATE_AHEAD else place
 
     def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None

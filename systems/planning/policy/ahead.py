@@ -1,18 +1,20 @@
 """Which updates on the host run ahead of the norm: as few as make the step as short as all would that the host has room for.
 
 Any strategy's plan is given them in the same way, once it is made. An update that runs ahead writes its bundle's second
-version, which takes host memory that nothing else wants: what the budget has beside a step with all states at home.
+version, which takes host memory that nothing else wants under the plan. States that are on the device have left their place at
+home, and get it back when they come: second versions go then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from systems.planning import hardware
 from systems.planning.clock.simulator import step_time_of
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import Layout
+from systems.planning.layout import PAGE, Layout
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.policy.homes import host_need, waiting_input_bytes
 from systems.planning.policy.windows import under
@@ -69,7 +71,14 @@ class AheadChoice:
         """Of this rank's host, for second versions; below zero where even the first ones do not fit."""
         units = self.offloaded | self.trace.offloaded | (self.plan.offload_inputs or frozenset())
         waiting = waiting_input_bytes(self.trace, units)
-        return self.context.host_budget - host_need(self.layout, self.context) - waiting
+        return self.context.host_budget - host_need(self.layout, self.context) + self._left_behind - waiting
+
+    @property
+    def _left_behind(self) -> int:
+        """Bytes that the machine has again, of states on the device whose home is the host: all whole pages in them."""
+        moved = (b for b in map(self.layout.bundles.__getitem__, self._residence.on_device) if b.movable and b.trainable)
+        segments = [self.layout.segments[s] for b in moved for s in b.segments]
+        return sum(max(0, 4 * s.shard_numel + 1 - PAGE) // PAGE for s in segments) * PAGE * self.context.optimizer_itemsize // 4
 
     def nbytes(self, bundles: frozenset[int]) -> int:
         """Of this rank's host, for second versions."""
@@ -81,27 +90,51 @@ class AheadChoice:
         return sum(b.numel for b in host if b.index in ahead) / max(1, sum(b.numel for b in host))
 
     def within(self, nbytes: int) -> frozenset[int]:
-        """The fewest whose second versions take so many bytes at most and whose step is as short as that of all which do.
+        """The fewest whose second versions take so many bytes at most and whose step is as short as can be for that.
 
-        Without a profile there is no telling, and it is all.
+        Without a profile there is no telling, and it is all that fit.
         """
-        fitting: list[int] = []
-        for bundle in self.eligible:
-            if self.nbytes(frozenset((*fitting, bundle))) <= nbytes:
-                fitting.append(bundle)
-        if self.profile is None or not fitting:
-            return frozenset(fitting)
-        enough = NEAR * self.step_time_s(frozenset(fitting))
+        fitting = [self._fitting(order, nbytes) for order in self._orders]
+        if self.profile is None or not fitting[0]:
+            return frozenset(fitting[0])
+        enough = NEAR * min(self.step_time_s(frozenset(each)) for each in fitting)
         if self.step_time_s(frozenset()) <= enough:
             return frozenset()
-        low, high = 0, len(fitting)  # so many are not enough, so many are
+        found: list[int] | None = None
+        for each in fitting:
+            fewer = each if found is None else self._fitting(each, self.nbytes(frozenset(found)) - 1)
+            if self.step_time_s(frozenset(fewer)) <= enough:
+                found = self._fewest(fewer, enough)
+        assert found is not None, "the order with the shortest step is enough"
+        return frozenset(found)
+
+    @property
+    def _orders(self) -> Sequence[Sequence[int]]:
+        """In which bundles are taken: those that are flushed first, which have the longest time until the norm; those that the
+        next step uses first, so that what waits has its forward to be updated in; and those between.
+        """
+        late, middle = self.eligible, (len(self.eligible) - 1) / 2
+        between = sorted(range(len(late)), key=lambda place: abs(place - middle))
+        return late, late[::-1], [late[place] for place in between]
+
+    def _fitting(self, order: Sequence[int], nbytes: int) -> list[int]:
+        """Of that order all that fit beside those before."""
+        fitting: list[int] = []
+        for bundle in order:
+            if self.nbytes(frozenset((*fitting, bundle))) <= nbytes:
+                fitting.append(bundle)
+        return fitting
+
+    def _fewest(self, order: list[int], enough: float) -> list[int]:
+        """The first ones of an order that is enough, as few as are."""
+        low, high = 0, len(order)  # so many are not enough, so many are
         while high - low > 1:
             middle = (low + high) // 2
-            if self.step_time_s(frozenset(fitting[:middle])) <= enough:
+            if self.step_time_s(frozenset(order[:middle])) <= enough:
                 high = middle
             else:
                 low = middle
-        return frozenset(fitting[:high])
+        return order[:high]
 
     def step_time_s(self, ahead: frozenset[int]) -> float:
         """Simulated, with these updates ahead. There is a profile."""

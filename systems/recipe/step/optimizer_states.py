@@ -73,17 +73,18 @@ class OptimizerStates:
         self._parameters = list(parameters)
         self._number = {id(p): i for i, p in enumerate(parameters)}
         self._state: Callable[[str], AdamMoments] | None = None
-        self._room: Callable[[], int] = _none
+        self._room: Callable[[int], int] = _none
         self._used = False
         self._loading: dict[int, _GivenState] = {}
         self._handles: list[Any] = []
         found = {self._number.get(id(p)): entry for p, entry in optimizer.state.items() if entry}
         self._found = self._checked(found.items(), "the optimizer")
 
-    def attach(self, state: Callable[[str], AdamMoments], room: Callable[[], int]) -> None:
+    def attach(self, state: Callable[[str], AdamMoments], room: Callable[[int], int]) -> None:
         """The engine is there: it gets the state that the optimizer has, which then keeps none.
 
-        state: of the engine, called with what it is wanted for; room: bytes of host memory that are left.
+        state: of the engine, called with what it is wanted for; room: bytes of host memory that are
+        left, told how many are wanted.
         """
         optimizer = self._optimizer
         before = vars(optimizer).get(_MARK)
@@ -141,7 +142,8 @@ class OptimizerStates:
         moments = self._moments("optimizer.state_dict()")
         updates = moments.control.updates
         stepped = [d.index for d in self._index.parameters if d.trainable and updates[d.index]]
-        need, have = BYTES * sum(self._index.parameters[n].numel for n in stepped), self._room()
+        need = BYTES * sum(self._index.parameters[n].numel for n in stepped)
+        have = self._room(need)
         if need > have:
             raise BudgetError(
                 f"optimizer.state_dict() needs {format_need(need, have)} of host memory for the moments, "
@@ -258,7 +260,7 @@ def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _GivenSt
     return _GivenState(int(step), entry["exp_avg"].detach(), entry["exp_avg_sq"].detach())
 
 
-def _none() -> int:
+def _none(wanted: int) -> int:
     return 0
 
 

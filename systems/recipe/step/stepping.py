@@ -59,8 +59,8 @@ class SteppingEngine(ClosingEngine):
     def _state(self, what: str) -> AdamMoments:
         """Once nothing moves. what: is wanted, for messages. UnsupportedError within a step."""
 
-    def _host_room(self) -> int:
-        """Bytes of host memory that are left of the budget."""
+    def _host_room(self, wanted: int) -> int:
+        """Bytes of host memory that are left of the budget; wanted: how many had better be."""
         return host_budget(self.settings)
 
     # ---- what they do alike
