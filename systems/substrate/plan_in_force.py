@@ -28,6 +28,7 @@ Moved = TypeVar("Moved")
 class PlanInForce:
     """PlanInForce is the plan that the cursor follows, as far as states and bundles at rest are concerned.
 
+    ahead: whose updates need not wait in steps to come.
     halfway: states or gradients are moving, so that what breaks off now breaks off the step.
     """
 
@@ -48,7 +49,7 @@ class PlanInForce:
     ) -> None:
         self._strategy, self._layout, self._device, self._cursor = strategy, layout, device, cursor
         self._tiers, self._residency, self._gradients, self._updates = tiers, residency, gradients, updates
-        self._ahead = ahead
+        self.ahead = ahead
         self._inputs, self._recomputation = inputs, recomputation
         self.halfway = False
         self._applied: Plan | None = None  # whose wishes were all carried out, the last that were
@@ -112,7 +113,7 @@ class PlanInForce:
             if on_device and not self._promote(bundle.index):
                 self._use(None)
                 return
-        self._ahead.versions.make(plan.ahead)  # behind the states that left the host
+        self.ahead.versions.make(plan.ahead)  # behind the states that left the host
         for index in sorted(plan.resident_at_start):
             residency.fetch(index)
         self._applied = plan
@@ -148,11 +149,6 @@ class PlanInForce:
                 self._residency.drop(index)
             self._set_aside()
 
-    @property
-    def second_versions(self) -> frozenset[int] | None:
-        """Bundles that have one; None as long as they can still be made."""
-        return frozenset(self._ahead.versions.of) or None
-
     def demote(self, bundle: ManagedBundle) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step."""
         self._states_home(bundle)
@@ -162,7 +158,7 @@ class PlanInForce:
     def _use(self, plan: Plan | None) -> None:
         self._cursor.use(plan)
         self._updates.follow(None if plan is None else plan.signature)
-        self._ahead.allow(frozenset() if plan is None else plan.ahead)
+        self.ahead.allow(frozenset() if plan is None else plan.ahead)
 
     @property
     def _unplanned_bytes(self) -> int:
@@ -193,7 +189,7 @@ class PlanInForce:
 
     def _promote(self, index: int) -> bool:
         """Bring a bundle and its optimizer state to the device for good. Of one that does not fit nothing stays there."""
-        self._ahead.versions.bring_home(self._residency.bundles[index])
+        self.ahead.versions.bring_home(self._residency.bundles[index])
         self._residency.fetch(index)
         moved = all(
             self._tiers.to_device(stored.segment.index)

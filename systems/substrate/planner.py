@@ -118,7 +118,7 @@ class Planner:
         if self.plans and not again:
             self._device.log.count("retraces")
         try:
-            plan = planned(self._strategy, self._layout, trace, self._context, allowed=self._in_force.second_versions)
+            plan = planned(self._strategy, self._layout, trace, self._context, allowed=self._in_force.ahead.versions.made)
         except BudgetError as error:
             if error.final:
                 raise

@@ -7,7 +7,8 @@ home, and get it back when they come: second versions go then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -71,10 +72,10 @@ class AheadChoice:
         """Of this rank's host, for second versions; below zero where even the first ones do not fit."""
         units = self.offloaded | self.trace.offloaded | (self.plan.offload_inputs or frozenset())
         waiting = waiting_input_bytes(self.trace, units)
-        return self.context.host_budget - host_need(self.layout, self.context) + self._left_behind - waiting
+        return self.context.host_budget - host_need(self.layout, self.context) + self.left_behind - waiting
 
     @property
-    def _left_behind(self) -> int:
+    def left_behind(self) -> int:
         """Bytes that the machine has again, of states on the device whose home is the host: all whole pages in them."""
         moved = (b for b in map(self.layout.bundles.__getitem__, self._residence.on_device) if b.movable and b.trainable)
         segments = [self.layout.segments[s] for b in moved for s in b.segments]
@@ -94,7 +95,7 @@ class AheadChoice:
 
         Without a profile there is no telling, and it is all that fit.
         """
-        fitting = [self._fitting(order, nbytes) for order in self._orders]
+        fitting = [self._fitting(order, nbytes) for order in _orders(self.eligible)]
         if self.profile is None or not fitting[0]:
             return frozenset(fitting[0])
         enough = NEAR * min(self.step_time_s(frozenset(each)) for each in fitting)
@@ -104,18 +105,9 @@ class AheadChoice:
         for each in fitting:
             fewer = each if found is None else self._fitting(each, self.nbytes(frozenset(found)) - 1)
             if self.step_time_s(frozenset(fewer)) <= enough:
-                found = self._fewest(fewer, enough)
+                found = fewer[: bisect_left(range(len(fewer)), True, key=self._is_enough(fewer, enough))]
         assert found is not None, "the order with the shortest step is enough"
         return frozenset(found)
-
-    @property
-    def _orders(self) -> Sequence[Sequence[int]]:
-        """In which bundles are taken: those that are flushed first, which have the longest time until the norm; those that the
-        next step uses first, so that what waits has its forward to be updated in; and those between.
-        """
-        late, middle = self.eligible, (len(self.eligible) - 1) / 2
-        between = sorted(range(len(late)), key=lambda place: abs(place - middle))
-        return late, late[::-1], [late[place] for place in between]
 
     def _fitting(self, order: Sequence[int], nbytes: int) -> list[int]:
         """Of that order all that fit beside those before."""
@@ -125,16 +117,9 @@ class AheadChoice:
                 fitting.append(bundle)
         return fitting
 
-    def _fewest(self, order: list[int], enough: float) -> list[int]:
-        """The first ones of an order that is enough, as few as are."""
-        low, high = 0, len(order)  # so many are not enough, so many are
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.step_time_s(frozenset(order[:middle])) <= enough:
-                high = middle
-            else:
-                low = middle
-        return order[:high]
+    def _is_enough(self, order: list[int], seconds: float) -> Callable[[int], bool]:
+        """Whether so many of an order make the step as short as that."""
+        return lambda count: self.step_time_s(frozenset(order[:count])) <= seconds
 
     def step_time_s(self, ahead: frozenset[int]) -> float:
         """Simulated, with these updates ahead. There is a profile."""
@@ -181,3 +166,12 @@ class AheadChoice:
     def _residence(self) -> Residence:
         plan = self.plan
         return Residence.of(self.layout, self.context, plan.optimizer_tier, plan.update_rule, plan.in_place)
+
+
+def _orders(flushed: Sequence[int]) -> Sequence[Sequence[int]]:
+    """In which bundles are taken, out of the order of their flushes: those that are flushed first, which have the longest time
+    until the norm; those that the next step uses first, so that what waits has its forward to be updated in; those between.
+    """
+    middle = (len(flushed) - 1) / 2
+    between = sorted(range(len(flushed)), key=lambda place: abs(place - middle))
+    return flushed, flushed[::-1], [flushed[place] for place in between]

@@ -84,8 +84,10 @@ class StepControl:
         self._loop = replace(state, loss_scale=scale.loss_scale, good_steps=scale.good_steps)
 
     def record(self, outcome: StepOutcome, *, exchanged: frozenset[int] = frozenset()) -> None:
-        """The step's decision was carried out. exchanged: of what has two places, those whose other one counts from now on. See
-        Note [When a step is done]; raises DivergedError after that."""
+        """The step's decision was carried out; see Note [When a step is done]. DivergedError after that.
+
+        exchanged: of what has two places, those whose other one counts from now on.
+        """
         self._done(outcome, self.updates if outcome.skipped else self.advanced(), {}, self.second ^ exchanged)
 
     def record_late(self, outcome: StepOutcome) -> None:

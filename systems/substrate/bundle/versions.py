@@ -4,8 +4,8 @@ Note [Two versions]
     An update that runs ahead of the norm reads master, moments and gradient of the version that counts, and writes all of the
     other one. The version that counts keeps its values and its gradient meanwhile, so that whoever reads or adds to them finds
     what was there before. If the update was right the two change places and nothing is copied; if not, the other one is
-    forgotten. Which one counts is one set of bundles (StepControl.second), exchanged in the statement that makes a step done:
-    Note [When a step is done] in control.py. Bundles follow it after that statement, and may do so twice.
+    forgotten. Which one counts is one set of bundles (StepControl.second), exchanged in the statement that makes a step done
+    (see Note [When a step is done] in control.py). Bundles follow it after that statement, and may do so twice.
     With several micro-batches the gradient is in the accumulator, which both versions share, as they do the slot.
 """
 
@@ -147,6 +147,11 @@ class SecondVersions:
         moved.wait()
         versions.take(0)  # both are alike: whichever counts if Ctrl-C comes between the two
         self._control.count_first(bundle.index)
+
+    @property
+    def made(self) -> frozenset[int] | None:
+        """Bundles that have two; None as long as these can still be made."""
+        return frozenset(self.of) or None
 
     @property
     def nbytes(self) -> int:
