@@ -89,6 +89,7 @@ from systems.substrate.recorder import Recorder
 from systems.substrate.recovery import Recovery
 from systems.substrate.runtime import Runtime
 from systems.substrate.step_ending import StepEnding
+from systems.substrate.step_times import StepTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +233,7 @@ class Assembly:
     def _make_plans(self) -> None:
         """Step 13."""
         strategy, layout, device = self.strategy, self.layout, self.device
-        self.progress, self.cursor = Progress(self._settings.accumulate), Cursor()
+        self.progress, self.cursor, self._times = Progress(self._settings.accumulate), Cursor(), StepTimes()
         self.in_force = PlanInForce(
             strategy,
             layout=layout,
@@ -247,7 +248,13 @@ class Assembly:
             cursor=self.cursor,
         )
         self.planner = Planner(
-            strategy, layout=layout, context=self._context, device=device, cursor=self.cursor, in_force=self.in_force
+            strategy,
+            layout=layout,
+            context=self._context,
+            device=device,
+            cursor=self.cursor,
+            times=self._times,
+            in_force=self.in_force,
         )
         self.in_force.begin()
 
@@ -255,7 +262,14 @@ class Assembly:
         """Steps 14 and 15."""
         device, residency, gradients, recomputation = self.device, self.residency, self.gradients, self.recomputation
         self.recorder = Recorder(device, gradients.bytes_in_autograd)
-        moments = Moments(self.cursor, recorder=self.recorder, progress=self.progress, residency=residency, device=device)
+        moments = Moments(
+            self.cursor,
+            times=self._times,
+            recorder=self.recorder,
+            progress=self.progress,
+            residency=residency,
+            device=device,
+        )
         self.ending = StepEnding(
             self.control,
             layout=self.layout,

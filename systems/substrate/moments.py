@@ -9,6 +9,7 @@ from systems.substrate.cursor import Cursor
 from systems.substrate.moves.residency import Residency
 from systems.substrate.progress import Progress
 from systems.substrate.recorder import Recorder
+from systems.substrate.step_times import StepTimes
 
 
 class Moments:
@@ -17,14 +18,24 @@ class Moments:
     See Note [Order at a moment] in runtime.py and Note [Departures] there.
     """
 
-    def __init__(self, cursor: Cursor, *, recorder: Recorder, progress: Progress, residency: Residency, device: Device) -> None:
-        self._cursor, self._recorder, self._progress = cursor, recorder, progress
+    def __init__(
+        self,
+        cursor: Cursor,
+        *,
+        times: StepTimes,
+        recorder: Recorder,
+        progress: Progress,
+        residency: Residency,
+        device: Device,
+    ) -> None:
+        self._cursor, self._times, self._recorder, self._progress = cursor, times, recorder, progress
         self._residency, self._device = residency, device
 
     def begin_step(self) -> None:
         self._cursor.start()
         plan = self._cursor.plan
-        self._recorder.start(measure=plan is None or plan.provisional or self._device.measures_always)
+        unknown = plan is None or plan.provisional or self._times.wanted(plan)
+        self._recorder.start(measure=unknown or self._device.measures_always)
 
     def reach(self, phase: Phase, unit: int = NO_UNIT) -> None:
         moment = Moment(phase, unit, self._progress.micro_step)

@@ -15,13 +15,14 @@ Note [Larger steps]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from systems.device.device import Device
 from systems.errors import BudgetError
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan
-from systems.planning.policy.ahead import planned
+from systems.planning.policy.ahead import AheadChoice
 from systems.planning.strategy import PlanningContext, Strategy
 from systems.planning.trace import Moment, Trace
 from systems.substrate.batch_shape import BatchShape
@@ -29,6 +30,7 @@ from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.cursor import Cursor
 from systems.substrate.plan_in_force import PlanInForce
 from systems.substrate.recorder import merged
+from systems.substrate.step_times import StepTimes
 
 
 class Planner:
@@ -46,10 +48,11 @@ class Planner:
         context: PlanningContext,
         device: Device,
         cursor: Cursor,
+        times: StepTimes,
         in_force: PlanInForce,
     ) -> None:
         self._strategy, self._layout, self._context, self._device, self._cursor = strategy, layout, context, device, cursor
-        self._in_force = in_force
+        self._times, self._in_force = times, in_force
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
         self.shapes: dict[tuple[Moment, ...], tuple[BatchShape, ...]] = {}
         self._met: tuple[BatchShape, ...] = ()  # in this step
@@ -106,6 +109,8 @@ class Planner:
         if known is not None and not replan and not again:
             if old is None or old.signature != moments:
                 self._apply(known[1])
+            elif trace is not None and self._cursor.following:
+                self._time(old, trace)
             return
         if trace is None:
             self._replan = replan  # by the next one: the plan that is known is no plan for it
@@ -118,7 +123,12 @@ class Planner:
         if self.plans and not again:
             self._device.log.count("retraces")
         try:
-            plan = planned(self._strategy, self._layout, trace, self._context, allowed=self._in_force.ahead.versions.made)
+            plan = self._strategy.plan(self._layout, trace)
+            choice = self._what_runs_ahead(plan, trace)
+            if choice.eligible and choice.profile is not None and self._context.hardware is None:
+                self._times.want(plan)
+            else:
+                plan = choice.made()
         except BudgetError as error:
             if error.final:
                 raise
@@ -127,6 +137,21 @@ class Planner:
         self.plans[trace.signature] = (trace, plan)
         self._eviction = self._strategy.eviction(self._layout, trace)
         self._apply(plan)
+
+    def _what_runs_ahead(self, plan: Plan, trace: Trace) -> AheadChoice:
+        made, inputs = self._in_force.ahead.versions.made, self._strategy.offloaded_inputs
+        return AheadChoice(plan, self._layout, trace, self._context, inputs, made)
+
+    def _time(self, plan: Plan, trace: Trace) -> None:
+        """Of a step under the plan. Once its times are known, so is what runs ahead."""
+        seconds = self._times.add(plan, trace.compute_time_s)
+        if seconds is None:
+            return
+        timed = replace(self.plans[plan.signature][0], compute_time_s=seconds)
+        chosen = self._what_runs_ahead(plan, timed).made()
+        self.plans[plan.signature] = (timed, chosen)
+        if chosen.ahead:
+            self._apply(chosen)
 
     def resume(self) -> None:
         """A step ended that teaches nothing: what the plan in force has at rest comes back, and nothing else stays."""
@@ -144,6 +169,7 @@ class Planner:
     def uses_changed(self, *, moments: bool) -> None:
         """Units read more than the plans know. moments: a step like this one will have others the next time."""
         self.plans.clear()
+        self._times.forget()
         self._resting, self._moments_change = None, self._moments_change or moments
         if self._cursor.plan is not None:
             self._replan = True

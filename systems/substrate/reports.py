@@ -44,7 +44,7 @@ class ManagedReports(SteppingEngine):
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,
             host_pinned_bytes=self.store.pinned_bytes + self.versions.pinned_bytes + self.input_slots.pinned_bytes,
-            host_second_version_bytes=self.versions.nbytes,
+            host_second_version_bytes=self.versions.peak_bytes,
             host_activation_bytes=self.input_slots.peak_bytes,
             host_budget_bytes=host.budget,
             disk_peak_bytes=0 if self.disk is None else self.disk.account.peak,
@@ -68,7 +68,7 @@ class ManagedReports(SteppingEngine):
         return self.strategy.statistics()
 
     def startup_s(self) -> dict[str, float]:
-        return {**self._startup, **({"second_versions": self.versions.seconds} if self.versions.of else {})}
+        return {**self._startup, **({"second_versions": self.versions.seconds} if self.versions.seconds else {})}
 
 
 @contextmanager

@@ -130,6 +130,11 @@ def finished(engine: Engine, losses: list[float], per_step: list[dict[str, int]]
     return run
 
 
+def first_host_bytes(memory: MemoryReport) -> int:
+    """Peak of the host without what lets updates run ahead of the norm."""
+    return (memory.host_peak_bytes or 0) - (memory.host_second_version_bytes or 0)
+
+
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Masters, each once; what summon adds to them: tests/systems/test_export.py."""
     with engine.masters() as values:

@@ -192,7 +192,7 @@ def test_a_state_that_is_half_updated_is_told_once(system: str, told: bool, monk
     """Ctrl-C says nothing of it: the next call does, or closing, were it by the end of a `with` block."""
     model = build("stack")
     engine: Any = begin(system, model)
-    monkeypatch.setattr(engine.control, "record", lambda outcome: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(engine.control, "record", lambda outcome, **_: (_ for _ in ()).throw(KeyboardInterrupt))
     half = pytest.raises(RuntimeError, match="parameters belong to two steps")
     with contextlib.nullcontext() if told else half, engine:
         with pytest.raises(KeyboardInterrupt):

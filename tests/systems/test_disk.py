@@ -39,6 +39,7 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     finished,
+    first_host_bytes,
     managed,
     one_step,
     parameters_of,
@@ -69,7 +70,7 @@ SHARE = 0.6  # of the host's memory that a run takes without a disk, give or tak
 def short_of_host(setup: Setup, system: str, level: str) -> int:
     chosen, options = SMALL[system]
     run = setup.run(chosen, budget_of(setup, level), options)
-    return int((run.memory.host_peak_bytes or 0) * SHARE)
+    return int(first_host_bytes(run.memory) * SHARE)
 
 
 def with_disk(setup: Setup, system: str, level: str, folder: Path, **more: Any) -> Any:

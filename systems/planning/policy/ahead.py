@@ -24,21 +24,10 @@ from systems.planning.step.residence import Residence, second_version_bytes
 from systems.planning.step.running_ahead import hindrance, last_flushes
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.step.validator import check_ahead, check_waits
-from systems.planning.strategy import PlanningContext, Strategy
+from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 
 NEAR = 1.005  # of two simulated steps that are taken to be equally long
-
-
-def planned(
-    strategy: Strategy, layout: Layout, trace: Trace, context: PlanningContext, *, allowed: frozenset[int] | None = None
-) -> Plan:
-    """The strategy's plan with `Plan.ahead`. Raises what `Strategy.plan` raises.
-
-    allowed: bundles that have second versions already, so that no other may; None: any.
-    """
-    plan = strategy.plan(layout, trace)
-    return AheadChoice(plan, layout, trace, context, strategy.offloaded_inputs, allowed).made()
 
 
 @dataclass(frozen=True)
@@ -133,7 +122,8 @@ class AheadChoice:
         ahead = self.within(self.spare_bytes)
         if not ahead:
             return self.plan
-        plan, schedule = replace(self.plan, ahead=ahead), self._schedule(ahead)
+        seconds = self.plan.predicted_step_time_s if self.profile is None else self.step_time_s(ahead)
+        plan, schedule = replace(self.plan, ahead=ahead, predicted_step_time_s=seconds), self._schedule(ahead)
         check_ahead(self._trace, plan, schedule)
         check_waits(self._trace, schedule)
         assert schedule.residence.host_bytes <= self.context.host_budget

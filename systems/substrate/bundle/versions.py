@@ -78,13 +78,13 @@ class BundleVersions:
 
 
 class SecondVersions:
-    """of: the versions of each bundle that has two, by number. seconds: that making them took."""
+    """of: the versions of each bundle that has two, by number. seconds: that making them took. peak_bytes: that they had."""
 
     def __init__(self, store: Store, bundles: Sequence[ManagedBundle], device: Device, control: StepControl) -> None:
         self._store, self._bundles, self._device, self._control = store, bundles, device, control
         self._mappings: list[HostMapping] = []
         self.of: dict[int, BundleVersions] = {}
-        self.seconds = 0.0
+        self.seconds, self.peak_bytes = 0.0, 0
 
     def make(self, wanted: Collection[int]) -> None:
         """For these bundles, once for all: where there are some already, or the host has no room left, none is made."""
@@ -111,7 +111,8 @@ class SecondVersions:
         self.of = {
             bundle.index: BundleVersions(bundle, [self._place(each, made) for each in bundle.segments]) for bundle in bundles
         }
-        self.seconds = time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
+        self.peak_bytes = max(self.peak_bytes, sum(mapping.nbytes for mapping in self._mappings))
 
     def _place(self, stored: StoredSegment, mappings: Mapping[str, HostMapping]) -> SegmentPlace:
         first, numel = _place_of(stored), stored.segment.shard_numel
@@ -152,10 +153,6 @@ class SecondVersions:
     def made(self) -> frozenset[int] | None:
         """Bundles that have two; None as long as these can still be made."""
         return frozenset(self.of) or None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(mapping.nbytes for mapping in self._mappings)
 
     @property
     def pinned_bytes(self) -> int:
