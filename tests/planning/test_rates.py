@@ -52,7 +52,7 @@ def test_bytes_of_adam_by_hand() -> None:
 def test_updates_go_in_the_order_of_the_next_uses_and_sums_of_squares_before_them() -> None:
     made = replace(costs(accumulate=2), updates={0: 7})
     kinds = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR, Work.SQUARES, Work.ACCUMULATE)
-    assert [made.job(operation(kind, LaneKind.CPU), ()).priority for kind in kinds] == [7, 8, 7, -1, 0]
+    assert [made.job(operation(kind, LaneKind.CPU), ()).priority for kind in kinds] == [7, 7, 7, -2, -1]
 
 
 def contended(name: str) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from systems.planning.clock.clocks import Claim, SharedResource, TimedJob
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
-from systems.planning.step.operations import ScheduledOperation, Work
+from systems.planning.step.operations import ScheduledOperation, Work, before_updates
 from systems.planning.strategy import PlanningContext
 
 HOST_DRAM, HOST_LINK = "host-dram", "host-link"
@@ -171,13 +171,10 @@ class Costs:
         return sum(self.layout.segments[s].shard_numel for s in mine)
 
     def _priority(self, operation: ScheduledOperation) -> int:
-        """As the substrate gives them: sums of squares go first, for the host waits for the norm; what runs ahead goes last."""
-        if operation.kind is Work.SQUARES:
-            return -1
-        if operation.kind not in UPDATES:
-            return operation.bundle
-        place = self.updates.get(operation.bundle, operation.bundle)
-        return place + len(self.layout.bundles) if operation.kind is Work.UPDATE_AHEAD else place
+        """As the substrate gives them."""
+        if operation.kind in UPDATES:
+            return self.updates.get(operation.bundle, operation.bundle)
+        return before_updates(self.layout, -1 if operation.kind is Work.SQUARES else operation.bundle)
 
     def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None

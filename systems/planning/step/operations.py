@@ -82,6 +82,13 @@ def of_bundle(layout: Layout, kind: Work, lane: LaneKind, bundle: int, segment: 
     return LaneOperation(kind, lane, layout.bundle_names[bundle], bundle, segment)
 
 
+def before_updates(layout: Layout, bundle: int = -1) -> int:
+    """Priority on the host's lane of what is done before any update there, as others wait for it: the host for the norm, the
+    next micro-batch for parameters. Updates have 0 and more, in the order of the next step's uses.
+    """
+    return bundle - len(layout.bundles)
+
+
 class ScheduledOperation(NamedTuple):
     """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none; segment: -1 for all of the bundle's.
 

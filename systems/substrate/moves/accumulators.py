@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from systems.planning.plan import LaneKind, Tier
-from systems.planning.step.operations import Work, of_bundle
+from systems.planning.step.operations import Work, before_updates, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import BundleGradient
 from systems.substrate.bundle.states import GradientState
@@ -39,7 +39,7 @@ class Accumulators:
             work,
             reads=[each.slot_memory for each in segments],
             writes=[each.state.memory for each in segments if each.state is not None],
-            priority=bundle.index,
+            priority=before_updates(self.layout, bundle.index),
         )
         if not last:
             self._tiers.restore_slots(bundle)

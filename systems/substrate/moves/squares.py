@@ -13,7 +13,7 @@ from systems.device.lanes.ticket import Ticket
 from systems.device.watch.labels import labelled, working
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
-from systems.planning.step.operations import Work, of_bundle
+from systems.planning.step.operations import Work, before_updates, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import joined
 
@@ -69,7 +69,8 @@ class Squares:
         bundle.gradients.sum_ahead()
         squares = of_bundle(self._layout, Work.SQUARES, LaneKind.CPU if on_host else LaneKind.COMPUTE, bundle.index)
         if on_host:
-            self._pending.append(self._device.transfers.issue(squares, work, reads=memories, priority=-1))
+            first = before_updates(self._layout)
+            self._pending.append(self._device.transfers.issue(squares, work, reads=memories, priority=first))
             return
         self._device.transfers.compute(reads=memories, label=squares.label)
         with working(squares):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from systems.device.device import Device
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
-from systems.planning.step.operations import Work, of_bundle
+from systems.planning.step.operations import Work, before_updates, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import (
     DiskState,
@@ -118,6 +118,6 @@ class TierMoves:
             work,
             reads=[each.at_home.memory for each in restored if each.at_home is not None],
             writes=[each.slot_memory for each in restored],
-            priority=bundle.index,
+            priority=before_updates(self.layout, bundle.index),
         )
         slots_take_parameters(restored)

@@ -90,9 +90,7 @@ class Updates:
         *,
         is_dropped: Callable[[], bool],
     ) -> None:
-        """Out of the version that counts into the other, whole: what gets no gradient is copied. What the norm waits for goes
-        first, and updates that waited for the norm.
-        """
+        """Out of the version that counts into the other, whole: what gets no gradient is copied."""
         versions = self._versions.of[bundle.index]
         pieces = [
             (old, new, [self._range(p) for p in old.placements if p.parameter in wanted]) for old, new in versions.pairs()
@@ -126,7 +124,7 @@ class Updates:
             work,
             reads=versions.read(),
             writes=versions.written(),
-            priority=len(self._bundles) + self._priority[bundle.index],
+            priority=self._priority[bundle.index],
         )
 
     def _kept(self, bundle: ManagedBundle) -> None:
