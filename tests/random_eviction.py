@@ -37,6 +37,7 @@ class RandomEviction:
     summary: ClassVar[str] = "test only"
     Options: ClassVar[type[BaseModel]] = RandomOptions
     update_rule = UpdateRule.AFTER_NORM
+    runs_ahead = True
     warm_up_share: float | None = None
 
     def __init__(self, options: RandomOptions, context: PlanningContext) -> None:

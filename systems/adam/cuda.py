@@ -222,7 +222,7 @@ class TritonKernel(TorchKernel):
         for task in tasks:
             task.check()
             if task.into is not None:
-                raise ValueError("the CUDA kernel updates in place alone: give no `into`, host kernels alone take it")
+                raise ValueError("the CUDA kernel updates in place alone: give no into, host kernels alone take it")
             formats = task.gradient.dtype, None if task.out is None else task.out.dtype
             rows, program = launches.setdefault(formats, []), programs.get(formats, 0)
             out = task.master if task.out is None else task.out

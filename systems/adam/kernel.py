@@ -106,7 +106,7 @@ class AdamTask:
             begin, end = _place(tensor)
             for other, other_begin, other_end in taken:
                 if begin < other_end and other_begin < end:
-                    raise ValueError(f"{name} overlaps {other}: an update `into` other memory leaves what it reads as it is")
+                    raise ValueError(f"{name} overlaps {other}: an update into other memory leaves what it reads as it is")
             taken.append((name, begin, end))
 
 
@@ -133,7 +133,7 @@ class AdamKernel(Protocol):
     def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
         """`update` for several tasks. On CUDA it is one launch in all, where launches cost more than small tensors.
 
-        Raises ValueError for a bad task; `triton` also for one with `into`.
+        Raises ValueError for a bad task; `triton` also for one with into.
         """
 
     def prepare_all(self, tasks: Sequence[AdamTask]) -> Callable[[float], None]:

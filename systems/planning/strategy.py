@@ -81,6 +81,7 @@ class Strategy(Protocol):
     summary: ClassVar[str]
     Options: ClassVar[type[BaseModel]]
     update_rule: UpdateRule
+    runs_ahead: bool  # updates may, with UpdateRule.AFTER_NORM: Plan.ahead is filled in for it
     write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
     warm_up_share: float | None
     offloaded_inputs: frozenset[int]

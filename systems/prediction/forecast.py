@@ -293,7 +293,8 @@ class _PlansByBudget:
     def _choice(self, strategy: Strategy, plan: Plan, layout: Layout, trace: Trace, context: PlanningContext) -> AheadChoice:
         """Of a host that is as large as it is, also where the plan was made for a larger one."""
         host = self.question.host_memory // self.question.ranks_on_node
-        return AheadChoice(plan, layout, trace, replace(context, host_budget=host), strategy.offloaded_inputs)
+        allowed = None if strategy.runs_ahead else frozenset[int]()
+        return AheadChoice(plan, layout, trace, replace(context, host_budget=host), strategy.offloaded_inputs, allowed)
 
     def _warm_up(self, strategy: Strategy, layout: Layout, trace: Trace, context: PlanningContext) -> int:
         """Peak of a step without a plan: the pool that is set aside beside what the step makes."""

@@ -18,6 +18,7 @@ class ResidentPolicy:
     """A bundle per set of units that share parameters."""
 
     update_rule = UpdateRule.AFTER_NORM
+    runs_ahead = False
     rematerialised: frozenset[int] | None = None
     offloaded_inputs: frozenset[int] = frozenset()
 

@@ -139,8 +139,9 @@ class Planner:
         self._apply(plan)
 
     def _what_runs_ahead(self, plan: Plan, trace: Trace) -> AheadChoice:
-        made, inputs = self._in_force.ahead.versions.made, self._strategy.offloaded_inputs
-        return AheadChoice(plan, self._layout, trace, self._context, inputs, made)
+        strategy = self._strategy
+        allowed = self._in_force.ahead.versions.made if strategy.runs_ahead else frozenset()
+        return AheadChoice(plan, self._layout, trace, self._context, strategy.offloaded_inputs, allowed)
 
     def _time(self, plan: Plan, trace: Trace) -> None:
         """Of a step under the plan. Once its times are known, so is what runs ahead."""

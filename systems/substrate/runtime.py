@@ -128,7 +128,8 @@ class Runtime:
 
     def gradient(self, parameter: int, bundle: int, gradient: torch.Tensor) -> None:
         """Autograd finished a parameter's gradient."""
-        self._ending.gradient_comes(bundle)
+        if bundle in self._ending.updated or bundle in self._ending.ahead.assumed:
+            self._ending.gradient_comes(bundle)
         managed = self._residency.bundles[bundle]
         if parameter not in managed.gradients.fired_in_step:
             self._recorder.produced(gradient.nbytes)

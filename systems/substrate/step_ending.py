@@ -28,7 +28,9 @@ from systems.substrate.moves.updates import Updates
 
 
 class StepEnding:
-    """early: see Note [Early updates]. updated: bundles whose update was issued in the step in progress."""
+    """early: see Note [Early updates]. updated: bundles whose update was issued in the step in progress.
+    ahead: updates of other bundles that can be taken back.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class StepEnding:
         early: bool,
     ) -> None:
         self._control, self._layout, self._device, self._poison = control, layout, device, poison
-        self._residency, self._gradients, self._updates, self._ahead = residency, gradients, updates, ahead
+        self._residency, self._gradients, self._updates, self.ahead = residency, gradients, updates, ahead
         self._recomputation, self.early = recomputation, early
         self.updated: set[int] = set()
         self._steps = 0  # recorded when the step in progress began
@@ -53,14 +55,14 @@ class StepEnding:
 
     def begin(self) -> None:
         self.updated, self._steps = set(), self._control.loop.steps
-        self._ahead.begin()
+        self.ahead.begin()
 
     def give_up(self) -> None:
         """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
         control = self._control
         self._recomputation.repeats.forget()
-        self._ahead.drop()
-        self._ahead.end()
+        self.ahead.drop()
+        self.ahead.end()
         if self.updated and control.ruined is None and (self.early or control.loop.steps == self._steps):
             control.ruin(HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else ""))
         control.forget_updates()
@@ -69,8 +71,8 @@ class StepEnding:
         """Complete, in the last micro-batch. It is updated now if its update need not wait."""
         if self.early:
             self._update_bundle(bundle)
-        elif self._ahead.takes(bundle):
-            self._ahead.issue(bundle)
+        elif self.ahead.takes(bundle):
+            self.ahead.issue(bundle)
 
     def gradient_comes(self, bundle: int) -> None:
         """Of a parameter of that bundle. DivergedError if the update was made without it."""
@@ -78,7 +80,7 @@ class StepEnding:
             raise DivergedError(
                 f"a gradient for bundle {bundle} arrived after its update had begun: use `options=dict(nonfinite='skip')`"
             )
-        self._ahead.withdraw(bundle)
+        self.ahead.withdraw(bundle)
 
     def _update_bundle(self, bundle: ManagedBundle) -> None:
         fired = frozenset(bundle.gradients.fired_in_step)
@@ -98,23 +100,23 @@ class StepEnding:
             self._update_rest(fired)
             return
         read = self._norm()
-        self._ahead.check_hyperparameters()
+        self.ahead.check_hyperparameters()
         control.begin_updates(fired)
         ready = updates.prepare(fired)  # while the device is still busy with backward
         with labelled("norm"):
             outcome = control.decide(read())
         if outcome.skipped:
             self._device.log.count("skipped_steps")
-            self._ahead.drop()
+            self.ahead.drop()
             updates.discard()
             control.record(outcome)
             return
         factor = loss_scale.multiplier(outcome)
-        kept = self._ahead.holding(factor)
+        kept = self.ahead.holding(factor)
         self.updated.update({self._layout.bundle_of_parameter[p] for p in fired} - kept)
         ready(factor, kept)
         control.record(outcome, exchanged=kept)
-        self._ahead.end(kept)
+        self.ahead.end(kept)
         self.updated = set()
 
     def _update_rest(self, fired: list[int]) -> None:

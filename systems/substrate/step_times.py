@@ -7,34 +7,33 @@ on demand keeps the device waiting for the host.
 from __future__ import annotations
 
 from systems.planning.plan import Plan
-from systems.planning.trace import Moment
 
 ENOUGH = 2  # steps; of each interval the shorter time counts
 
 
 class StepTimes:
-    """Of the kinds of steps that are to be timed, by their moments."""
+    """Of steps under plans that wait for it."""
 
     def __init__(self) -> None:
-        self._wanted: dict[tuple[Moment, ...], list[tuple[float, ...]]] = {}
+        self._wanted: list[tuple[Plan, list[tuple[float, ...]]]] = []
 
     def want(self, plan: Plan) -> None:
         """Of the next steps under this plan."""
-        self._wanted[plan.signature] = []
+        self._wanted.append((plan, []))
 
     def forget(self) -> None:
         self._wanted.clear()
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.signature in self._wanted
+        return any(plan is each for each, _ in self._wanted) if self._wanted else False
 
     def add(self, plan: Plan, seconds: tuple[float, ...]) -> tuple[float, ...] | None:
         """Of a step under the plan, per moment. What counts, once there are enough; none are wanted then."""
-        found = self._wanted.get(plan.signature)
+        found = next((times for each, times in self._wanted if each is plan), None)
         if found is None:
             return None
         found.append(seconds)
         if len(found) < ENOUGH:
             return None
-        del self._wanted[plan.signature]
+        self._wanted = [(each, times) for each, times in self._wanted if each is not plan]
         return tuple(map(min, zip(*found, strict=True)))

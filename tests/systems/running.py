@@ -130,9 +130,9 @@ def finished(engine: Engine, losses: list[float], per_step: list[dict[str, int]]
     return run
 
 
-def first_host_bytes(memory: MemoryReport) -> int:
-    """Peak of the host without what lets updates run ahead of the norm."""
-    return (memory.host_peak_bytes or 0) - (memory.host_second_version_bytes or 0)
+def waiting(options: Any) -> Any:
+    """The same, and no update runs ahead of the norm: so the host holds no second versions."""
+    return options.model_copy(update={"run_ahead": False})
 
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:

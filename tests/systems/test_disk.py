@@ -39,13 +39,13 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     finished,
-    first_host_bytes,
     managed,
     one_step,
     parameters_of,
     settings,
     start,
     train,
+    waiting,
 )
 from tests.systems.setups import Setup, budget_of, reference
 from tests.systems.test_memory import check_segments
@@ -69,8 +69,8 @@ SHARE = 0.6  # of the host's memory that a run takes without a disk, give or tak
 @cache
 def short_of_host(setup: Setup, system: str, level: str) -> int:
     chosen, options = SMALL[system]
-    run = setup.run(chosen, budget_of(setup, level), options)
-    return int(first_host_bytes(run.memory) * SHARE)
+    run = setup.run(chosen, budget_of(setup, level), waiting(options))
+    return int((run.memory.host_peak_bytes or 0) * SHARE)
 
 
 def with_disk(setup: Setup, system: str, level: str, folder: Path, **more: Any) -> Any:

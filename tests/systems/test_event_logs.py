@@ -22,7 +22,7 @@ LOGGED = {
     "angel-ptm-accumulate": ("angel-ptm", Setup("gpt2", "full", 2, clip=0.5), "tight", {}),
     "elixir": ("elixir", Setup("opt", "full", sharing="untied"), "half", {"nonfinite": "stop"}),
     "elixir-accumulate": ("elixir", Setup("gpt2", "full", 2, dtype="bf16"), "tight", {"activations": "host"}),
-    "h3t": ("h3t", Setup("opt"), "half", {"solver": "on"}),
+    "h3t": ("h3t", Setup("opt"), "half", {"solver": "on", "run_ahead": False}),
     "h3t-accumulate": ("h3t", Setup("gpt2", "full", 2, "half-frozen"), "tight", {"solver": "on"}),
     "patrickstar": ("patrickstar", Setup("gpt2"), "tight", {}),
     "patrickstar-accumulate": ("patrickstar", Setup("opt", "full", 2, dtype="bf16", clip=0.5), "half", {"activations": "host"}),

@@ -26,7 +26,7 @@ from systems.settings import TORCH_DTYPE
 from tests.random_eviction import RandomOptions
 from tests.systems.models_small import tokens
 from tests.systems.pairwise import pairwise, rows_of
-from tests.systems.running import HOST, first_host_bytes, one_step, settings, start
+from tests.systems.running import HOST, one_step, settings, start
 from tests.systems.setups import SYSTEMS, Recompute, Setup, Sharing, budget_of
 
 STEPS = 3  # the first is measured, the second is the first under the plan, the third is steady
@@ -44,7 +44,7 @@ class Case:
 
 @cache
 def host_bytes(case: Case) -> int:
-    found = steady(replace(case, disk=False), None)
+    found = steady(replace(case, disk=False), None, ahead=False)
     return 0 if found is None else found.host_bytes
 
 
@@ -70,10 +70,10 @@ def begun(case: Case, given: dict[str, Any], options: BaseModel, folder: Path | 
     raise AssertionError("void: no share of the host's memory has states on the disk and all else where it belongs")
 
 
-def steady(case: Case, folder: Path | None) -> Found | None:
+def steady(case: Case, folder: Path | None, *, ahead: bool = True) -> Found | None:
     """The lanes' operations of the last of several steps, and the schedule of the plan in force; None if none fits."""
     options = SYSTEMS[case.system][1]
-    setup, changed = case.setup, {"activations": "host"} if case.host_inputs else {}
+    setup, changed = case.setup, {"run_ahead": ahead, **({"activations": "host"} if case.host_inputs else {})}
     changed |= {"nonfinite": "stop"} if case.stop else {}
     given: dict[str, Any] = {"dtype": setup.dtype, "clip": setup.clip, "accumulate": setup.accumulate, "log_events": True}
     given |= {"recompute": setup.recompute} if setup.recompute in ("none", "full") else {}
@@ -102,7 +102,7 @@ def steady(case: Case, folder: Path | None) -> Found | None:
         if engine.counters()["steps_that_waited"] > before:
             plan = replace(plan, ahead=frozenset())  # which is the same step, where nothing ran ahead after all
         schedule = expand(engine.layout, trace, plan, context)
-        return Found(ran, schedule, first_host_bytes(engine.memory()))
+        return Found(ran, schedule, engine.memory().host_peak_bytes or 0)
     finally:
         engine.close()
 

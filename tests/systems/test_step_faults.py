@@ -171,7 +171,8 @@ def test_an_operation_or_an_allocation_that_fails(system: str, what: str, late: 
     """In the first step, whose end brings optimizer states to the device, early and late."""
     accumulate = 1 + (late and not system.endswith("stop"))
     happened = [disturbed(system, accumulate, 0, Calls(what, number, late=late)) for number in (1, 3)]
-    assert happened[0] or what == "allocate", "void: nothing failed"  # not every plan brings something
+    by_times = system == "h3t stop"  # what its plan brings, if anything, goes by what was measured
+    assert happened[0] or what == "allocate" or by_times, "void: nothing failed"  # not every plan brings something
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from systems.errors import BudgetError
 from systems.planning.plan import Tier
 from tests.systems.every import MANAGED
 from tests.systems.models_small import tokens
-from tests.systems.running import AMPLE, assert_equal, first_host_bytes, managed, one_step, replace, settings, start
+from tests.systems.running import AMPLE, assert_equal, managed, one_step, replace, settings, start, waiting
 from tests.systems.setups import Setup, budget_of, in_turn, reference
 
 ALL = {name: (system, system.Options()) for name, system in MANAGED.items()}
@@ -27,8 +27,9 @@ SETUPS = [
 def host_bytes(setup: Setup, system: str) -> int:
     """What the host holds when it may hold everything."""
     chosen, options = ALL[system]
-    run = setup.run(chosen, budget_of(setup, "half"), options)
-    return first_host_bytes(run.memory)
+    run = setup.run(chosen, budget_of(setup, "half"), waiting(options))
+    assert run.memory.host_peak_bytes is not None
+    return run.memory.host_peak_bytes
 
 
 @pytest.mark.parametrize(

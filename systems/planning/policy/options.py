@@ -8,13 +8,15 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrategyOptions(BaseModel):
-    """nonfinite: skip waits with all updates for the norm, so that a step with a non-finite gradient changes nothing; stop
-    updates during backward and ends the run at one (no clipping then).
+    """nonfinite: with skip a step with a non-finite gradient changes nothing; stop updates during backward and ends the run at
+    one (no clipping then). run_ahead: with skip, host memory to spare lets updates run ahead of the norm, as many as make the
+    step shorter, with the same results; without, and false, all of them wait for it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     nonfinite: Literal["skip", "stop"] = "skip"
+    run_ahead: bool = True
 
 
 class InputsOptions(StrategyOptions):

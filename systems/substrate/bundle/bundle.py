@@ -13,7 +13,7 @@ from systems.planning.layout import Bundle, Layout
 from systems.planning.plan import Tier
 from systems.substrate.bundle import states
 from systems.substrate.bundle.gradient import BundleGradient
-from systems.substrate.bundle.segments import SegmentPlace, StoredSegment, Stretch, stretches_of
+from systems.substrate.bundle.segments import SegmentPlace, StoredSegment, Stretch, lie_in, stretches_of
 from systems.substrate.bundle.states import PARAMETER_MOVES, ParameterState
 from systems.substrate.bundle.storage import RebindableStorage
 
@@ -81,8 +81,7 @@ class ManagedBundle:
 
     def lie_in(self, places: Sequence[SegmentPlace], stretches: list[Stretch]) -> None:
         """What its segments have on the host is there, in these stretches."""
-        for each, place in zip(self.segments, places, strict=True):
-            each.lie_in(place)
+        lie_in(self.segments, places)
         self.stretches = stretches
 
     def close(self) -> None:

@@ -86,14 +86,16 @@ class StoredSegment:
         """Its master and moments are there from now on."""
         self.state = state
 
-    def lie_in(self, place: SegmentPlace) -> None:
-        """What it has on the host is there from now on."""
-        self.slot, self.slot_memory, self.state, self.at_home = place.slot, place.slot_memory, place.state, place.state
-
     def close(self) -> None:
         """Lets go of all memory."""
         self.state = self.at_home = None
         self.slot = torch.empty(0, dtype=self.slot.dtype)
+
+
+def lie_in(segments: Sequence[StoredSegment], places: Sequence[SegmentPlace]) -> None:
+    """What the segments have on the host is there from now on."""
+    for each, place in zip(segments, places, strict=True):
+        each.slot, each.slot_memory, each.state, each.at_home = place.slot, place.slot_memory, place.state, place.state
 
 
 def slots_take_gradients(segments: Iterable[StoredSegment]) -> None:

@@ -34,7 +34,9 @@ class Assumed:
 
 
 class UpdatesAhead:
-    """allowed: bundles whose updates may run ahead, by the plan in force. Only those that have two versions do."""
+    """allowed: bundles whose updates may run ahead, by the plan in force; only those that have two versions do. assumed: by
+    bundle, what the updates of the step in progress took for granted.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class UpdatesAhead:
     ) -> None:
         self._updates, self.versions, self._bundles, self._control, self._log = updates, versions, bundles, control, log
         self.allowed: frozenset[int] = frozenset()
-        self._assumed: dict[int, Assumed] = {}
+        self.assumed: dict[int, Assumed] = {}
         self._waits = False
 
     def allow(self, bundles: Collection[int]) -> None:
@@ -54,7 +56,7 @@ class UpdatesAhead:
 
     def begin(self) -> None:
         """A step begins. Where one of the last was clipped this one will be, so nothing runs ahead in it."""
-        self._assumed = {}
+        self.assumed = {}
         self._waits = any(outcome.clip_factor < 1.0 for outcome in self._control.outcomes[-RECENT:])
         if self._waits and self.allowed:
             self._log.count("steps_that_waited")
@@ -70,35 +72,35 @@ class UpdatesAhead:
         control, fired = self._control, frozenset(bundle.gradients.fired_in_step)
         control.begin_updates(sorted(fired), for_good=False)
         clean = StepOutcome(control.loop.steps + 1, None, 1.0, control.loop.loss_scale, skipped=False)
-        assumed = self._assumed[bundle.index] = Assumed(loss_scale.multiplier(clean))
+        assumed = self.assumed[bundle.index] = Assumed(loss_scale.multiplier(clean))
         self._updates.ahead(bundle, fired, assumed.factor, is_dropped=lambda: assumed.dropped)
 
     def withdraw(self, index: int) -> None:
         """More comes for the gradient of that bundle, or it was never final."""
-        assumed = self._assumed.pop(index, None)
+        assumed = self.assumed.pop(index, None)
         if assumed is not None:
             assumed.dropped = True
 
     def drop(self) -> None:
         """The step is not what was assumed, or it is none."""
-        for index in list(self._assumed):
+        for index in list(self.assumed):
             self.withdraw(index)
 
     def check_hyperparameters(self) -> None:
         """Before the rest is updated: what was read when the first update ran ahead no longer holds where something changed."""
-        if self._assumed and self._control.groups.changed() is not None:
+        if self.assumed and self._control.groups.changed() is not None:
             self._miss()
             self._control.forget_updates()
 
     def holding(self, factor: float) -> frozenset[int]:
         """Bundles whose update can be kept. All others' are dropped."""
-        if any(assumed.factor != factor for assumed in self._assumed.values()):
+        if any(assumed.factor != factor for assumed in self.assumed.values()):
             self._miss()
-        return frozenset(self._assumed)
+        return frozenset(self.assumed)
 
     def end(self, kept: Iterable[int] = ()) -> None:
         """The step is done, or given up. kept: bundles whose other version counts now, with values in its slots."""
-        self._assumed = {}
+        self.assumed = {}
         self.versions.follow()
         for index in kept:
             slots_take_parameters(self._bundles[index].segments)
