@@ -17,7 +17,7 @@ from tests.systems.running import one_step, settings, start
 from tests.systems.setups import SYSTEMS, Setup, budget_of
 
 GOLDEN = Path(__file__).parent / "golden"
-LOGGED = {
+LOGGED: dict[str, tuple[str, Setup, str, dict[str, Any]]] = {
     "angel-ptm": ("angel-ptm", Setup("opt"), "half", {"nonfinite": "stop"}),
     "angel-ptm-accumulate": ("angel-ptm", Setup("gpt2", "full", 2, clip=0.5), "tight", {}),
     "elixir": ("elixir", Setup("opt", "full", sharing="untied"), "half", {"nonfinite": "stop"}),

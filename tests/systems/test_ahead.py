@@ -1,0 +1,268 @@
+"""Updates that run ahead of the norm: bits of waiting whatever they assumed, in the host's budget (invariants 1, 5, 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from systems.errors import BudgetError
+from systems.planning.step.operations import LaneOperation, Work
+from systems.planning.strategy import PlanningContext
+from systems.substrate.engine import ManagedEngine
+from systems.substrate.moves.ahead import RECENT
+from systems.substrate.system import ManagedSystem
+from systems.system import Engine
+from tests.planning.races import find_races
+from tests.systems import models_small
+from tests.systems.every import STRATEGIES
+from tests.systems.models_plain import CASES, build
+from tests.systems.models_small import next_token_loss, tokens
+from tests.systems.running import RESIDENT, Run, assert_equal, finished, managed, one_step, settings, start
+from tests.systems.setups import in_turn
+from tests.systems.test_ordering import as_issued, sleeps
+
+LOSS = CASES["stack"].loss
+TIGHT = 150_000  # bytes: about 40 % of what resident needs in fp32
+STEPS = 6
+BeforeStep = Callable[[Any, Engine, int], None]  # between backward and step(), told the number of the step
+
+
+def trained(
+    system: Any,
+    *,
+    spoil: Callable[[Any, list[int]], None] = lambda model, current: None,
+    before_step: BeforeStep = lambda model, engine, number: None,
+    jitter: Callable[[], None] | None = None,
+    options: Any = None,
+    **given: Any,
+) -> Run:
+    """spoil: puts hooks on the model, which look at the number of the step in progress."""
+    model, current = build("stack"), [0]
+    accumulate = given.get("accumulate", 1)
+    asked = {"device_memory": TIGHT, "log_events": True} if isinstance(system, ManagedSystem) else {}
+    engine = start(system, model, settings(**(asked | given)), options, jitter)
+    spoil(model, current)
+    losses = []
+    for number, batch in enumerate(tokens(STEPS, accumulate)):
+        current[0] = number
+        total = 0.0
+        for micro in batch:
+            loss = LOSS(engine, micro, batch[:, :, 1:].numel())
+            engine.backward(loss)
+            total += loss.item()
+        before_step(model, engine, number)
+        engine.step()
+        losses.append(total)
+    return finished(engine, losses)
+
+
+def ran_ahead(engine: Any) -> list[int]:
+    """Bundles, an entry an update."""
+    found = (op.what for op in engine.log.operations if isinstance(op.what, LaneOperation))
+    return [each.bundle for each in found if each.kind is Work.UPDATE_AHEAD]
+
+
+def counted(run: Run) -> tuple[int, int]:
+    """Steps in which what ran ahead was dropped, and steps in which nothing did for that clipping was expected."""
+    return run.counters["steps_that_missed"], run.counters["steps_that_waited"]
+
+
+@pytest.mark.parametrize(
+    ("system", "dtype", "accumulate"), in_turn(STRATEGIES, [("fp32", 1), ("bf16", 2), ("fp16", 1)], each=2), ids=str
+)
+def test_they_do_by_default_and_change_no_bit(system: str, dtype: str, accumulate: int) -> None:
+    given: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "clip": 1e6}
+    run = trained(STRATEGIES[system], jitter=sleeps(1, 2e-4), **given)
+    assert_equal(trained(RESIDENT, **given), run)
+    engine: Any = run.engine
+    ahead = ran_ahead(engine)
+    assert ahead and set(ahead) == engine.cursor.plan.ahead, "void: nothing ran ahead"
+    assert counted(run) == (0, 0)
+    assert find_races(as_issued(engine.log.operations)) == []
+    assert 0 < (run.memory.host_second_version_bytes or 0) < (run.memory.host_peak_bytes or 0)
+    assert engine.startup_s()["second_versions"] > 0
+
+
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_the_two_versions_count_in_turn(system: str) -> None:
+    seen: list[dict[int, int]] = []
+
+    def look(model: Any, engine: Engine, number: int) -> None:
+        seen.append({index: each.number for index, each in managed(engine).versions.of.items()})
+
+    run = trained(STRATEGIES[system], before_step=look)
+    engine: Any = run.engine
+    *_, first, second = seen
+    assert first and set(first) == set(second)
+    for index in set(ran_ahead(engine)):
+        assert first[index] != second[index]
+    assert all(stored.state is None for stored in engine.store.segments), "closed"
+
+
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_a_model_has_its_values_back_whichever_version_counted(system: str) -> None:
+    runs = []
+    for chosen in (RESIDENT, STRATEGIES[system]):
+        for steps in (3, 4):
+            model = build("stack")
+            engine = start(chosen, model, settings(dtype="bf16", **({} if chosen is RESIDENT else {"device_memory": TIGHT})))
+            for batch in tokens(steps, 1):
+                one_step(engine, batch, LOSS)
+            engine.close()
+            runs.append({name: value.detach().clone() for name, value in model.named_parameters()})
+    for expected, found in zip(runs[:2], runs[2:], strict=True):
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+@cache
+def usual_norms() -> list[float]:
+    return [norm for norm in trained(RESIDENT).norms if norm is not None]
+
+
+def large_in(step: int) -> Callable[[Any, list[int]], None]:
+    def spoil(model: Any, current: list[int]) -> None:
+        model.blocks[2].up.weight.register_hook(lambda gradient: gradient * (1e3 if current[0] == step else 1.0))
+
+    return spoil
+
+
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+def test_a_step_that_is_clipped_against_expectation(system: str, accumulate: int) -> None:
+    """The factor was assumed. What was updated with it is dropped, and the next steps are expected to be clipped too."""
+    given: dict[str, Any] = {"clip": 10 * max(usual_norms()), "spoil": large_in(3), "accumulate": accumulate}
+    run = trained(STRATEGIES[system], **given)
+    assert_equal(trained(RESIDENT, **given), run)
+    assert [outcome.clip_factor < 1 for outcome in run.engine.outcomes] == [number == 3 for number in range(STEPS)]
+    assert ran_ahead(run.engine), "void: nothing ran ahead"
+    assert counted(run) == (1, min(RECENT, STEPS - 4))
+
+
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_where_every_step_is_clipped_nothing_runs_ahead(system: str) -> None:
+    run = trained(STRATEGIES[system], clip=min(usual_norms()) / 2)
+    assert_equal(trained(RESIDENT, clip=min(usual_norms()) / 2), run)
+    assert not ran_ahead(run.engine)
+    assert counted(run)[0] == 0 < counted(run)[1]
+
+
+@pytest.mark.parametrize(("system", "block", "accumulate"), in_turn(STRATEGIES, [(0, 1), (2, 2), (3, 1)], each=2), ids=str)
+def test_an_overflow_in_any_bundle_drops_them(system: str, block: int, accumulate: int) -> None:
+    def spoil(model: Any, current: list[int]) -> None:
+        model.blocks[block].up.weight.register_hook(lambda g: g * (torch.inf if current[0] in (3, 4) else 1.0))
+
+    run = trained(STRATEGIES[system], spoil=spoil, accumulate=accumulate)
+    assert_equal(trained(RESIDENT, spoil=spoil, accumulate=accumulate), run)
+    assert run.skipped == [number in (3, 4) for number in range(STEPS)]
+    assert ran_ahead(run.engine), "void: nothing ran ahead"
+
+
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+def test_hyperparameters_that_change_behind_backward(system: str, accumulate: int) -> None:
+    """What was read when the first update ran ahead is not what step() finds."""
+
+    def change(model: Any, engine: Engine, number: int) -> None:
+        engine.set_lr(1e-3 if number == 3 else 1e-4)
+
+    run = trained(STRATEGIES[system], before_step=change, accumulate=accumulate)
+    assert_equal(trained(RESIDENT, before_step=change, accumulate=accumulate), run)
+    assert ran_ahead(run.engine), "void: nothing ran ahead"
+    assert counted(run)[0] >= 1
+
+
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+def test_a_gradient_that_comes_after_its_bundle_was_updated(system: str, accumulate: int) -> None:
+    """As nobody foresees: the mechanism is handed more of the last block's gradient once all of backward is over."""
+    late: list[int] = []
+
+    def more(model: Any, engine: Engine, number: int) -> None:
+        ours = managed(engine)
+        parameter = next(p.index for p in ours.index.parameters if p.name == "blocks.3.up.weight")
+        bundle = ours.layout.bundle_of_parameter[parameter]
+        if number == 3:
+            late.append(bundle in ours.ahead.assumed)
+            extra = torch.full(model.blocks[3].up.weight.shape, 0.01)
+            ours.runtime.gradient(parameter, bundle, extra)
+            ours.flushes.end_backward()
+
+    both = []
+    for ahead in (False, True):
+        options = STRATEGIES[system].Options(run_ahead=ahead)
+        both.append(trained(STRATEGIES[system], before_step=more, accumulate=accumulate, options=options))
+    assert_equal(*both)
+    assert late == [False, True], "void: it had not been updated"
+
+
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+def test_who_looks_between_backward_and_step_sees_the_weights_before_it(system: str, accumulate: int) -> None:
+    seen: dict[str, list[float]] = {"resident": [], system: []}
+    for name, chosen in (("resident", RESIDENT), (system, STRATEGIES[system])):
+
+        def look(model: Any, engine: Engine, number: int, name: str = name) -> None:
+            with torch.no_grad():
+                seen[name].append(LOSS(engine, tokens(1, 1)[0][0], 1).item())
+
+        trained(chosen, before_step=look, accumulate=accumulate)
+    assert seen["resident"] == seen[system]
+
+
+def host_need(system: str, accumulate: int) -> int:
+    """Bytes with nothing ahead and all states at home."""
+    with pytest.raises(BudgetError) as refused:
+        start(STRATEGIES[system], build("stack"), settings(host_memory=1, accumulate=accumulate, device_memory=TIGHT))
+    return refused.value.need
+
+
+@pytest.mark.parametrize(
+    ("system", "pages", "accumulate"), in_turn(STRATEGIES, [(8, 1), (16, 1), (40, 2), (90, 1)], each=2), ids=str
+)
+def test_the_host_s_budget_holds(system: str, pages: int, accumulate: int) -> None:
+    budget = host_need(system, accumulate) + 4096 * pages
+    run = trained(STRATEGIES[system], host_memory=budget, accumulate=accumulate)
+    assert_equal(trained(RESIDENT, accumulate=accumulate), run)
+    engine: Any = run.engine
+    assert max(event.live for event in engine.log.bytes if event.tier == "host") <= budget
+    assert bool(ran_ahead(engine)) == bool(engine.cursor.plan.ahead)
+
+
+@pytest.mark.parametrize(("system", "longer"), [("elixir", 32), ("patrickstar", 32), ("elixir", 48), ("patrickstar", 64)])
+def test_states_that_come_home_find_room(system: str, longer: int) -> None:
+    """Second versions lie where states on the device have left their place at home; a longer batch sends those back."""
+    lengths = (8, 8, 8, 8, longer, longer, 8, 8)
+    with pytest.raises(BudgetError) as refused:
+        start(STRATEGIES[system], models_small.build("opt", positions=158), settings(host_memory=1))
+    runs, held = [], list[int]()
+    for chosen in (RESIDENT, STRATEGIES[system]):
+        given: dict[str, Any] = {"host_memory": refused.value.need, "device_memory": 2_900_000, "log_events": True}
+        model = models_small.build("opt", positions=158)
+        engine = start(chosen, model, settings(**({} if chosen is RESIDENT else given)))
+        losses = []
+        for length in lengths:
+            losses.append(one_step(engine, tokens(1, 1, length=length, seed=length)[0], next_token_loss))
+            if isinstance(engine, ManagedEngine):
+                held.append(len(engine.versions.of))
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
+    ours: Any = runs[1].engine
+    assert max(event.live for event in ours.log.bytes if event.tier == "host") <= refused.value.need
+    assert held[0] > 1 and ours.counters()["demotions"] > 0, "void: nothing came home"
+    assert held[4] < held[3], "some of them had to go"
+    assert find_races(as_issued(ours.log.operations)) == []
+
+
+def test_the_mechanism_is_told_what_the_strategy_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One context for both: a budget that one of them does not know would be passed."""
+    told: list[PlanningContext] = []
+    make = STRATEGIES["elixir"].strategy.__init__
+
+    def noted(self: Any, options: Any, context: PlanningContext) -> None:
+        told.append(context)
+        make(self, options, context)
+
+    monkeypatch.setattr(STRATEGIES["elixir"].strategy, "__init__", noted)
+    engine: Any = start(STRATEGIES["elixir"], build("stack"), settings(device_memory=TIGHT))
+    assert engine.planner._context is told[-1]
+    engine.close()
