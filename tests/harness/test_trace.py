@@ -26,12 +26,12 @@ PHASES: Mapping[str, set[str]] = {
     COMPUTE: {
         "forward", "backward", "step", "norm", "norm of gradients", "wait for bundles", "drop bundle N",
         "update N segments from N on",
-        "issue fetch bundle N", "issue offload bundle N", "issue update bundle N",
+        "issue fetch bundle N", "issue offload bundle N", "issue update-ahead bundle N",
     },
     "units": {"forward of model.decoder.layers.N", "backward of model.decoder.layers.N"},
     "lane h2d": {"fetch bundle N"},
     "lane d2h": {"offload bundle N"},
-    "lane cpu": {"update bundle N"},
+    "lane cpu": {"update-ahead bundle N"},
 }  # fmt: skip
 
 

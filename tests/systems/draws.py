@@ -74,13 +74,17 @@ def random_pass(luck: random.Random) -> Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Who trains for a while. share: of the device memory that resident takes. disk: it has one, and a host too small."""
+    """Who trains for a while. share: of the device memory that resident takes. disk: it has one, and a host too small.
+
+    spare: of the host's memory that it needs, what is there beside; None is plenty.
+    """
 
     system: str
     options: BaseModel
     share: float
     disk: bool = False
     jitter: bool = False
+    spare: float | None = None
 
     @property
     def stops(self) -> bool:
@@ -143,6 +147,7 @@ class Draw:
             "micro-batches": self.accumulate > 1,
             "frozen blocks": bool(self.frozen),
             "checkpoint": self.handover is not None,
+            "spare memory": any(part.spare is not None for part in self.parts),
             self.dtype: True,
         }
         return [name for name, is_there in found.items() if is_there]
@@ -165,7 +170,7 @@ def draw(seed: int) -> Draw:
         tied=luck.random() < 0.6,
         frozen=_some(blocks, luck) if model not in models_plain.CASES and luck.random() < 0.3 else (),
         dtype=luck.choice(("fp32", "fp32", "bf16", "bf16", "fp16")),
-        clip=luck.choice((0.0, 0.5)),
+        clip=luck.choice((0.0, 0.5, 2.0, 8.0)),
         accumulate=luck.randint(1, 3),
         recompute=luck.choice(("none", "none", "full", _some(blocks, luck))) if blocks else "none",
         steps=steps,
@@ -200,6 +205,7 @@ def _part(system: str, model: str, luck: random.Random) -> Part:
         share=luck.uniform(0.35, 1.1),
         disk=managed and MANAGED[system].abilities.disk and luck.random() < 0.15,
         jitter=managed and luck.random() < 0.15,
+        spare=luck.choice((None, 0.0, 0.05, 0.2, 0.5)) if managed else None,
     )
 
 

@@ -120,6 +120,9 @@ class Loop:
             self.losses.append(loss.item())
         if not self.early:
             self.evaluate()
+            if self.luck.random() < 0.1:
+                self.lr = self.luck.choice((1e-3, 1e-4))
+                self.engine.set_lr(self.lr)
         self.engine.step()
 
     def disturbed_step(self) -> None:
@@ -209,8 +212,11 @@ class Trial:
             return start(system, model, settings(**given))
         asked = settings(**given, log_events=True, device_memory=int(self._peak_bytes * part.share * self.more))
         if part.disk:
-            needed = host_bytes(self._draw, part)
+            needed = host_bytes(self._draw, part, asked.device_memory)
             asked = replace(asked, disk=self._folder / "disk", host_memory=int(needed * self._host))
+        elif part.spare is not None:
+            needed = host_bytes(self._draw, part, asked.device_memory)
+            asked = replace(asked, host_memory=int(needed * max(1.0, self._host) * (1 + part.spare)))
         engine = start(system, model, asked, part.options, sleeps(self._draw.seed, JITTER_S) if part.jitter else None)
         self._begun.append((engine, asked))
         if part.system == "random":
@@ -233,11 +239,14 @@ class Trial:
         assert os.listdir(self._folder / "disk") == []
 
 
-def host_bytes(drawn: Draw, part: Part) -> int:
-    """What the part takes of the host without a disk, inputs that wait there not included."""
+def host_bytes(drawn: Draw, part: Part, device_memory: int | None) -> int:
+    """What the part takes of the host without a disk, inputs that wait there not included. BudgetError for the device."""
     try:
-        engine = start(SYSTEMS[part.system], drawn.build(0), settings(**drawn.given, host_memory=1), part.options)
+        asked = settings(**drawn.given, host_memory=1, device_memory=device_memory)
+        engine = start(SYSTEMS[part.system], drawn.build(0), asked, part.options)
     except BudgetError as error:
+        if error.tier != "host":
+            raise
         return error.need
     engine.close()
     raise AssertionError("void: a model without host memory")

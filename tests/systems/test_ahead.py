@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from systems.errors import BudgetError
 from systems.planning.step.operations import LaneOperation, Work
@@ -57,6 +58,8 @@ def trained(
         before_step(model, engine, number)
         engine.step()
         losses.append(total)
+        if isinstance(engine, ManagedEngine):
+            assert not any(stored.slot_holds_gradient for stored in engine.store.segments)
     return finished(engine, losses)
 
 
@@ -101,6 +104,51 @@ def test_the_two_versions_count_in_turn(system: str) -> None:
     for index in set(ran_ahead(engine)):
         assert first[index] != second[index]
     assert all(stored.state is None for stored in engine.store.segments), "closed"
+
+
+class WithIdle(nn.Module):
+    """A block with a weight that now and then gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.idle = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.asleep = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.used(x) if self.asleep else self.used(x) + self.idle(x))
+
+
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+def test_what_gets_no_gradient_is_whole_in_either_version(system: str, accumulate: int) -> None:
+    """A block's weight that sleeps, in a bundle with one that does not: its state goes along."""
+    runs = []
+    for chosen in (RESIDENT, STRATEGIES[system]):
+        model: Any = nn.Sequential(*(WithIdle() for _ in range(4)))
+        given: dict[str, Any] = {} if chosen is RESIDENT else {"device_memory": 200_000, "log_events": True}
+        engine = start(chosen, model, settings(accumulate=accumulate, **given))
+        losses = []
+        for number, batch in enumerate(tokens(8, accumulate)):
+            model[1].asleep = number in (3, 4, 5)
+            losses.append(one_step(engine, batch, LOSS))
+        runs.append(finished(engine, losses))
+    assert_equal(*runs)
+    assert ran_ahead(runs[1].engine), "void: nothing ran ahead"
+
+
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_accumulators_are_cleared_behind_both_versions(system: str) -> None:
+    """The next micro-batch adds to the one that counts by then, and the update read by way of the other."""
+    model = build("stack")
+    engine: Any = start(STRATEGIES[system], model, settings(accumulate=2, device_memory=TIGHT, log_events=True))
+    for batch in tokens(4, 2):
+        one_step(engine, batch, LOSS)
+    engine.drain()
+    cleared = {op.ticket for op in engine.log.operations if isinstance(op.what, LaneOperation) and op.what.kind is Work.CLEAR}
+    assert engine.versions.of, "void: nothing ran ahead"
+    for index in engine.cursor.plan.ahead:
+        assert all(memory.writer.id in cleared for memory in engine.versions.of[index].states())
+    engine.close()
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
@@ -238,7 +286,8 @@ def test_states_that_come_home_find_room(system: str, longer: int) -> None:
     for chosen in (RESIDENT, STRATEGIES[system]):
         given: dict[str, Any] = {"host_memory": refused.value.need, "device_memory": 2_900_000, "log_events": True}
         model = models_small.build("opt", positions=158)
-        engine = start(chosen, model, settings(**({} if chosen is RESIDENT else given)))
+        jitter = None if chosen is RESIDENT else sleeps(longer, 2e-4)
+        engine = start(chosen, model, settings(**({} if chosen is RESIDENT else given)), None, jitter)
         losses = []
         for length in lengths:
             losses.append(one_step(engine, tokens(1, 1, length=length, seed=length)[0], next_token_loss))

@@ -67,6 +67,7 @@ def test_a_seed_says_everything_and_seeds_have_all_that_there_is() -> None:
         "clipping",
         "micro-batches",
         "frozen blocks",
+        "spare memory",
         "checkpoint",
         "fp32",
         "bf16",

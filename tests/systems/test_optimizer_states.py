@@ -162,7 +162,7 @@ def test_states_on_a_disk(tmp_path: Any) -> None:
         assert engine.memory().disk_peak_bytes
         theirs: torch.optim.Optimizer = engine.settings.optimizer  # type: ignore[attr-defined]
         theirs.load_state_dict(saved)
-        engine._states._room = lambda: 1 << 30  # type: ignore[attr-defined]
+        engine._states._room = lambda wanted: 1 << 30  # type: ignore[attr-defined]
         assert close_to(theirs.state_dict(), saved, tolerance=0.0)
 
 
@@ -220,7 +220,7 @@ def test_where_the_state_cannot_be_had_it_is_refused(system: str) -> None:
         with pytest.raises(UnsupportedError, match=r"optimizer\.[a-z_]+\(\): a step is in progress"):
             use()
     engine.discard()
-    engine._states._room = lambda: 1000  # type: ignore[attr-defined]
+    engine._states._room = lambda wanted: 1000  # type: ignore[attr-defined]
     with pytest.raises(BudgetError, match=r"needs .* of host memory for the moments, 1000B are left .*save_checkpoint"):
         optimizer.state_dict()
     assert not optimizer.state

@@ -69,6 +69,7 @@ class UpdatesAhead:
 
     def issue(self, bundle: ManagedBundle) -> None:
         """The bundle's gradient is complete, and on its way to the slots or in the accumulator."""
+        assert bundle.index not in self.assumed, "an update that ran ahead was not withdrawn, and more of its gradient came"
         control, fired = self._control, frozenset(bundle.gradients.fired_in_step)
         control.begin_updates(sorted(fired), for_good=False)
         clean = StepOutcome(control.loop.steps + 1, None, 1.0, control.loop.loss_scale, skipped=False)
