@@ -14,6 +14,7 @@ Note [Larger steps]
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -23,8 +24,9 @@ from systems.errors import BudgetError
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan
 from systems.planning.policy.ahead import AheadChoice
-from systems.planning.strategy import PlanningContext, Strategy
+from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy
 from systems.planning.trace import Moment, Trace
+from systems.sizes import format_size
 from systems.substrate.batch_shape import BatchShape
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.cursor import Cursor
@@ -56,7 +58,7 @@ class Planner:
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
         self.shapes: dict[tuple[Moment, ...], tuple[BatchShape, ...]] = {}
         self._met: tuple[BatchShape, ...] = ()  # in this step
-        self._replan = False
+        self._replan = self._told = False
         self._moments_change = False  # of steps like the one in progress
         self._resting: Plan | None = None  # since a pass without gradients
         self._eviction = strategy.eviction(layout, None)
@@ -128,7 +130,7 @@ class Planner:
             if choice.eligible and choice.profile is not None and self._context.hardware is None:
                 self._times.want(plan)
             else:
-                plan = choice.made()
+                plan = self._chosen(choice)
         except BudgetError as error:
             if error.final:
                 raise
@@ -143,13 +145,27 @@ class Planner:
         allowed = self._in_force.ahead.versions.made if strategy.runs_ahead else frozenset()
         return AheadChoice(plan, self._layout, trace, self._context, strategy.offloaded_inputs, allowed)
 
+    def _chosen(self, choice: AheadChoice) -> Plan:
+        """Says once where the host has no room for any of what would run ahead."""
+        plan = choice.made()
+        if not plan.ahead and not self._told and choice.wants_memory:
+            self._told = True
+            size = format_size(choice.nbytes(choice.within(UNLIMITED)))
+            warnings.warn(
+                f"updates wait for the norm of all gradients: {size} of host memory beside what the model takes would let them "
+                "run ahead of it: raise `host_memory`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return plan
+
     def _time(self, plan: Plan, trace: Trace) -> None:
         """Of a step under the plan. Once its times are known, so is what runs ahead."""
         seconds = self._times.add(plan, trace.compute_time_s)
         if seconds is None:
             return
         timed = replace(self.plans[plan.signature][0], compute_time_s=seconds)
-        chosen = self._what_runs_ahead(plan, timed).made()
+        chosen = self._chosen(self._what_runs_ahead(plan, timed))
         self.plans[plan.signature] = (timed, chosen)
         if chosen.ahead:
             self._apply(chosen)

@@ -24,7 +24,7 @@ from systems.planning.step.residence import Residence, second_version_bytes
 from systems.planning.step.running_ahead import hindrance, last_flushes
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.step.validator import check_ahead, check_waits
-from systems.planning.strategy import PlanningContext
+from systems.planning.strategy import UNLIMITED, PlanningContext
 from systems.planning.trace import Trace
 
 NEAR = 1.005  # of two simulated steps that are taken to be equally long
@@ -70,6 +70,14 @@ class AheadChoice:
         segments = [self.layout.segments[s] for b in moved for s in b.segments]
         return sum(max(0, 4 * s.shard_numel + 1 - PAGE) // PAGE for s in segments) * PAGE * self.context.optimizer_itemsize // 4
 
+    @property
+    def wants_memory(self) -> bool:
+        """What would run ahead is held back by the host's memory alone: there is not enough for any of it."""
+        if self.allowed is not None or not self.eligible:
+            return False
+        least = min(self.nbytes(frozenset({bundle})) for bundle in self.eligible)
+        return least > self.spare_bytes and bool(self.within(UNLIMITED))
+
     def nbytes(self, bundles: frozenset[int]) -> int:
         """Of this rank's host, for second versions."""
         return second_version_bytes(self.layout, self.context, bundles)
@@ -94,7 +102,7 @@ class AheadChoice:
         for each in fitting:
             fewer = each if found is None else self._fitting(each, self.nbytes(frozenset(found)) - 1)
             if self.step_time_s(frozenset(fewer)) <= enough:
-                found = fewer[: bisect_left(range(len(fewer)), True, key=self._is_enough(fewer, enough))]
+                found = fewer[: bisect_left(range(len(fewer)), True, key=_prefix_is(self.step_time_s, fewer, enough))]
         assert found is not None, "the order with the shortest step is enough"
         return frozenset(found)
 
@@ -105,10 +113,6 @@ class AheadChoice:
             if self.nbytes(frozenset((*fitting, bundle))) <= nbytes:
                 fitting.append(bundle)
         return fitting
-
-    def _is_enough(self, order: list[int], seconds: float) -> Callable[[int], bool]:
-        """Whether so many of an order make the step as short as that."""
-        return lambda count: self.step_time_s(frozenset(order[:count])) <= seconds
 
     def step_time_s(self, ahead: frozenset[int]) -> float:
         """Simulated, with these updates ahead. There is a profile."""
@@ -165,3 +169,8 @@ def _orders(flushed: Sequence[int]) -> Sequence[Sequence[int]]:
     middle = (len(flushed) - 1) / 2
     between = sorted(range(len(flushed)), key=lambda place: abs(place - middle))
     return flushed, flushed[::-1], [flushed[place] for place in between]
+
+
+def _prefix_is(step_time_s: Callable[[frozenset[int]], float], order: list[int], enough: float) -> Callable[[int], bool]:
+    """Whether so many of an order make the step as short as that."""
+    return lambda count: step_time_s(frozenset(order[:count])) <= enough
