@@ -1,0 +1,79 @@
+"""The link: all collectives of a rank, one after the other, over flat tensors that all ranks cut in the same way.
+
+A shard is an even part of a tensor, the r-th of them rank r's. Each collective has a tag, which is compared before anything is
+moved: ranks that differ are told by name, where a library would mix their bytes or end the process.
+
+Note [The ordered sum]
+    A reduction adds the ranks' values in rank order, in fp32, and rounds once to the tensor's type. Its bits depend neither on
+    the layout nor on the transport, and in fp32 they are those of one rank that accumulates the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class RanksDifferError(RuntimeError):
+    """Ranks are at different collectives: a defect, or a model that does other things on one rank than on another."""
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        told = "; ".join(f"rank {rank} at {tag!r}" for rank, tag in enumerate(tags))
+        super().__init__(f"ranks are at different collectives ({told}): does the model do the same on all of them?")
+
+
+class Link(ABC):
+    """rank, size: as in Ranks."""
+
+    rank: int
+    size: int
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of it, a view."""
+        return shard_of(whole, self.rank, self.size)
+
+    @abstractmethod
+    def gather(self, tag: str, whole: torch.Tensor) -> None:
+        """The own shard is there already; afterwards those of all ranks are. Waits for all of them."""
+
+    @abstractmethod
+    def reduce(self, tag: str, whole: torch.Tensor) -> None:
+        """Afterwards the own shard has the sum over all ranks: see Note [The ordered sum]. The rest of `whole` is anything."""
+
+
+class Alone(Link):
+    """One rank: nothing is moved."""
+
+    rank, size = 0, 1
+
+    def gather(self, tag: str, whole: torch.Tensor) -> None:
+        return
+
+    def reduce(self, tag: str, whole: torch.Tensor) -> None:
+        return
+
+
+def shard_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """A rank's part of a flat tensor that all share evenly."""
+    numel, rest = divmod(whole.numel(), size)
+    if rest:
+        raise ValueError(f"{whole.numel()} elements cannot be shared evenly by {size} ranks")
+    return whole[rank * numel : (rank + 1) * numel]
+
+
+def check_tags(tags: Sequence[str]) -> None:
+    """RanksDifferError unless all are the same."""
+    if len(set(tags)) > 1:
+        raise RanksDifferError(tags)
+
+
+def ordered_sum(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Of the ranks' values of one shard, by rank. into may be one of them."""
+    total = parts[0].float()
+    if total.data_ptr() == parts[0].data_ptr():
+        total = total.clone()
+    for part in parts[1:]:
+        total += part
+    into.copy_(total)

@@ -1,0 +1,101 @@
+"""Ranks as threads of one process, for tests: the same order, the same bits, no processes and no ports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from systems.ranks.link import Link, check_tags, ordered_sum, shard_of
+from systems.ranks.ranks import Ranks
+
+Found = TypeVar("Found")
+WAIT_S = 60.0  # for the other threads, which work as long
+
+
+class _Meeting:
+    """Where threads of all ranks leave what they bring, and see what all brought."""
+
+    def __init__(self, size: int) -> None:
+        self._brought: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=WAIT_S)
+
+    @contextmanager
+    def of(self, rank: int, brings: Any) -> Iterator[list[Any]]:
+        """All have come within; none leaves before all are done with it."""
+        self._brought[rank] = brings
+        self._barrier.wait()
+        try:
+            yield list(self._brought)
+        except BaseException:
+            self._barrier.abort()
+            raise
+        self._barrier.wait()
+
+    def abort(self) -> None:
+        """Whoever waits, or will, gets a BrokenBarrierError."""
+        self._barrier.abort()
+
+
+class _LoopbackLink(Link):
+    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, size, meeting
+
+    def gather(self, tag: str, whole: torch.Tensor) -> None:
+        with self._meeting.of(self.rank, (tag, whole)) as found:
+            check_tags([tag for tag, _ in found])
+            for rank, (_, theirs) in enumerate(found):
+                if rank != self.rank:
+                    shard_of(whole, rank, self.size).copy_(shard_of(theirs, rank, self.size))
+
+    def reduce(self, tag: str, whole: torch.Tensor) -> None:
+        mine = torch.empty_like(self.own(whole))
+        with self._meeting.of(self.rank, (tag, whole)) as found:
+            check_tags([tag for tag, _ in found])
+            ordered_sum([self.own(theirs) for _, theirs in found], mine)
+        self.own(whole).copy_(mine)
+
+
+class Loopback(Ranks):
+    """One rank of several threads; made by `as_threads`."""
+
+    def __init__(self, rank: int, size: int, meetings: tuple[_Meeting, _Meeting]) -> None:
+        self.rank, self.size = rank, size
+        self._meetings = meetings
+        self.link = _LoopbackLink(rank, size, meetings[1])
+
+    def exchange_bytes(self, told: bytes) -> list[bytes]:
+        with self._meetings[0].of(self.rank, told) as found:
+            return found
+
+    def close(self) -> None:
+        return
+
+    def fail(self) -> None:
+        """This rank will not come any more."""
+        for meeting in self._meetings:
+            meeting.abort()
+
+
+def as_threads(size: int, work: Callable[[Ranks], Found]) -> list[Found]:
+    """What `work` returns on each rank. Where it raises on one, that is raised here, and the others are not waited for long."""
+    meetings = _Meeting(size), _Meeting(size)
+    everyone = [Loopback(rank, size, meetings) for rank in range(size)]
+
+    def run(mine: Loopback) -> Found:
+        try:
+            return work(mine)
+        except BaseException:
+            mine.fail()
+            raise
+
+    with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
+        futures = [pool.submit(run, mine) for mine in everyone]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    return [future.result() for future in futures]

@@ -1,0 +1,55 @@
+"""Ranks: the processes that train one model together, or threads of one process that stand for them in tests.
+
+Note [The one rule]
+    On several ranks nothing that decides a collective may depend on a value, a clock or an allocator: only on unit events, on
+    the plan, and on what all ranks have exchanged. Then all ranks issue the same collectives in the same order, every operation
+    waits only for operations issued before it, and each queue is first in, first out: so the earliest operation of all ranks
+    that is not done can always go on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
+from systems.ranks.link import Alone, Link
+
+Told = TypeVar("Told")
+
+
+class Ranks(ABC):
+    """rank: this one's number, from 0. size: of all. link: for tensors; one thread of each rank calls it. Everything else is
+    called by the thread that runs the steps, on all ranks alike.
+    """
+
+    rank: int
+    size: int
+    link: Link
+
+    @abstractmethod
+    def exchange_bytes(self, told: bytes) -> list[bytes]:
+        """What each rank tells, by rank."""
+
+    def exchange(self, told: Told) -> list[Told]:
+        """The same of any value that can be pickled."""
+        if self.size == 1:
+            return [told]
+        return [pickle.loads(each) for each in self.exchange_bytes(pickle.dumps(told))]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nobody calls this or the link any more."""
+
+
+class SingleRank(Ranks):
+    """All there is."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.link = 0, 1, Alone()
+
+    def exchange_bytes(self, told: bytes) -> list[bytes]:
+        return [told]
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,136 @@
+"""The link: the bits of the ordered sum, whoever carries it, and ranks that are not at the same collective."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from systems.ranks.link import Alone, Link, RanksDifferError, shard_of
+from systems.ranks.loopback import as_threads
+from systems.ranks.ranks import SingleRank, Ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of very different sizes, so that the order of additions shows."""
+    luck = torch.Generator().manual_seed(rank)
+    return (torch.randn(numel, generator=luck) * 10.0 ** torch.randint(-3, 4, (numel,), generator=luck)).to(dtype)
+
+
+def expected_sum(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    total = torch.zeros(numel)
+    for rank in range(size):
+        total = total + values_of(rank, numel, dtype).float() if rank else values_of(0, numel, dtype).float()
+    return total.to(dtype)
+
+
+def both(ranks: Ranks, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A reduction, and then a gathering of what came of it: every rank has the whole sum."""
+    whole = values_of(ranks.rank, numel, dtype)
+    ranks.link.reduce("reduce", whole)
+    ranks.link.gather("gather", whole)
+    return whole
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 40), st.sampled_from(DTYPES))
+def test_sums_are_in_rank_order_and_rounded_once(size: int, shard: int, dtype: torch.dtype) -> None:
+    found = as_threads(size, lambda ranks: both(ranks, size * shard, dtype))
+    for each in found:
+        assert torch.equal(each, expected_sum(size, size * shard, dtype))
+
+
+def test_the_order_is_seen() -> None:
+    """Else the test above could not fail."""
+    numel = 3000
+    backwards = values_of(2, numel, torch.float32) + values_of(1, numel, torch.float32) + values_of(0, numel, torch.float32)
+    assert not torch.equal(backwards, expected_sum(3, numel, torch.float32))
+
+
+def test_one_rank_moves_nothing() -> None:
+    ranks = SingleRank()
+    whole = values_of(0, 7, torch.bfloat16)
+    before = whole.clone()
+    assert torch.equal(both(ranks, 7, torch.bfloat16), before)
+    assert ranks.exchange({"a": 1}) == [{"a": 1}] and isinstance(ranks.link, Alone)
+
+
+def test_what_cannot_be_shared_evenly() -> None:
+    with pytest.raises(ValueError, match="7 elements cannot be shared evenly by 2 ranks"):
+        shard_of(torch.zeros(7), 0, 2)
+
+
+def test_ranks_exchange_values() -> None:
+    assert as_threads(3, lambda ranks: ranks.exchange((ranks.rank, "x" * ranks.rank))) == [[(0, ""), (1, "x"), (2, "xx")]] * 3
+
+
+def test_ranks_that_differ_are_told_by_name() -> None:
+    def differ(ranks: Ranks) -> None:
+        link: Link = ranks.link
+        whole = torch.zeros(4)
+        if ranks.rank == 1:
+            link.gather("gather bundle 3 (blocks.1)", whole)
+        else:
+            link.reduce("reduce bundle 4 (blocks.2)", whole)
+
+    with pytest.raises(RanksDifferError, match=r"rank 0 at 'reduce bundle 4 .*'; rank 1 at 'gather bundle 3 .*blocks.1"):
+        as_threads(2, differ)
+
+
+def test_a_rank_that_fails_leaves_nobody_waiting() -> None:
+    def work(ranks: Ranks) -> None:
+        if ranks.rank == 2:
+            raise ZeroDivisionError
+        ranks.link.gather("never", torch.zeros(3))
+
+    with pytest.raises(ZeroDivisionError):
+        as_threads(3, work)
+
+
+def of_processes(size: int, tmp_path: Path, what: str) -> list[Any]:
+    """What `what`, an expression over `ranks`, is on each of some processes."""
+    script = f"""
+import pickle, sys, torch, torch.distributed as dist
+from systems.ranks.processes import Processes
+from tests.ranks.test_link import *
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size={size})
+ranks = Processes()
+try:
+    found = {what}
+except RuntimeError as error:
+    found = f"{{type(error).__name__}}: {{error}}"
+open(f"{tmp_path}/found-{{rank}}", "wb").write(pickle.dumps(found))
+ranks.close()
+dist.destroy_process_group()
+"""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen([sys.executable, "-c", script, str(rank)], env=variables, cwd=ROOT) for rank in range(size)]
+    assert [each.wait(timeout=120) for each in started] == [0] * size
+    return [pickle.loads((tmp_path / f"found-{rank}").read_bytes()) for rank in range(size)]
+
+
+def test_processes_have_the_same_bits(tmp_path: Path) -> None:
+    numel = 3 * 70_000
+    what = f"[both(ranks, {numel}, dtype) for dtype in DTYPES] + [ranks.exchange('x' * ranks.rank)]"
+    for *sums, told in of_processes(3, tmp_path, what):
+        for dtype, found in zip(DTYPES, sums, strict=True):
+            assert torch.equal(found, expected_sum(3, numel, dtype))
+        assert told == ["", "x", "xx"]
+
+
+def test_processes_that_differ_are_told_by_name(tmp_path: Path) -> None:
+    what = "ranks.link.gather('one', torch.zeros(2)) if ranks.rank else ranks.link.reduce('two', torch.zeros(2))"
+    told = "RanksDifferError: ranks are at different collectives (rank 0 at 'two'; rank 1 at 'one')"
+    assert all(each.startswith(told) for each in of_processes(2, tmp_path, what))
