@@ -27,6 +27,8 @@ from systems.device.watch.events import EventLog
 from systems.device.watch.labels import labelled
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
+from systems.ranks.ranks import Ranks, SingleRank
+from systems.ranks.sums import summed
 from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls, Hook, outer_modules
 from systems.recipe.model.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled
@@ -56,13 +58,14 @@ class ResidentOptions(BaseModel):
 
 
 class ResidentEngine(SteppingEngine):
-    """Raises BudgetError when parameters, master weights, moments and gradients alone exceed the device budget."""
+    """Raises BudgetError when parameters, master weights, moments and gradients alone exceed the device budget.
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    On several ranks each has all of the model, and every micro-batch's gradients are summed over them.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks) -> None:
         started = time.perf_counter()
-        if settings.ranks != 1:
-            raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
-        self.module, self.settings = model, settings
+        self.module, self.settings, self._ranks = model, settings, ranks
         self._access = Access()
         self.log = EventLog(keep=settings.log_events)
         self._in_step = self._in_backward = False
@@ -208,12 +211,17 @@ class ResidentEngine(SteppingEngine):
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
-            for number, accumulator in enumerate(self._accumulators):
-                gradient = self._rounded.take(number)
-                if gradient is not None:
-                    self._fired.add(number)
-                    assert accumulator is not None
-                    self.device.kernel.accumulate(accumulator, gradient.reshape(-1))
+            for number, gradient in self._fresh().items():
+                accumulator = self._accumulators[number]
+                self._fired.add(number)
+                assert accumulator is not None
+                self.device.kernel.accumulate(accumulator, gradient)
+
+    def _fresh(self) -> dict[int, torch.Tensor]:
+        """By number, the flat gradients that came since this was asked last, summed over ranks."""
+        taken = {number: self._rounded.take(number) for number in range(len(self.parameters))}
+        mine = {number: gradient.reshape(-1) for number, gradient in taken.items() if gradient is not None}
+        return summed(mine, self._ranks, dict(enumerate(map(data_of, self.parameters))))
 
     def _abort(self) -> None:
         control = self.control
@@ -234,13 +242,8 @@ class ResidentEngine(SteppingEngine):
 
     @record_function("step")
     def _finish_step(self) -> None:
-        gradients = {}
-        for number in range(len(self.parameters)):
-            fresh, accumulator = self._rounded.take(number), self._accumulators[number]
-            if fresh is not None:
-                gradients[number] = fresh.reshape(-1)
-            elif number in self._fired and accumulator is not None:
-                gradients[number] = accumulator
+        added = {n: each for n, each in enumerate(self._accumulators) if n in self._fired and each is not None}
+        gradients = self._fresh() if self.settings.accumulate == 1 else added
         kernel = self.device.kernel
         with labelled("norm"):
             alike = self._repeats.take()
@@ -478,8 +481,11 @@ class Resident(System):
         _state_bytes(find_units(model, TORCH_DTYPE[settings.dtype]), settings)
         return settings
 
-    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
-        return ResidentEngine(model, settings)
+    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
+        """ranks: this one and the others; all of them initialize, step and close alike."""
+        if ranks is None and settings.ranks != 1:
+            raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
+        return ResidentEngine(model, settings, SingleRank() if ranks is None else ranks)
 
 
 SYSTEM = Resident()
