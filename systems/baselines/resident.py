@@ -211,17 +211,11 @@ class ResidentEngine(SteppingEngine):
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
-            for number, gradient in self._fresh().items():
+            for number, gradient in summed(self._rounded.take_all(), self._ranks, self.parameters).items():
                 accumulator = self._accumulators[number]
                 self._fired.add(number)
                 assert accumulator is not None
                 self.device.kernel.accumulate(accumulator, gradient)
-
-    def _fresh(self) -> dict[int, torch.Tensor]:
-        """By number, the flat gradients that came since this was asked last, summed over ranks."""
-        taken = {number: self._rounded.take(number) for number in range(len(self.parameters))}
-        mine = {number: gradient.reshape(-1) for number, gradient in taken.items() if gradient is not None}
-        return summed(mine, self._ranks, dict(enumerate(map(data_of, self.parameters))))
 
     def _abort(self) -> None:
         control = self.control
@@ -243,7 +237,9 @@ class ResidentEngine(SteppingEngine):
     @record_function("step")
     def _finish_step(self) -> None:
         added = {n: each for n, each in enumerate(self._accumulators) if n in self._fired and each is not None}
-        gradients = self._fresh() if self.settings.accumulate == 1 else added
+        gradients = added
+        if self.settings.accumulate == 1:
+            gradients = summed(self._rounded.take_all(), self._ranks, self.parameters)
         kernel = self.device.kernel
         with labelled("norm"):
             alike = self._repeats.take()
@@ -399,6 +395,11 @@ class _Rounded:
         """A parameter's gradient, wherever it is."""
         gradient = take_gradient(self._parameters[number])
         return self._found.pop(number) if number in self._found else gradient
+
+    def take_all(self) -> dict[int, torch.Tensor]:
+        """By number, flat, those that there are."""
+        taken = ((number, self.take(number)) for number in range(len(self._parameters)))
+        return {number: gradient.reshape(-1) for number, gradient in taken if gradient is not None}
 
     def forget(self) -> None:
         self._found.clear()

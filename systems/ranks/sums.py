@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from systems.ranks.ranks import Ranks
 
 
-def summed(gradients: Mapping[int, torch.Tensor], ranks: Ranks, like: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def summed(gradients: Mapping[int, torch.Tensor], ranks: Ranks, like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Of each parameter that has a gradient on any rank, in order of numbers: see Note [The ordered sum] in link.py.
 
-    gradients: flat, of one micro-batch. like: by number, tensors with the gradients' types and numbers of elements; a rank
-    without a gradient adds zeros.
+    gradients: flat, of one micro-batch. like: by number, what the gradients are of; a rank without one adds zeros.
     """
     if ranks.size == 1:
         return dict(gradients)
     found: dict[int, torch.Tensor] = {}
     for number in sorted(set().union(*ranks.exchange(sorted(gradients)))):
         numel = like[number].numel()
-        whole = like[number].new_zeros(-(-numel // ranks.size) * ranks.size)
+        whole = torch.zeros(-(-numel // ranks.size) * ranks.size, dtype=like[number].dtype, device=like[number].device)
         if number in gradients:
             whole[:numel].copy_(gradients[number])
         ranks.link.reduce(f"reduce gradient of parameter {number}", whole)
