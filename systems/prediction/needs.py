@@ -2,7 +2,7 @@
 
 Note [Kinds]
     weights        16-bit (or fp32) parameters: on the device those that a unit holds or that stay for good, on the host the
-                   shards, whose place a gradient takes between backward and update
+                   shards of what may leave the device, whose place a gradient takes between backward and update
     working space  parameters on the device beyond those: fetched ahead, or kept because there is room
     gradients      on the device, in ranges of their own or in autograd's buffers until the update
     master, moments, accumulators    of the optimizer, where the update is
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from systems.planning.disk_layout import PARTS, buffer_bytes, disk_bytes
 from systems.planning.layout import Layout
 from systems.planning.step.operations import Work
-from systems.planning.step.residence import second_version_bytes
+from systems.planning.step.residence import second_version_bytes, slot_bytes
 from systems.planning.step.schedule import Schedule
 from systems.planning.step.timeline import MemTimeline
 
@@ -101,7 +101,7 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies
     """copies: False for a system that keeps no parameters on the host at all. inputs: bytes of a rank's that wait there."""
     residence = schedule.residence
     layout = residence.layout
-    slots = sum(segment.shard_numel for segment in layout.segments) * layout.itemsize if copies else 0
+    slots = slot_bytes(layout) if copies else 0
     bundles = [b.index for b in layout.bundles if b.index not in residence.on_device]
     states = sum(residence.optimizer_bytes(b) for b in bundles if b not in layout.on_disk)
     parts = {"weights": slots, **_states(states, residence.context.accumulator_itemsize)}

@@ -13,15 +13,15 @@ in the opposite order.
  6  host and disk: accounts, files           budgets, layout                             disk.close, after the device's
  7  control: the step's decision; moments    settings, found                             -
     that the user's optimizer shows
- 8  store: slots and optimizer states; first layout, device, host, disk, found           store.close
-    values
- 9  poison; bundles; residency               layout, store, device                       residency.close, then the bundles'
+ 8  store: slots and optimizer states        layout, device, host, disk                  store.close
+ 9  poison; bundles; residency; blocks of    layout, store, device, found                residency.close, then the bundles'
+    what never moves; first values
 10  parameters: views of the bundles         found, bundles                              given back by the engine
 11  moves between tiers, gradients, and the  store, bundles, residency, control          versions.close,
     updates they end in; second versions                                                 gradients.finish_step
 12  inputs that wait on the host             device, host                                inputs.close
 13  progress, cursor, plan in force,         strategy, store, gradients, updates         -
-    planner; what never moves comes now
+    planner
 14  recorder, moments; how a step ends       cursor, gradients, control, updates         -
 15  flushes, and the runtime itself          all of these                                -
 16  what asks upwards: residency and tiers   planner, flushes, ahead, progress, recorder -
@@ -181,15 +181,17 @@ class Assembly:
             disk=self.disk,
         )
         self._cleanup.callback(self.store.close)
-        first = FirstValues(self.store, [p.shape for p in found.index.parameters], initial)
-        for each in layout.bundles:
-            first.fill([self.store.segments[s] for s in each.segments])
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
         self.bundles = self._make_bundles()
         self._cleanup.callback(_close, self.bundles)
         self.values = StoredValues(self.store, self.bundles)
         self.residency = Residency(layout, self.bundles, self.store, device, write_back=self.strategy.write_back)
         self._cleanup.callback(self.residency.close)
+        first = FirstValues(self.store, [p.shape for p in found.index.parameters], initial)
+        for bundle in self.bundles:
+            if not bundle.movable:
+                self.residency.settle(bundle)
+            first.fill(bundle)
         self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
 
     def _make_bundles(self) -> list[ManagedBundle]:

@@ -196,7 +196,9 @@ class ManagedEngine(ManagedReports):
             self.drain()
 
     def _give_back(self, *, keep: bool) -> None:
-        """Values stay where they are, in the slots, which are the parameters' own from now on."""
+        """Values stay where they are, in the slots, which are the parameters' own from now on. What has no slot is copied off
+        the device, into memory that nothing else of the engine's needs any more.
+        """
         store = self.store
         try:
             if self.progress.in_step or self._broken_off:
@@ -205,8 +207,8 @@ class ManagedEngine(ManagedReports):
             self.control.check_whole()
             if keep:
                 self._watch.undo(partial(_restore, self))
-                for bundle in self.bundles:
-                    self.versions.bring_home(bundle)
+                self.versions.release()
+                self.inputs.close()
             pieces = values_in_slots(store, self.bundles, self.values) if keep else []
         except BaseException:
             self._let_go()
@@ -215,7 +217,7 @@ class ManagedEngine(ManagedReports):
             self._let_go()
         finally:
             if keep:
-                check_room(pieces, store.host.budget - store.slots.nbytes)
+                check_room(pieces, store.host.budget - store.slot_bytes)
                 give(self.parameters, pieces, [p.shape for p in self.index.parameters])
                 self._release()
                 self._given = True
@@ -230,9 +232,12 @@ class ManagedEngine(ManagedReports):
 
 
 def _restore(engine: ManagedEngine, parameter: int) -> bool:
-    """Of a parameter that was edited. A frozen one has its values in the slot, where the edit may have been written back to."""
-    described = engine.index.parameters[parameter]
-    if engine.residency.writes_back and not described.trainable:
+    """Of a parameter that was edited. A frozen one has its values in the slot, where the edit may have been written back to, or
+    on the device, where it was made.
+    """
+    described, bundle = engine.index.parameters[parameter], engine.values.bundle_of(parameter)
+    edited_alone = engine.residency.writes_back or (not bundle.movable and bundle.storage.resident)
+    if edited_alone and not described.trainable:
         return False
     engine.values.overwrite_parameter(parameter, engine.values.parameter(parameter, described.shape))
     return True

@@ -1,4 +1,4 @@
-"""Parameters on their way into the bundles' storages, and out of the host's slots again when an engine closes.
+"""Parameters on their way into the bundles' storages, and out again, by the host's slots, when an engine closes.
 
 Note [Identity of parameters]
     A parameter with values keeps its object, so that an optimizer's groups still mean it; only its data is exchanged, once.
@@ -41,23 +41,24 @@ def adopt_parameters(
     return tuple(final)
 
 
-
 def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: StoredValues) -> list[list[torch.Tensor]]:
     """Every parameter's values in the compute dtype, flat, as one piece or several of the slots' memory.
 
-    That is theirs from then on. Call only when drained, outside a step, as the last thing.
+    That is theirs from then on. Call only when drained, outside a step, as the last thing. Raises BudgetError where the host
+    has no room for what never had a slot.
     """
+    store.give_slots()
     for managed in bundles:
-        if managed.states_on_device:
-            assert managed.block is not None, "a segment updated on the device is always resident"
+        if managed.states_on_device or not managed.movable:
+            assert managed.block is not None, "what is updated on the device, or never moves, is always resident"
             for stored, piece in zip(managed.segments, managed.pieces(managed.block), strict=True):
-                if stored.tier is Tier.DEVICE:
+                if stored.tier is Tier.DEVICE or not managed.movable:
                     stored.slot.copy_(piece)
     return [slot_pieces(store, values, number) for number in sorted(store.layout.places)]
 
 
 def slot_pieces(store: Store, values: StoredValues, parameter: int) -> list[torch.Tensor]:
-    """The slots of a parameter, neighbours as one; see HostMapping.own."""
+    """The slots of a parameter, neighbours as one; see Store.own."""
     groups: list[list[torch.Tensor]] = []
     for stored, p in values.pieces_of(parameter):
         piece = stored.slot[p.here]
@@ -65,4 +66,4 @@ def slot_pieces(store: Store, values: StoredValues, parameter: int) -> list[torc
             groups[-1].append(piece)
         else:
             groups.append([piece])
-    return [store.slots.own(joined(group)) for group in groups]
+    return [store.own(joined(group)) for group in groups]

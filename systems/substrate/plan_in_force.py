@@ -55,10 +55,7 @@ class PlanInForce:
         self._applied: Plan | None = None  # whose wishes were all carried out, the last that were
 
     def begin(self) -> None:
-        """No plan yet: what never moves comes to the device for good."""
-        for bundle in self._layout.bundles:
-            if not bundle.movable:
-                self._promote(bundle.index)
+        """No plan yet: nothing but what never moves is on the device."""
         self._set_aside()
 
     def set_switches(self) -> None:

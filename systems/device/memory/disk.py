@@ -198,6 +198,11 @@ class Disk:
         with self._telling():
             _all_of(os.pwritev, self._files[ROLES.index(role)], _bytes(part), place.offset)
 
+    def empty_buffers(self) -> None:
+        """Their memory goes back to the machine: nothing is read or written any more. Call only when drained."""
+        assert self._buffers is not None
+        self._buffers.empty()
+
     def close(self) -> None:
         self._threads.shutdown()
         self.buffers = []

@@ -113,6 +113,12 @@ class HostMapping:
         self._given_back.remove(first)
         self._change(last - first)
 
+    def empty(self) -> None:
+        """Give all that is left of it back to the machine, whoever still has a view of it. Not of pinned memory."""
+        assert self._map is not None and not self.pinned
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self._change(-self.nbytes)
+
     def _pages(self, tensor: torch.Tensor) -> tuple[int, int]:
         """First byte and end of the whole pages inside `tensor`."""
         assert self._bytes is not None

@@ -1,12 +1,14 @@
-"""Where optimizer states go that the host cannot hold: to the disk if there is one, else to the device, for good. Both memories
-together may be enough where neither is.
+"""Where goes what the host cannot hold: optimizer states to the disk if there is one, else whole bundles to the device, for
+good. Both memories together may be enough where neither is.
 
-Decided before anything is measured, so only what is certain counts: the host needs a slot for every parameter, and master
-weight and moments of each segment that is not updated on the device and not on the disk.
+Decided before anything is measured, so only what is certain counts: the host needs a slot for each segment that may leave the
+device, and its master weight and moments if they are not on the disk.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from systems.errors import BudgetError
@@ -16,7 +18,7 @@ from systems.planning.plan import UpdateRule
 from systems.planning.policy.nominal import nominal_trace
 from systems.planning.step.demand import demand_of
 from systems.planning.step.profiles import minimum_need
-from systems.planning.step.residence import Residence, unmovable
+from systems.planning.step.residence import Residence, slot_bytes, unmovable
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 from systems.sizes import format_need, format_size
@@ -24,8 +26,8 @@ from systems.sizes import format_need, format_size
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Bytes that the host holds while a layout's unmovable bundles are on the device: a mapping of whole pages for the slots,
-    one for each part of the states, and the disk's buffers.
+    """Bytes that the host holds of a layout's bundles that may move: a mapping of whole pages for the slots, one for each part
+    of the states, and the disk's buffers.
 
     slots: bytes of this rank's shards as computed with. stated: elements whose master and moments have their home on the
     host; accumulated: elements of accumulators, 0 without.
@@ -38,11 +40,11 @@ class HostNeed:
 
     @classmethod
     def of(cls, layout: Layout, context: PlanningContext) -> HostNeed:
-        movable = [b for b in layout.bundles if b.movable and b.trainable]
+        trained = [b for b in layout.bundles if b.movable and b.trainable]
         return cls(
-            sum(s.shard_numel for s in layout.segments) * layout.itemsize,
-            sum(shard_numel(layout, b) for b in movable if b.index not in layout.on_disk),
-            sum(shard_numel(layout, b) for b in movable) if context.accumulator_itemsize else 0,
+            slot_bytes(layout),
+            sum(shard_numel(layout, b) for b in trained if b.index not in layout.on_disk),
+            sum(shard_numel(layout, b) for b in trained) if context.accumulator_itemsize else 0,
             buffer_bytes(layout),
         )
 
@@ -51,9 +53,9 @@ class HostNeed:
         parts = self.slots, *[4 * self.stated] * PARTS, 4 * self.accumulated
         return sum(round_up(part, PAGE) for part in parts) + self.buffers
 
-    def less(self, numel: int, *, home: bool = True) -> HostNeed:
-        """With the states of so many elements elsewhere. home: accumulators too."""
-        return replace(self, stated=self.stated - numel, accumulated=max(0, self.accumulated - (numel if home else 0)))
+    def less(self, numel: int) -> HostNeed:
+        """With master and moments of so many elements elsewhere."""
+        return replace(self, stated=self.stated - numel)
 
 
 def shard_numel(layout: Layout, bundle: Bundle) -> int:
@@ -94,7 +96,7 @@ def _to_disk(layout: Layout, context: PlanningContext) -> Layout:
             taken = PARTS * sum(places[b.index])
             if need.total > context.host_budget and taken <= left:
                 chosen.add(b.index)
-                need, left = need.less(shard_numel(layout, b), home=False), left - taken
+                need, left = need.less(shard_numel(layout, b)), left - taken
         if need.total < least:
             best, least = frozenset(chosen), need.total
         if least <= context.host_budget:
@@ -103,35 +105,41 @@ def _to_disk(layout: Layout, context: PlanningContext) -> Layout:
 
 
 def _keep_on_device(layout: Layout, context: PlanningContext, rule: UpdateRule) -> Layout:
-    """With bundles made unmovable until the host holds the rest, those of the first units first."""
-    need, kept = HostNeed.of(layout, context), set[int]()
-    left = (b for b in layout.bundles if b.movable and b.trainable and b.index not in layout.on_disk)
-    for bundle in sorted(left, key=lambda b: (min(b.units), b.index)):
-        if need.total <= context.host_budget:
-            break
-        kept.add(bundle.index)
-        need = need.less(shard_numel(layout, bundle))
-    found = replace(layout, bundles=tuple(replace(b, movable=b.movable and b.index not in kept) for b in layout.bundles))
+    """With bundles made unmovable until the host holds the rest, those of the first units first: trained ones, then frozen
+    ones, and at last those whose states the disk would have, for the sake of their slots.
+    """
+    order = sorted(
+        (b for b in layout.bundles if b.movable),
+        key=lambda b: (b.index in layout.on_disk, not b.trainable, min(b.units), b.index),
+    )
+    most = bisect_left(
+        range(len(order)), True, key=lambda n: host_need(_kept(layout, order[:n]), context) <= context.host_budget
+    )
+    found = _kept(layout, order[:most])
     residence = Residence(found, context, unmovable(found), rule)
     trace = nominal_trace(found, accumulate=context.accumulate)
-    missing, least = need.total > context.host_budget, minimum_need(trace, demand_of(found, trace, context), residence)
-    if missing or (kept and least.total_bytes > context.device_budget):
-        raise _refusal(layout, context, missing=missing)
+    least = minimum_need(trace, demand_of(found, trace, context), residence)
+    if most and least.total_bytes > context.device_budget:
+        raise _refusal(layout, context)
     return found
 
 
-def _refusal(layout: Layout, context: PlanningContext, *, missing: bool) -> BudgetError:
+def _kept(layout: Layout, bundles: Sequence[Bundle]) -> Layout:
+    """With these on the device for good."""
+    kept = frozenset(b.index for b in bundles)
+    there = tuple(replace(b, movable=b.movable and b.index not in kept) for b in layout.bundles)
+    return replace(layout, bundles=there, on_disk=layout.on_disk - kept)
+
+
+def _refusal(layout: Layout, context: PlanningContext) -> BudgetError:
     """layout: with nothing kept on the device for it."""
     need = HostNeed.of(layout, context)
     total, have = need.total, context.host_budget
-    if missing:
-        why = "parameters have a place there whatever device and disk hold: raise `host_memory`"
+    why = "the device has no room for the difference: raise `host_memory` or `device_memory`"
+    if context.disk_budget:
+        why += f" or `disk_memory` ({format_size(disk_bytes(layout))} of {format_size(context.disk_budget)} are taken)"
     else:
-        why = "the device has no room for the difference: raise `host_memory` or `device_memory`"
-        if context.disk_budget:
-            why += f" or `disk_memory` ({format_size(disk_bytes(layout))} of {format_size(context.disk_budget)} are taken)"
-        else:
-            why += ", give room on a disk with `disk`"
+        why += ", give room on a disk with `disk`"
     return BudgetError(
         f"the model needs {format_need(total, have)} of host memory ({format_size(need.slots)} for parameters, the "
         f"rest for master weights and moments), {format_size(have)} are there, and {why}, or take a smaller model",

@@ -81,11 +81,11 @@ class Residence:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Of slots of all segments, states that have their home there and are not on the device (their pages go back then),
-        buffers for those on the disk, and second versions."""
-        slots = sum(segment.shard_numel for segment in self.layout.segments) * self.layout.itemsize
+        """Of slots, states that have their home there and are not on the device (their pages go back then), buffers for those
+        on the disk, and second versions."""
         states = sum(map(self.host_state_bytes, range(len(self.layout.bundles))))
-        return slots + states + buffer_bytes(self.layout) + second_version_bytes(self.layout, self.context, self.ahead)
+        seconds = second_version_bytes(self.layout, self.context, self.ahead)
+        return slot_bytes(self.layout) + states + buffer_bytes(self.layout) + seconds
 
     def host_state_bytes(self, bundle: int) -> int:
         """Of a bundle's states, on the host; of those on the disk the accumulators are there."""
@@ -98,6 +98,12 @@ class Residence:
     def static_bytes(self) -> int:
         """Pool bytes that are there at every moment: parameters and optimizer state of the bundles on the device."""
         return sum(self.layout.bundle_bytes(b) + self.state_bytes(b) for b in self.on_device)
+
+
+def slot_bytes(layout: Layout) -> int:
+    """Of this rank's host: in the compute dtype, whatever may leave the device."""
+    movable = (layout.segments[s] for b in layout.bundles if b.movable for s in b.segments)
+    return sum(segment.shard_numel for segment in movable) * layout.itemsize
 
 
 def second_version_bytes(layout: Layout, context: PlanningContext, bundles: Iterable[int]) -> int:

@@ -74,6 +74,18 @@ def remember_buffers(model: nn.Module, carried: Collection[nn.Parameter]) -> Cal
     return bring_back
 
 
+def check_fresh(need: int, room: int) -> None:
+    """BudgetError where the host, by its budget (room) or as it is, has none for values that are on the device alone."""
+    if need > room:
+        raise BudgetError(
+            f"{format_size(need)} of host memory for weights that were on the device alone, "
+            f"{format_size(max(room, 0))} are there",
+            tier="host",
+            need=need,
+            have=max(room, 0),
+        )
+    _check_free(need)
+
 
 def check_room(pieces: Sequence[Sequence[torch.Tensor]], room: int) -> None:
     """BudgetError where values that lie in several pieces cannot be copied into one."""
@@ -91,8 +103,13 @@ def on_the_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of those that are elsewhere. BudgetError, before any is made, where the host has no room for them."""
     need = sum(value.nbytes for value in values if value.device.type != "cpu")
     if need:
-        check_host(need, "close", "make room, or save a checkpoint before")
+        _check_free(need)
     return [value.to("cpu") for value in values]
+
+
+def _check_free(need: int) -> None:
+    """Of the machine's memory."""
+    check_host(need, "close", "make room, or save a checkpoint before")
 
 
 def give(

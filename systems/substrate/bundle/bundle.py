@@ -22,7 +22,7 @@ class ManagedBundle:
     """ManagedBundle is a bundle of the layout with what is true of it now.
 
     What it is      index: its number in the layout, which alone knows its units: it learns new ones. movable: by layout.
-                    nbytes: of its parameters. segments: on every tier. stretches: the same, as few as can be.
+                    nbytes: of its parameters. segments: on every tier. stretches: those with slots, as few as can be.
     Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
                     there, and how often. updated: on the host, since it was last on the device.
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
@@ -37,7 +37,7 @@ class ManagedBundle:
         self.index, self.movable, self.nbytes = bundle.index, bundle.movable, layout.bundle_bytes(bundle.index)
         self.segments = tuple(segments)
         starts = running_sums((each.segment.numel for each in segments), initial=0)
-        self.stretches = stretches_of(zip(starts, segments, strict=False))
+        self.stretches = stretches_of(zip(starts, segments, strict=False)) if self.movable else []
 
         self.storage = storage
         self.block: Allocation | None = None
@@ -74,6 +74,15 @@ class ManagedBundle:
         """A block of the bundle cut into its segments, as flat tensors of the compute dtype."""
         sizes = [each.segment.numel for each in self.segments]
         return list(block.view(self.segments[0].slot.dtype, 0, sum(sizes)).split(sizes))  # one operation for any number
+
+    def at_rest(self) -> list[torch.Tensor]:
+        """Its segments in the compute dtype where they are as long as nothing moves them: in their slots, or in the block of
+        a bundle that never does.
+        """
+        if self.movable:
+            return [each.slot for each in self.segments]
+        assert self.block is not None, "a bundle that never moves is always resident"
+        return self.pieces(self.block)
 
     def stretches_of(self, which: Callable[[StoredSegment], bool]) -> list[Stretch]:
         """Some of its segments, as few stretches as can be: see Note [Stretches] in segments.py."""

@@ -69,7 +69,9 @@ class SegmentPlace:
 
 @dataclass
 class StoredSegment:
-    """slot: see Note [The slot] in store.py. at_home: the state's place on host or disk, kept while it is on the device."""
+    """slot: see Note [The slot] in store.py; of no elements where there is none. at_home: the state's place on host or disk,
+    kept while it is on the device.
+    """
 
     segment: Segment
     slot: torch.Tensor
@@ -77,6 +79,10 @@ class StoredSegment:
     state: OptimizerState | DiskState | None
     at_home: OptimizerState | DiskState | None
     slot_holds_gradient: bool = False
+
+    @property
+    def has_slot(self) -> bool:
+        return self.slot.numel() > 0
 
     @property
     def tier(self) -> Tier:

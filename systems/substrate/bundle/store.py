@@ -1,9 +1,10 @@
 """Where every segment lives at rest: its slot on the host, and master weights and moments on host, disk or device.
 
 Note [The slot]
-    Each segment has one host slot in the compute dtype. It holds the parameters; from the flush of a step's gradient to the
-    update it holds that gradient instead (14 bytes a parameter). While it does, parameters are read from
-    the master, which rounds to the same bits. Segments updated on the device need no slot once they are there.
+    Each segment that may leave the device has one host slot in the compute dtype. It holds the parameters; from the flush of a
+    step's gradient to the update it holds that gradient instead (14 bytes a parameter). While it does, parameters are read from
+    the master, which rounds to the same bits. A segment whose bundle never moves has its parameters in the bundle's block on
+    the device from the beginning, and nothing on the host until the engine closes: `give_slots`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Sequence
 import torch
 
 from systems.device.device import Device
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import Account
 from systems.device.memory.disk import Disk
 from systems.device.memory.host import HostMapping, release_freed
+from systems.device.watch.events import Extent
 from systems.errors import BudgetError
 from systems.planning.layout import Layout, Placement, Segment
 from systems.planning.plan import Tier
+from systems.recipe.model.giving_back import check_fresh
 from systems.sizes import format_need, format_size
 from systems.substrate.bundle.segments import STATE_PARTS, DiskState, OptimizerState, StoredSegment
 
@@ -44,19 +48,20 @@ class Store:
     ) -> None:
         self.layout, self.device, self.host, self.dtype, self.disk = layout, device, host, dtype, disk
         settled = {s for b in layout.bundles if not b.movable for s in b.segments}
-        at_home = [s for s in layout.segments if s.space.trainable and s.index not in settled]
-        slot_bytes = sum(s.shard_numel for s in layout.segments) * dtype.itemsize
+        moving = [s for s in layout.segments if s.index not in settled]
+        at_home = [s for s in moving if s.space.trainable]
+        slot_bytes = sum(s.shard_numel for s in moving) * dtype.itemsize
         on_host = [s for s in at_home if layout.bundle_of_segment[s.index] not in layout.on_disk]
         parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
         sizes = {part: sum(s.shard_numel for s in (at_home if part == "accumulator" else on_host)) * 4 for part in parts}
         self._check_host(slot_bytes, sum(sizes.values()))
         self._mappings: dict[str, HostMapping] = {}
+        self._no_slot = torch.empty(0, dtype=dtype), TrackedMemory(Extent("no-slot", 0, 0))
         self.segments: list[StoredSegment] = []
         try:
-            self.slots = self._mappings["slots"] = HostMapping("host-slots", slot_bytes, host, pinned=True)
-            for part, size in sizes.items():
+            for part, size in {"slots": slot_bytes, **sizes}.items():
                 if size:
-                    self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=False)
+                    self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=part == "slots")
             for part, mapping in self._mappings.items():
                 device.meter.exempt(mapping.storage)
                 if part in TAKEN_FIRST:
@@ -81,7 +86,7 @@ class Store:
 
     def _place(self, segment: Segment, parts: Sequence[str], *, settled: bool) -> StoredSegment:
         """settled: on the device from the beginning, with no place on the host to go back to."""
-        slot, slot_memory = self._mappings["slots"].take(self.dtype, segment.shard_numel)
+        slot, slot_memory = self._no_slot if settled else self._mappings["slots"].take(self.dtype, segment.shard_numel)
         if settled and segment.space.trainable:
             there = self.room_on_device(segment, len(parts))
             if there is None:
@@ -167,6 +172,36 @@ class Store:
         for part, mapping in self._mappings.items():
             if part not in TAKEN_FIRST:
                 mapping.touch()
+
+    def give_slots(self) -> None:
+        """To the segments that have none, in fresh memory of their size. What else the host has of segments goes back to the
+        machine before, but for the slots: only an engine that closes may ask, drained, once.
+
+        Raises BudgetError where the host has no room.
+        """
+        without = [each for each in self.segments if not each.has_slot]
+        if not without:
+            return
+        for part in STATE_PARTS:
+            if part in self._mappings:
+                self._mappings[part].empty()
+        if self.disk is not None:
+            self.disk.empty_buffers()
+        need = sum(each.segment.shard_numel for each in without) * self.dtype.itemsize
+        check_fresh(need, self.host.room)
+        made = self._mappings["values"] = HostMapping("host-values", need, self.host, pinned=False)
+        for each in without:
+            each.slot, each.slot_memory = made.take(self.dtype, each.segment.shard_numel)
+
+    def own(self, slot: torch.Tensor) -> torch.Tensor:
+        """A slot, or a part of one, as what keeps its memory: see HostMapping.own."""
+        there = slot.untyped_storage()._cdata
+        mapping = next(m for m in self._mappings.values() if m.storage._cdata == there)
+        return mapping.own(slot)
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(self._mappings[name].nbytes for name in ("slots", "values") if name in self._mappings)
 
     @property
     def pinned_bytes(self) -> int:

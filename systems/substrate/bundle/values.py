@@ -23,15 +23,18 @@ class StoredValues:
         self._store, self._bundles = store, bundles
 
     def parameter(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Its fp32 master (or its slot's value, if frozen) as a CPU copy."""
-        pieces = self.pieces_of(number)
-        values = [(stored.slot if stored.state is None else self._store.part(stored, "master"))[p.here] for stored, p in pieces]
-        return torch.cat([value.float().cpu() for value in values]).view(shape)
+        """Its fp32 master (or, if frozen, its value at rest) as a CPU copy."""
+        bundle, values = self.bundle_of(number), []
+        for stored, rest in zip(bundle.segments, bundle.at_rest(), strict=True):
+            mine = [p for p in stored.segment.placements if p.parameter == number]
+            whole = rest if stored.state is None or not mine else self._store.part(stored, "master")
+            values += [whole[p.here].float().cpu() for p in mine]
+        return torch.cat(values).view(shape)
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""
         flat = value.detach().float().cpu().reshape(-1)
-        bundle = self._bundle_of(number)
+        bundle = self.bundle_of(number)
         start = 0
         for stored in bundle.segments:
             for place in stored.segment.placements:
@@ -40,7 +43,8 @@ class StoredValues:
                 piece = flat[place.piece]
                 if stored.state is not None:
                     self._store.overwrite_part(stored, "master", piece, place)
-                self._store.device.host_kernel.cast(piece, stored.slot[place.here])
+                if bundle.movable:
+                    self._store.device.host_kernel.cast(piece, stored.slot[place.here])
                 if bundle.block is not None:
                     bundle.block.view(self._store.dtype, start + place.offset, place.numel).copy_(piece)
             start += stored.segment.numel
@@ -56,8 +60,8 @@ class StoredValues:
             self._store.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
 
     def pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
-        segments = self._bundle_of(parameter).segments
+        segments = self.bundle_of(parameter).segments
         return [(stored, p) for stored in segments for p in stored.segment.placements if p.parameter == parameter]
 
-    def _bundle_of(self, parameter: int) -> ManagedBundle:
+    def bundle_of(self, parameter: int) -> ManagedBundle:
         return self._bundles[self._store.layout.bundle_of_parameter[parameter]]

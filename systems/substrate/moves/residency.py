@@ -34,11 +34,16 @@ class Residency:
         self._store = store
         self.room = DeviceRoom(device, bundles, self.evict)
 
+    def settle(self, managed: ManagedBundle) -> None:
+        """A block for a bundle that never moves, before it has values."""
+        managed.own(self.room.allocate(managed.nbytes, f"bundle {managed.index}", compute=True))
+
     def fetch(self, index: int) -> None:
         """Start bringing a bundle to the device; nothing if it is there or on its way."""
         managed = self.bundles[index]
         if managed.block is not None:
             return
+        assert managed.movable, f"bundle {index} never moves, and the host has nothing of it"
         block = self.room.allocate(managed.nbytes, f"bundle {index}")
         fetch = of_bundle(self.layout, Work.FETCH, LaneKind.H2D, index)
         try:
