@@ -87,7 +87,8 @@ class ReferenceRuntime:
     def host_bytes(self) -> int:
         item, several = self.layout.itemsize, self.context.accumulate > 1
         host = [b.index for b in self.layout.bundles if b.trainable and b.index not in self.device]
-        first = self.shards(range(len(self.layout.bundles))) * item + self.shards(host) * (16 if several else 12)
+        movable = [b.index for b in self.layout.bundles if b.movable]
+        first = self.shards(movable) * item + self.shards(host) * (16 if several else 12)
         second = self.shards(self.plan.ahead)
         mappings = [4 * second] * 3 + [0 if several else item * second]
         return first + sum((size + 4095) // 4096 * 4096 for size in mappings)

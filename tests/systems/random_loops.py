@@ -31,6 +31,7 @@ from tests.systems.running import (
     assert_equal,
     evict_at_once,
     finished,
+    host_need,
     managed,
     replace,
     settings,
@@ -212,10 +213,10 @@ class Trial:
             return start(system, model, settings(**given))
         asked = settings(**given, log_events=True, device_memory=int(self._peak_bytes * part.share * self.more))
         if part.disk:
-            needed = host_bytes(self._draw, part, asked.device_memory)
+            needed = host_need(system, self._draw.build(0), part.options, **self._draw.given, device_memory=asked.device_memory)
             asked = replace(asked, disk=self._folder / "disk", host_memory=int(needed * self._host))
         elif part.spare is not None:
-            needed = host_bytes(self._draw, part, asked.device_memory)
+            needed = host_need(system, self._draw.build(0), part.options, **self._draw.given, device_memory=asked.device_memory)
             asked = replace(asked, host_memory=int(needed * max(1.0, self._host) * (1 + part.spare)))
         engine = start(system, model, asked, part.options, sleeps(self._draw.seed, JITTER_S) if part.jitter else None)
         self._begun.append((engine, asked))
@@ -237,19 +238,6 @@ class Trial:
                 assert 0 <= event.pool <= event.live, event
                 assert event.live <= most.get(event.tier, HOST), event
         assert os.listdir(self._folder / "disk") == []
-
-
-def host_bytes(drawn: Draw, part: Part, device_memory: int | None) -> int:
-    """What the part takes of the host without a disk, inputs that wait there not included. BudgetError for the device."""
-    try:
-        asked = settings(**drawn.given, host_memory=1, device_memory=device_memory)
-        engine = start(SYSTEMS[part.system], drawn.build(0), asked, part.options)
-    except BudgetError as error:
-        if error.tier != "host":
-            raise
-        return error.need
-    engine.close()
-    raise AssertionError("void: a model without host memory")
 
 
 def found_room(drawn: Draw, peak_bytes: int, folder: Path) -> tuple[Trial, Loop, Run | None]:

@@ -78,6 +78,12 @@ def start(
     return system.initialize(model, asked, chosen, device=lambda log: EmulatedDevice(budget, log, jitter=jitter))
 
 
+def host_need(system: Any, model: nn.Module, options: BaseModel | None = None, **given: Any) -> int:
+    """Bytes of the host that an engine takes at first where it may take all it wants; inputs that wait there come on top."""
+    with start(system, model, settings(**given), options) as engine:
+        return managed(engine).store.host.live
+
+
 def one_step(
     engine: Engine,
     micro_batches: torch.Tensor | Sequence[torch.Tensor],
@@ -224,6 +230,7 @@ __all__ = [
     "assert_equal",
     "elixir",
     "h3t",
+    "host_need",
     "patrickstar",
     "train",
     "train_as",

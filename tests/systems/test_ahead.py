@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from systems.errors import BudgetError
 from systems.planning.step.operations import LaneOperation, Work
 from systems.planning.strategy import PlanningContext
 from systems.substrate.engine import ManagedEngine
@@ -22,7 +21,7 @@ from tests.systems import models_small
 from tests.systems.every import STRATEGIES
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import next_token_loss, tokens
-from tests.systems.running import RESIDENT, Run, assert_equal, finished, managed, one_step, settings, start
+from tests.systems.running import RESIDENT, Run, assert_equal, finished, host_need, managed, one_step, settings, start
 from tests.systems.setups import in_turn
 from tests.systems.test_ordering import as_issued, sleeps
 
@@ -257,18 +256,11 @@ def test_who_looks_between_backward_and_step_sees_the_weights_before_it(system: 
     assert seen["resident"] == seen[system]
 
 
-def host_need(system: str, accumulate: int) -> int:
-    """Bytes with nothing ahead and all states at home."""
-    with pytest.raises(BudgetError) as refused:
-        start(STRATEGIES[system], build("stack"), settings(host_memory=1, accumulate=accumulate, device_memory=TIGHT))
-    return refused.value.need
-
-
 @pytest.mark.parametrize(
     ("system", "pages", "accumulate"), in_turn(STRATEGIES, [(8, 1), (16, 1), (40, 2), (90, 1)], each=2), ids=str
 )
 def test_the_host_s_budget_holds(system: str, pages: int, accumulate: int) -> None:
-    budget = host_need(system, accumulate) + 4096 * pages
+    budget = host_need(STRATEGIES[system], build("stack"), accumulate=accumulate, device_memory=TIGHT) + 4096 * pages
     run = trained(STRATEGIES[system], host_memory=budget, accumulate=accumulate)
     assert_equal(trained(RESIDENT, accumulate=accumulate), run)
     engine: Any = run.engine
@@ -289,11 +281,10 @@ def test_a_host_without_any_room_is_told_of_once(system: str) -> None:
 def test_states_that_come_home_find_room(system: str, longer: int) -> None:
     """Second versions lie where states on the device have left their place at home; a longer batch sends those back."""
     lengths = (8, 8, 8, 8, longer, longer, 8, 8)
-    with pytest.raises(BudgetError) as refused:
-        start(STRATEGIES[system], models_small.build("opt", positions=158), settings(host_memory=1))
+    host = host_need(STRATEGIES[system], models_small.build("opt", positions=158))
     runs, held = [], list[int]()
     for chosen in (RESIDENT, STRATEGIES[system]):
-        given: dict[str, Any] = {"host_memory": refused.value.need, "device_memory": 2_900_000, "log_events": True}
+        given: dict[str, Any] = {"host_memory": host, "device_memory": 2_900_000, "log_events": True}
         model = models_small.build("opt", positions=158)
         jitter = None if chosen is RESIDENT else sleeps(longer, 2e-4)
         engine = start(chosen, model, settings(**({} if chosen is RESIDENT else given)), None, jitter)
@@ -305,7 +296,7 @@ def test_states_that_come_home_find_room(system: str, longer: int) -> None:
         runs.append(finished(engine, losses))
     assert_equal(*runs)
     ours: Any = runs[1].engine
-    assert max(event.live for event in ours.log.bytes if event.tier == "host") <= refused.value.need
+    assert max(event.live for event in ours.log.bytes if event.tier == "host") <= host
     assert held[0] > 1 and ours.counters()["demotions"] > 0, "void: nothing came home"
     assert held[4] < held[3], "some of them had to go"
     assert find_races(as_issued(ours.log.operations)) == []

@@ -166,7 +166,7 @@ def test_weights_that_lie_in_pieces(room: bool, monkeypatch: pytest.MonkeyPatch)
     expected, store, whole = evaluated(engine), managed(engine).store, handover.slot_pieces
     monkeypatch.setattr(handover, "slot_pieces", lambda store, values, number: list(whole(store, values, number)[0].split(7)))
     if not room:
-        store.host.budget = store.slots.nbytes + 100
+        store.host.budget = store.slot_bytes + 100
     engine.close()
     if room:
         assert torch.equal(evaluated(model), expected)

@@ -147,16 +147,20 @@ def test_an_activation_that_finds_no_room_leaves_the_account_right() -> None:
 
 
 def check_segments(checked: Engine) -> None:
-    """Each segment has one authoritative copy, its master or frozen slot, and every other copy agrees with it."""
+    """Each segment has one authoritative copy, its master or, frozen, its value at rest, and every other copy agrees with it.
+    What never leaves the device has no slot.
+    """
     engine = managed(checked)
     for stored in engine.store.segments:
         assert not stored.slot_holds_gradient
         bundle = engine.residency.bundles[engine.layout.bundle_of_segment[stored.segment.index]]
-        truth = stored.slot if stored.state is None else engine.store.part(stored, "master")
+        assert stored.has_slot is bundle.movable
+        rest = bundle.at_rest()[bundle.segments.index(stored)]
+        truth = rest if stored.state is None else engine.store.part(stored, "master")
         for place in stored.segment.placements:
             where = slice(place.offset, place.offset + place.numel)
             rounded = truth[where].to(engine.store.dtype)
-            if stored.tier is not Tier.DEVICE:
+            if stored.tier is not Tier.DEVICE and stored.has_slot:
                 assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
             if bundle.block is not None:
                 mine = bundle.pieces(bundle.block)[bundle.segments.index(stored)]
@@ -244,10 +248,12 @@ def test_close_leaves_nothing(system: str, stop: str, traced_maps: Sequence[weak
 
 
 def refusal(system: str, model: nn.Module) -> tuple[str, int, int]:
-    """Tier, need and have of the refusal of a host budget too small; its traceback, which holds frames, is let go."""
+    """Tier, need and have of the refusal of a host budget too small, the device having no room for the rest; its traceback,
+    which holds frames, is let go."""
     chosen, options = SYSTEMS[system]
+    tight = budget_of(Setup("opt", "full"), "tight")
     try:
-        start(chosen, model, settings(host_memory=1 << 16, recompute="full"), options)
+        start(chosen, model, settings(host_memory=1 << 16, device_memory=tight, recompute="full"), options)
     except BudgetError as error:
         return error.tier, error.need, error.have
     raise AssertionError("not refused")
