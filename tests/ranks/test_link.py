@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from systems.ranks.link import Alone, Link, RanksDifferError, shard_of
 from systems.ranks.loopback import as_threads
-from systems.ranks.ranks import SingleRank, Ranks
+from systems.ranks.ranks import Ranks, SingleRank
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -271,7 +271,7 @@ def test_the_host_s_budget_holds(system: str, pages: int, accumulate: int) -> No
 @pytest.mark.parametrize("system", [name for name in STRATEGIES if name != "h3t"])  # whose inputs want some host memory too
 def test_a_host_without_any_room_is_told_of_once(system: str) -> None:
     with pytest.warns(RuntimeWarning, match=r"[\d.]+KiB of host memory .* run ahead of it: raise `host_memory`") as told:
-        run = trained(STRATEGIES[system], host_memory=host_need(system, 1))
+        run = trained(STRATEGIES[system], host_memory=host_need(STRATEGIES[system], build("stack"), device_memory=TIGHT))
     assert len([each for each in told if "run ahead" in str(each.message)]) == 1
     assert not ran_ahead(run.engine)
     assert_equal(trained(RESIDENT), run)
