@@ -46,7 +46,7 @@ from torch import nn
 
 from systems.device.device import Device
 from systems.device.memory.disk import Disk, disk_lanes
-from systems.device.memory.host import HostSlots, host_account
+from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
 from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
@@ -314,6 +314,11 @@ class Assembly:
         self.tiers.ask(room_on_host=self.ahead.release)
         self.input_slots.ask(room=self.ahead.release)
         self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
+        store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
+
+        def host_mappings() -> list[HostMapping]:
+            return [*store.mappings, *versions.mappings, *slots.mappings, *([] if disk is None else disk.mappings)]
+
         self.recovery = Recovery(
             self.runtime,
             parameters=self.parameters,
@@ -326,6 +331,8 @@ class Assembly:
             gradients=self.gradients,
             updates=self.updates,
             inputs=self.inputs,
+            host=self.host,
+            host_mappings=host_mappings,
         )
 
     def _follow_model(self) -> None:

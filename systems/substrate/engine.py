@@ -178,7 +178,8 @@ class ManagedEngine(ManagedReports):
 
     def _host_room(self, wanted: int) -> int:
         if wanted > self.store.host.room:
-            self.ahead.release()
+            with self._recovering():
+                self.ahead.release()
         return self.store.host.room
 
     @contextmanager

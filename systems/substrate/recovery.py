@@ -4,20 +4,22 @@ Note [What breaks off]
     Ctrl-C comes between any two calls. A device block has one owner: a bundle, a gradient (its range), a segment (its
     optimizer state). It is taken from the pool before it is owned, and let go of before it is freed. So whatever breaks off
     loses bytes at most, and never gives the same bytes to two. Once nothing is in flight the pool is told who owns what, and
-    all else is free again. What a bundle's state is follows from its block and its storage; what of a step is done, from its
-    one outcome; and what a slot holds is said before it is written. All here may be done twice: where another Ctrl-C breaks
-    it off, the next call does it again.
+    all else is free again; the host's account is likewise told which mappings there are. What a bundle's state is follows from
+    its block and its storage; what of a step is done, from its one outcome; and what a slot holds is said before it is
+    written. All here may be done twice: where another Ctrl-C breaks it off, the next call does it again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from systems.device.device import Device
 from systems.device.lanes.ticket import Ticket
+from systems.device.memory.account import Account
+from systems.device.memory.host import HostMapping
 from systems.device.memory.pool import Allocation
 from systems.recipe.model.parameters import take_gradient
 from systems.recipe.step.control import StepControl
@@ -42,7 +44,7 @@ DROPPED = (
 class Recovery:
     """dropped: why the step that its caller takes to be in progress is none; None where he knows.
 
-    parameters: in which Ctrl-C may leave a gradient that nobody took.
+    parameters: in which Ctrl-C may leave a gradient that nobody took. host_mappings: all that have an owner.
     """
 
     def __init__(
@@ -59,12 +61,15 @@ class Recovery:
         gradients: Gradients,
         updates: Updates,
         inputs: OffloadedInputs,
+        host: Account,
+        host_mappings: Callable[[], Sequence[HostMapping]],
     ) -> None:
         self._runtime, self._progress, self._in_force = runtime, progress, in_force
         self._ending, self._control = ending, control
         self._device, self._residency = device, residency
         self._gradients, self._updates, self._inputs = gradients, updates, inputs
         self._parameters = parameters
+        self._host, self._host_mappings = host, host_mappings
         self.dropped: str | None = None
 
     def begin_anew(self) -> None:
@@ -123,6 +128,7 @@ class Recovery:
         """See Note [What breaks off]."""
         device = self._device
         device.pool.settle(self.owned(), self._last(), other=device.meter.live_bytes())
+        self._host.settle(pool=sum(mapping.held_bytes for mapping in self._host_mappings()))
 
     def owned(self) -> list[Allocation]:
         bundles = self._residency.bundles

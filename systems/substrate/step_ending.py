@@ -61,7 +61,8 @@ class StepEnding:
         """The step in progress broke off. If it is done already (Note [When a step is done]) nothing is lost of it."""
         control = self._control
         self._recomputation.repeats.forget()
-        self.ahead.drop()
+        if control.loop.steps == self._steps:
+            self.ahead.drop()  # else what ran ahead counts, be it still to run
         self.ahead.end()
         if self.updated and control.ruined is None and (self.early or control.loop.steps == self._steps):
             control.ruin(HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else ""))

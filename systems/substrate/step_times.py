@@ -19,7 +19,7 @@ class StepTimes:
 
     def want(self, plan: Plan) -> None:
         """Of the next steps under this plan."""
-        self._wanted.append((plan, []))
+        self._wanted = [(each, times) for each, times in self._wanted if each.signature != plan.signature] + [(plan, [])]
 
     def forget(self) -> None:
         self._wanted.clear()

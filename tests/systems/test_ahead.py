@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from itertools import cycle
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from systems.device.memory.host import HostMapping
 from systems.planning.step.operations import LaneOperation, Work
 from systems.planning.strategy import PlanningContext
+from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.moves.ahead import RECENT
 from systems.substrate.system import ManagedSystem
@@ -19,6 +24,7 @@ from systems.system import Engine
 from tests.planning.races import find_races
 from tests.systems import models_small
 from tests.systems.every import STRATEGIES
+from tests.systems.interrupts import Place, Trace
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import next_token_loss, tokens
 from tests.systems.running import RESIDENT, Run, assert_equal, finished, host_need, managed, one_step, settings, start
@@ -221,6 +227,22 @@ def test_hyperparameters_that_change_behind_backward(system: str, accumulate: in
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+def test_hyperparameters_that_change_once_nothing_that_ran_ahead_is_left(system: str, accumulate: int) -> None:
+    """All was dropped, as where the host's memory was needed; what the groups said before it ran ahead holds no more."""
+    dropped: list[int] = []
+
+    def change(model: Any, engine: Engine, number: int) -> None:
+        if number == 3 and isinstance(engine, ManagedEngine):
+            dropped.append(len(engine.ahead.assumed))
+            engine.ahead.release()
+        engine.set_lr(1e-3 if number == 3 else 1e-4)
+
+    run = trained(STRATEGIES[system], before_step=change, accumulate=accumulate)
+    assert_equal(trained(RESIDENT, before_step=change, accumulate=accumulate), run)
+    assert dropped[0], "void: nothing ran ahead"
+
+
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
 def test_a_gradient_that_comes_after_its_bundle_was_updated(system: str, accumulate: int) -> None:
     """As nobody foresees: the mechanism is handed more of the last block's gradient once all of backward is over."""
     late: list[int] = []
@@ -300,6 +322,85 @@ def test_states_that_come_home_find_room(system: str, longer: int) -> None:
     assert held[0] > 1 and ours.counters()["demotions"] > 0, "void: nothing came home"
     assert held[4] < held[3], "some of them had to go"
     assert find_races(as_issued(ours.log.operations)) == []
+
+
+class InFunction(Trace):
+    """Ctrl-C at event `number` of a function of this project's code and of what that calls; none if there are fewer."""
+
+    def __init__(self, function: Callable[..., Any], number: int) -> None:
+        self._code, self._left, self._depth = function.__code__, number, 0
+        self.happened = False
+
+    def see(self, place: Place) -> None:
+        if not self._depth:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self.happened = True
+            raise KeyboardInterrupt
+
+    def _step(self, frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is self._code and event in ("call", "return"):
+            self._depth += 1 if event == "call" else -1
+        return super()._step(frame, event, arg)
+
+
+def give_back_and_make_anew(engine: Any) -> None:
+    """As where states come home, and leave again."""
+    assert any(each.number for each in engine.versions.of.values()), "void: no second one counts"
+    with engine._recovering():
+        engine.ahead.release()
+        engine.in_force.apply(engine.cursor.plan)
+    assert engine.versions.of, "void: none was made"
+
+
+FUNCTIONS = SecondVersions.make, SecondVersions.bring_home, HostMapping.close
+ROWS = list(zip(cycle(STRATEGIES), FUNCTIONS * 2, [1, 2] * 3, strict=False))
+
+
+@pytest.mark.parametrize(("system", "function", "accumulate"), ROWS, ids=lambda each: getattr(each, "__qualname__", None))
+def test_ctrl_c_while_second_versions_come_and_go(system: str, function: Any, accumulate: int) -> None:
+    """At one event after another: the bits of a step or of none, and every byte of the host is somebody's."""
+    expected, batches = trained(RESIDENT, accumulate=accumulate), list(tokens(STEPS, accumulate))
+    number, happened = 1, 0
+    while True:
+        engine: Any = start(STRATEGIES[system], build("stack"), settings(device_memory=TIGHT, accumulate=accumulate))
+        losses = [one_step(engine, batch, LOSS) for batch in batches[:4]]
+        fault = InFunction(function, number)
+        with suppress(KeyboardInterrupt), fault.within():
+            give_back_and_make_anew(engine)
+        engine.drain()
+        mappings = engine.recovery._host_mappings()
+        assert engine.store.host.pool == sum(mapping.held_bytes for mapping in mappings)
+        losses += [one_step(engine, batch, LOSS) for batch in batches[4:]]
+        assert_equal(expected, finished(engine, losses))
+        assert engine.store.host.pool == 0
+        happened += fault.happened
+        if not fault.happened:
+            break
+        number += 1 + number // 2
+    assert happened > 3, "void: hardly any interrupt came"
+
+
+@pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+def test_ctrl_c_as_a_bundle_lies_in_its_first_version_again(system: str, accumulate: int) -> None:
+    """And nobody has been told yet that this one counts."""
+    expected, batches = trained(RESIDENT, accumulate=accumulate), list(tokens(STEPS, accumulate))
+    engine: Any = start(STRATEGIES[system], build("stack"), settings(device_memory=TIGHT, accumulate=accumulate))
+    losses = [one_step(engine, batch, LOSS) for batch in batches[:4]]
+    bundle = next(engine.bundles[index] for index, each in engine.versions.of.items() if each.number)
+    lie_in = bundle.lie_in
+
+    def broken_off(*args: Any) -> None:
+        lie_in(*args)
+        bundle.lie_in = lie_in
+        raise KeyboardInterrupt
+
+    bundle.lie_in = broken_off
+    with pytest.raises(KeyboardInterrupt):
+        give_back_and_make_anew(engine)
+    losses += [one_step(engine, batch, LOSS) for batch in batches[4:]]
+    assert_equal(expected, finished(engine, losses))
 
 
 def test_the_mechanism_is_told_what_the_strategy_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,11 @@ class Disk:
         assert self._buffers is not None
         self._buffers.empty()
 
+    @property
+    def mappings(self) -> list[HostMapping]:
+        """Of its buffers."""
+        return [] if self._buffers is None else [self._buffers]
+
     def close(self) -> None:
         self._threads.shutdown()
         self.buffers = []

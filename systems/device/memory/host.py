@@ -34,7 +34,8 @@ class HostMapping:
 
     def __init__(self, name: str, nbytes: int, account: Account, *, pinned: bool) -> None:
         self.name, self._account = name, account
-        self.nbytes = round_up(max(nbytes, 1), PAGE)
+        self._size = round_up(max(nbytes, 1), PAGE)
+        self._given_back: dict[int, int] = {}  # pages that the machine has again: their first byte, and bytes
         if self.nbytes > account.room:
             raise BudgetError(
                 f"host memory: {name} needs {self.nbytes} bytes, {account.room} of {account.budget} are left: raise "
@@ -48,7 +49,6 @@ class HostMapping:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
-        self._given_back: set[int] = set()  # where pages begin that the machine has again
         self.pinned = pinned and torch.cuda.is_available()
         if self.pinned:
             self.touch()
@@ -62,6 +62,16 @@ class HostMapping:
                     have=0,
                 )
         account.add_pool(self.nbytes, name)
+
+    @property
+    def nbytes(self) -> int:
+        """Without what the machine has again."""
+        return self._size - sum(self._given_back.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the account."""
+        return 0 if self._bytes is None else self.nbytes
 
     def touch(self) -> None:
         """See Note [When memory is taken]. Before anything is written to it."""
@@ -94,8 +104,12 @@ class HostMapping:
         if last > first and not self.pinned and first not in self._given_back:
             assert self._map is not None
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-            self._given_back.add(first)
-            self._change(first - last)
+            self._given_back[first] = last - first
+            self._account.add_pool(first - last, self.name)
+
+    def missing(self, tensor: torch.Tensor) -> int:
+        """Bytes that `reclaim` would take."""
+        return self._given_back.get(self._pages(tensor)[0], 0)
 
     def reclaim(self, tensor: torch.Tensor) -> None:
         """Take discarded pages into use again, zeroed. Raises OutOfMemoryError when the host tier has no room for them."""
@@ -110,14 +124,15 @@ class HostMapping:
                 need=last - first,
                 have=self._account.room,
             )
-        self._given_back.remove(first)
-        self._change(last - first)
+        del self._given_back[first]
+        self._account.add_pool(last - first, self.name)
 
     def empty(self) -> None:
         """Give all that is left of it back to the machine, whoever still has a view of it. Not of pinned memory."""
         assert self._map is not None and not self.pinned
         self._map.madvise(mmap.MADV_DONTNEED)
-        self._change(-self.nbytes)
+        left, self._given_back = self.nbytes, {0: self._size}
+        self._account.add_pool(-left, self.name)
 
     def _pages(self, tensor: torch.Tensor) -> tuple[int, int]:
         """First byte and end of the whole pages inside `tensor`."""
@@ -125,17 +140,13 @@ class HostMapping:
         start = tensor.data_ptr() - self._bytes.data_ptr()
         return round_up(start, PAGE), (start + tensor.nbytes) // PAGE * PAGE
 
-    def _change(self, nbytes: int) -> None:
-        self._account.add_pool(nbytes, self.name)
-        self.nbytes += nbytes
-
     def close(self) -> None:
         if self._bytes is None:
             return
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-        self._account.add_pool(-self.nbytes, self.name)
         self._bytes = self._map = None
+        self._account.add_pool(-self.nbytes, self.name)
 
 
 class HostSlot:
@@ -213,6 +224,10 @@ class HostSlots:
         self._free.remove(slot)
         self._all.remove(slot)
         slot.close()
+
+    @property
+    def mappings(self) -> list[HostMapping]:
+        return [slot.mapping for slot in self._all]
 
     @property
     def pinned_bytes(self) -> int:

@@ -26,7 +26,7 @@ COUNTERS = (
     "host_syncs",
     "on_demand_fetches",
     "evictions",
-    "steps_that_missed",  # updates ran ahead, and were dropped
+    "steps_that_missed",  # updates ran ahead and were dropped, though the step was not skipped
     "steps_that_waited",  # nothing ran ahead, for clipping was expected
     "activation_offload_bytes",  # part of h2d_bytes and d2h_bytes together
 )

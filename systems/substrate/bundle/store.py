@@ -159,7 +159,7 @@ class Store:
 
     def missing(self, state: OptimizerState | DiskState) -> bool:
         """The host has no room for it to come back as things are."""
-        return sum(tensor.nbytes for _, tensor in _on_host(state)) > self.host.room
+        return sum(self._mappings[name].missing(tensor) for name, tensor in _on_host(state)) > self.host.room
 
     def reclaim(self, state: OptimizerState | DiskState) -> None:
         """The way back. Raises OutOfMemoryError when the host has no room for them."""
@@ -202,6 +202,10 @@ class Store:
     @property
     def slot_bytes(self) -> int:
         return sum(self._mappings[name].nbytes for name in ("slots", "values") if name in self._mappings)
+
+    @property
+    def mappings(self) -> list[HostMapping]:
+        return list(self._mappings.values())
 
     @property
     def pinned_bytes(self) -> int:

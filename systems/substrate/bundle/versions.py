@@ -39,7 +39,7 @@ MOVED_PARTS = STATE_PARTS[:3]
 
 
 class BundleVersions:
-    """Both versions of one bundle. number: of the one that counts, 0 or 1."""
+    """Both versions of one bundle. number: of the one that it lies in, 0 or 1; -1 on the way from one to the other."""
 
     def __init__(self, bundle: ManagedBundle, second: Sequence[SegmentPlace]) -> None:
         self._bundle, self.number = bundle, 0
@@ -53,8 +53,9 @@ class BundleVersions:
             self._pairs = list(zip(*singly, strict=True))
 
     def take(self, number: int) -> None:
-        """That one counts. Nothing where it does already."""
+        """It lies in that one. Nothing where it does already."""
         if number != self.number:
+            self.number = -1
             self._bundle.lie_in(self._places[number], self._stretches[number])
             self.number = number
 
@@ -78,16 +79,18 @@ class BundleVersions:
 
 
 class SecondVersions:
-    """of: the versions of each bundle that has two, by number. seconds: that making them took. peak_bytes: that they had."""
+    """of: the versions of each bundle that has two, by number. mappings: their memory. seconds: that making them took.
+    peak_bytes: that they had.
+    """
 
     def __init__(self, store: Store, bundles: Sequence[ManagedBundle], device: Device, control: StepControl) -> None:
         self._store, self._bundles, self._device, self._control = store, bundles, device, control
-        self._mappings: list[HostMapping] = []
+        self.mappings: list[HostMapping] = []
         self.of: dict[int, BundleVersions] = {}
         self.seconds, self.peak_bytes = 0.0, 0
 
     def make(self, wanted: Collection[int]) -> None:
-        """For these bundles, once for all: where there are some already, or the host has no room left, none is made."""
+        """For these bundles. Where there are some already, or the host has no room left, none is made."""
         if self.of or not wanted:
             return
         began = time.perf_counter()
@@ -96,6 +99,7 @@ class SecondVersions:
         sizes = {part: (torch.float32, sum(each.segment.shard_numel for each in segments)) for part in MOVED_PARTS}
         if all(isinstance(each.state, OptimizerState) and each.state.accumulator is None for each in segments):
             sizes["slots"] = self._store.dtype, sizes["master"][1]
+        self.close()  # what Ctrl-C may have left
         made: dict[str, HostMapping] = {}
         try:
             for part, (dtype, numel) in sizes.items():
@@ -103,16 +107,17 @@ class SecondVersions:
                 made[part] = HostMapping(name, numel * dtype.itemsize, self._store.host, pinned=part == "slots")
                 self._device.meter.exempt(made[part].storage)
                 made[part].touch()
-        except BudgetError:
+            of = {each.index: BundleVersions(each, [self._place(one, made) for one in each.segments]) for each in bundles}
+            peak = max(self.peak_bytes, sum(mapping.nbytes for mapping in made.values()))
+            mappings = list(made.values())
+            # one statement that calls nothing: whatever breaks off finds all of them or none
+            self.of, self.mappings, self.peak_bytes = of, mappings, peak
+        except BaseException as error:
             for mapping in made.values():
                 mapping.close()
-            return
-        self._mappings = list(made.values())
-        self.of = {
-            bundle.index: BundleVersions(bundle, [self._place(each, made) for each in bundle.segments]) for bundle in bundles
-        }
+            if not isinstance(error, BudgetError):
+                raise
         self.seconds += time.perf_counter() - began
-        self.peak_bytes = max(self.peak_bytes, sum(mapping.nbytes for mapping in self._mappings))
 
     def _place(self, stored: StoredSegment, mappings: Mapping[str, HostMapping]) -> SegmentPlace:
         first, numel = _place_of(stored), stored.segment.shard_numel
@@ -131,7 +136,10 @@ class SecondVersions:
     def bring_home(self, bundle: ManagedBundle) -> None:
         """The first version counts from now on, with all that counted before: values, and a gradient in its slots."""
         versions = self.of.get(bundle.index)
-        if versions is None or versions.number == 0:
+        if versions is None:
+            return
+        self.follow()
+        if versions.number == 0:
             return
         kernel, pairs = self._device.host_kernel, versions.pairs()
 
@@ -143,11 +151,11 @@ class SecondVersions:
 
         home = of_bundle(self._store.layout, Work.BRING_HOME, LaneKind.CPU, bundle.index)
         moved = self._device.transfers.issue(
-            home, copy, reads=versions.read(), writes=versions.written(), priority=bundle.index
+            home, copy, writes=[*versions.read(), *versions.written()], priority=bundle.index
         )
         moved.wait()
-        versions.take(0)  # both are alike: whichever counts if Ctrl-C comes between the two
-        self._control.count_first(bundle.index)
+        self._control.count_first(bundle.index)  # both are alike: whichever counts if Ctrl-C comes between the two
+        versions.take(0)
 
     @property
     def made(self) -> frozenset[int] | None:
@@ -156,7 +164,7 @@ class SecondVersions:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(mapping.nbytes for mapping in self._mappings if mapping.pinned)
+        return sum(mapping.nbytes for mapping in self.mappings if mapping.pinned)
 
     def release(self) -> None:
         """The memory goes to who has a better claim on it."""
@@ -172,9 +180,9 @@ class SecondVersions:
         for versions in self.of.values():
             versions.take(0)  # tensors would keep the mappings alive
         self.of = {}
-        for mapping in self._mappings:
+        for mapping in self.mappings:
             mapping.close()
-        self._mappings = []
+        self.mappings = []
 
 
 def _place_of(stored: StoredSegment) -> SegmentPlace:

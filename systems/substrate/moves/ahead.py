@@ -55,8 +55,13 @@ class UpdatesAhead:
         self.allowed = frozenset(bundles)
 
     def begin(self) -> None:
-        """A step begins. Where one of the last was clipped this one will be, so nothing runs ahead in it."""
+        """A step begins. Where one of the last was clipped this one will be, so nothing runs ahead in it.
+
+        Second versions that went for a while are made again.
+        """
         self.assumed = {}
+        self.versions.follow()
+        self.versions.make(self.allowed)
         self._waits = any(outcome.clip_factor < 1.0 for outcome in self._control.outcomes[-RECENT:])
         if self._waits and self.allowed:
             self._log.count("steps_that_waited")
@@ -88,9 +93,12 @@ class UpdatesAhead:
             self.withdraw(index)
 
     def check_hyperparameters(self) -> None:
-        """Before the rest is updated: what was read when the first update ran ahead no longer holds where something changed."""
-        if self.assumed and self._control.groups.changed() is not None:
-            self._miss()
+        """Before the rest is updated: what was read when the first update ran ahead, be it kept or not, no longer holds where
+        something changed.
+        """
+        if self._control.begun and self._control.groups.changed() is not None:
+            if self.assumed:
+                self._miss()
             self._control.forget_updates()
 
     def holding(self, factor: float) -> frozenset[int]:
