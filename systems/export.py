@@ -47,12 +47,15 @@ class Exporting(Protocol):
 
     def masters(self) -> AbstractContextManager[dict[str, torch.Tensor]]: ...
 
+    def make_host_room(self, nbytes: int) -> None: ...
+
 
 @torch.inference_mode(False)  # what is made within it is of little use outside
 def state_dict(engine: Exporting, dtype: str | torch.dtype) -> dict[str, Any]:
     """See Engine.state_dict."""
     wanted = _dtype(dtype)
     need = sum(nbytes for _, nbytes in _sizes(engine, wanted))
+    engine.make_host_room(need)
     check_host(need, "state_dict", "write them with engine.save_pretrained(folder), or ask for dtype='bf16'")
     with _whole(engine, wanted, _in_memory) as values:
         found: dict[str, Any] = engine.module.state_dict()

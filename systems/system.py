@@ -106,6 +106,10 @@ class Engine(Reports):
         with self.masters(write=write) as values, export.by_all_names(self.module, values, write=write) as found:
             yield found
 
+    def make_host_room(self, nbytes: int) -> None:
+        """So many bytes are wanted by others: host memory that the engine can do without goes, where they are not free."""
+        return
+
     def state_dict(self, *, dtype: DType | torch.dtype = "fp32") -> dict[str, Any]:
         """What the model's own state_dict() would give, on the CPU: every name of tied weights, buffers, extra state.
 

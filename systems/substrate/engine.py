@@ -17,6 +17,7 @@ from systems.device.device import Device, ambient
 from systems.device.lanes.access import Access
 from systems.device.watch.events import EventLog
 from systems.errors import UnsupportedError
+from systems.machine.limits import free_host_memory
 from systems.messages import in_words
 from systems.planning.strategy import PlanningContext, Strategy
 from systems.recipe.model.adoption import keeping_values
@@ -182,10 +183,17 @@ class ManagedEngine(ManagedReports):
                 self.ahead.release()
         return self.store.host.room
 
+    def make_host_room(self, nbytes: int) -> None:
+        free = free_host_memory()
+        if free is not None and nbytes > free and not self.progress.in_step:
+            with self._recovering():
+                self.ahead.release()
+
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
         self._settle("summon", in_step=self.progress.in_step, overwrites=write)
+        self.make_host_room(4 * self.index.numel())
         with torch.inference_mode(False):  # what is made within it has no version
             values = {p.name: self.values.parameter(p.index, p.shape) for p in self.index.parameters}
         with self._access.writing(write):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -16,6 +17,7 @@ from torch import nn
 from systems.device.memory.host import HostMapping
 from systems.planning.step.operations import LaneOperation, Work
 from systems.planning.strategy import PlanningContext
+from systems.substrate import engine as managed_engine
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.moves.ahead import RECENT
@@ -416,3 +418,50 @@ def test_the_mechanism_is_told_what_the_strategy_was(monkeypatch: pytest.MonkeyP
     engine: Any = start(STRATEGIES["elixir"], build("stack"), settings(device_memory=TIGHT))
     assert engine.planner._context is told[-1]
     engine.close()
+
+
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_ctrl_c_as_a_step_is_done_drops_no_update(system: str) -> None:
+    """What ran ahead may still be queued by then, and it counts."""
+    pause = [0.0]
+    engine: Any = start(STRATEGIES[system], build("stack"), settings(device_memory=TIGHT), None, lambda: time.sleep(pause[0]))
+    losses = []
+    for number, batch in enumerate(tokens(STEPS, 1)):
+        loss = LOSS(engine, batch[0], batch[:, :, 1:].numel())
+        end = engine.ahead.end
+
+        def broken(kept: Any = (), end: Any = end) -> None:
+            engine.ahead.end = end
+            raise KeyboardInterrupt
+
+        if number == 4:
+            pause[0], engine.ahead.end = 0.03, broken
+        engine.backward(loss)
+        with suppress(KeyboardInterrupt):
+            engine.step()
+        pause[0] = 0.0
+        losses.append(loss.item())
+    assert_equal(trained(RESIDENT), finished(engine, losses))
+
+
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_they_run_ahead_again_once_others_have_had_the_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    had: list[int] = []
+
+    def look(model: Any, engine: Engine, number: int) -> None:
+        if isinstance(engine, ManagedEngine):
+            had.append(len(engine.versions.of))
+
+    model = build("stack")
+    engine: Any = start(STRATEGIES[system], model, settings(device_memory=TIGHT))
+    losses = []
+    for number, batch in enumerate(tokens(STEPS, 1)):
+        if number == 4:
+            monkeypatch.setattr(managed_engine, "free_host_memory", lambda: 1000)
+            engine.state_dict()
+            assert not engine.versions.of
+            monkeypatch.undo()
+        losses.append(one_step(engine, batch, LOSS))
+        look(model, engine, number)
+    assert had[3] == had[4] > 0, "void: nothing ran ahead"
+    assert_equal(trained(RESIDENT), finished(engine, losses))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from functools import cache
+from time import sleep
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ SYSTEMS: dict[str, tuple[Any, Any]] = {
     "resident": (RESIDENT, None),
     **MANAGED,
     "elixir stop": (elixir(), ElixirOptions(nonfinite="stop")),
+    "elixir slow": (elixir(), ElixirOptions()),  # its lanes: what was issued is still to run
     "patrickstar inputs": (patrickstar(), PatrickStarOptions(activations="host")),
 }
 TIGHT = 150_000  # bytes: about half of what resident needs
@@ -33,7 +35,8 @@ def begin(system: str, accumulate: int) -> Engine:
     if system.endswith("inputs"):
         given["recompute"] = "full"
     chosen_system, options = SYSTEMS[system]
-    return start(chosen_system, build(), settings(accumulate=accumulate, **given), options)
+    jitter = (lambda: sleep(3e-3)) if system.endswith("slow") else None
+    return start(chosen_system, build(), settings(accumulate=accumulate, **given), options, jitter)
 
 
 @cache
