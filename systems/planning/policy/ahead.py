@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from systems.planning import hardware
@@ -28,6 +28,7 @@ from systems.planning.strategy import UNLIMITED, PlanningContext
 from systems.planning.trace import Trace
 
 NEAR = 1.005  # of two simulated steps that are taken to be equally long
+SLOWER = 2 / 3  # steps that wait for the norm took 1.41 to 1.73 s of the same work on machines of one kind
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class AheadChoice:
     context: PlanningContext
     offloaded: frozenset[int] = frozenset()
     allowed: frozenset[int] | None = None
-    _times: dict[frozenset[int], float] = field(default_factory=dict, compare=False)
 
     @cached_property
     def eligible(self) -> tuple[int, ...]:
@@ -61,14 +61,7 @@ class AheadChoice:
         """Of this rank's host, for second versions; below zero where even the first ones do not fit."""
         units = self.offloaded | self.trace.offloaded | (self.plan.offload_inputs or frozenset())
         waiting = waiting_input_bytes(self.trace, units)
-        return self.context.host_budget - host_need(self.layout, self.context) + self.left_behind - waiting
-
-    @property
-    def left_behind(self) -> int:
-        """Bytes that the machine has again, of states on the device whose home is the host: all whole pages in them."""
-        moved = (b for b in map(self.layout.bundles.__getitem__, self._residence.on_device) if b.movable and b.trainable)
-        segments = [self.layout.segments[s] for b in moved for s in b.segments]
-        return sum(max(0, 4 * s.shard_numel + 1 - PAGE) // PAGE for s in segments) * PAGE * self.context.optimizer_itemsize // 4
+        return self.context.host_budget - host_need(self.layout, self.context) + _left_behind(self._residence) - waiting
 
     @property
     def wants_memory(self) -> bool:
@@ -88,21 +81,23 @@ class AheadChoice:
         return sum(b.numel for b in host if b.index in ahead) / max(1, sum(b.numel for b in host))
 
     def within(self, nbytes: int) -> frozenset[int]:
-        """The fewest whose second versions take so many bytes at most and whose step is as short as can be for that.
+        """The fewest whose second versions take so many bytes at most and whose step is as short as can be for that, on a host
+        as fast as its profile says and on a slower one.
 
         Without a profile there is no telling, and it is all that fit.
         """
         fitting = [self._fitting(order, nbytes) for order in _orders(self.eligible)]
         if self.profile is None or not fitting[0]:
             return frozenset(fitting[0])
-        enough = NEAR * min(self.step_time_s(frozenset(each)) for each in fitting)
-        if self.step_time_s(frozenset()) <= enough:
+        weighed_s = self._simulated.weighed_s
+        enough = NEAR * min(weighed_s(frozenset(each)) for each in fitting)
+        if weighed_s(frozenset()) <= enough:
             return frozenset()
         found: list[int] | None = None
         for each in fitting:
             fewer = each if found is None else self._fitting(each, self.nbytes(frozenset(found)) - 1)
-            if self.step_time_s(frozenset(fewer)) <= enough:
-                found = fewer[: bisect_left(range(len(fewer)), True, key=_prefix_is(self.step_time_s, fewer, enough))]
+            if weighed_s(frozenset(fewer)) <= enough:
+                found = fewer[: bisect_left(range(len(fewer)), True, key=_prefix_is(weighed_s, fewer, enough))]
         assert found is not None, "the order with the shortest step is enough"
         return frozenset(found)
 
@@ -116,10 +111,12 @@ class AheadChoice:
 
     def step_time_s(self, ahead: frozenset[int]) -> float:
         """Simulated, with these updates ahead. There is a profile."""
+        return self._simulated.seconds(ahead)[0]
+
+    @cached_property
+    def _simulated(self) -> _Simulated:
         assert self.profile is not None
-        if ahead not in self._times:
-            self._times[ahead] = step_time_of(self._schedule(ahead), self.profile)
-        return self._times[ahead]
+        return _Simulated(self._schedule, self.profile)
 
     def made(self) -> Plan:
         """The plan with what the spare memory has room for."""
@@ -160,6 +157,41 @@ class AheadChoice:
     def _residence(self) -> Residence:
         plan = self.plan
         return Residence.of(self.layout, self.context, plan.optimizer_tier, plan.update_rule, plan.in_place)
+
+
+class _Simulated:
+    """Step times of a plan with some updates ahead, each simulated once: at the profile's rates, and with a slower host."""
+
+    def __init__(self, schedule: Callable[[frozenset[int]], Schedule], profile: HardwareProfile) -> None:
+        self._schedule, self._profiles = schedule, (profile, slowed(profile))
+        self._known: dict[frozenset[int], tuple[float, float]] = {}
+
+    def seconds(self, ahead: frozenset[int]) -> tuple[float, float]:
+        if ahead not in self._known:
+            schedule = self._schedule(ahead)
+            usual, slower = (step_time_of(schedule, profile) for profile in self._profiles)
+            self._known[ahead] = usual, slower
+        return self._known[ahead]
+
+    def weighed_s(self, ahead: frozenset[int]) -> float:
+        """Both count alike."""
+        return sum(self.seconds(ahead)) / 2
+
+
+def _left_behind(residence: Residence) -> int:
+    """Bytes that the machine has again, of states on the device whose home is the host: all whole pages in them."""
+    layout = residence.layout
+    moved = (b for b in map(layout.bundles.__getitem__, residence.on_device) if b.movable and b.trainable)
+    segments = [layout.segments[s] for b in moved for s in b.segments]
+    return sum(max(0, 4 * s.shard_numel + 1 - PAGE) // PAGE for s in segments) * PAGE * residence.context.optimizer_itemsize // 4
+
+
+def slowed(profile: HardwareProfile) -> HardwareProfile:
+    """A host that updates at SLOWER times the profile's rate, as one does that has neighbours."""
+    rates = {name: getattr(profile, name) for name in ("cpu_adam_bytes_per_s", "host_dram_bytes_per_s")}
+    return profile.model_copy(
+        update={name: rate.model_copy(update={"value": SLOWER * rate.value}) for name, rate in rates.items()}
+    )
 
 
 def _orders(flushed: Sequence[int]) -> Sequence[Sequence[int]]:
