@@ -53,7 +53,7 @@ def test_memory_is_looked_at_before_anything_is_built(system: str, monkeypatch: 
     assert "raise `device_memory`" in str(refused.value) and refused.value.tier == "device"
     if system != "resident":
         with pytest.raises(systems.errors.BudgetError) as refused:
-            systems.initialize(Stack(0), system=system, device="cpu", device_memory="1MiB", host_memory="300")
+            systems.initialize(Stack(0), system=system, device="cpu", device_memory="2KiB", host_memory="300")
         assert "raise `host_memory`" in str(refused.value) and refused.value.tier == "host"
 
 

@@ -92,6 +92,10 @@ class StoredSegment:
         """Its master and moments are there from now on."""
         self.state = state
 
+    def take_slot(self, slot: torch.Tensor, memory: TrackedMemory) -> None:
+        """It had none."""
+        self.slot, self.slot_memory = slot, memory
+
     def close(self) -> None:
         """Lets go of all memory."""
         self.state = self.at_home = None

@@ -54,7 +54,7 @@ class Store:
         on_host = [s for s in at_home if layout.bundle_of_segment[s.index] not in layout.on_disk]
         parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
         sizes = {part: sum(s.shard_numel for s in (at_home if part == "accumulator" else on_host)) * 4 for part in parts}
-        self._check_host(slot_bytes, sum(sizes.values()))
+        _check_host(slot_bytes, sum(sizes.values()), have=host.room)
         self._mappings: dict[str, HostMapping] = {}
         self._no_slot = torch.empty(0, dtype=dtype), TrackedMemory(Extent("no-slot", 0, 0))
         self.segments: list[StoredSegment] = []
@@ -71,18 +71,6 @@ class Store:
         except BaseException:
             self.close()
             raise
-
-    def _check_host(self, slot_bytes: int, state_bytes: int) -> None:
-        need, have = slot_bytes + state_bytes, self.host.room
-        if need > have:
-            raise BudgetError(
-                f"the model needs {format_need(need, have)} of host memory ({format_size(slot_bytes)} for parameters, "
-                f"{format_size(state_bytes)} for master weights and moments), {format_size(have)} are there: raise "
-                "`host_memory` or take a smaller model",
-                tier="host",
-                need=need,
-                have=have,
-            )
 
     def _place(self, segment: Segment, parts: Sequence[str], *, settled: bool) -> StoredSegment:
         """settled: on the device from the beginning, with no place on the host to go back to."""
@@ -191,7 +179,7 @@ class Store:
         check_fresh(need, self.host.room)
         made = self._mappings["values"] = HostMapping("host-values", need, self.host, pinned=False)
         for each in without:
-            each.slot, each.slot_memory = made.take(self.dtype, each.segment.shard_numel)
+            each.take_slot(*made.take(self.dtype, each.segment.shard_numel))
 
     def own(self, slot: torch.Tensor) -> torch.Tensor:
         """A slot, or a part of one, as what keeps its memory: see HostMapping.own."""
@@ -218,6 +206,19 @@ class Store:
             stored.close()  # tensors would keep the mappings alive
         for mapping in self._mappings.values():
             mapping.close()
+
+
+def _check_host(slot_bytes: int, state_bytes: int, *, have: int) -> None:
+    need = slot_bytes + state_bytes
+    if need > have:
+        raise BudgetError(
+            f"the model needs {format_need(need, have)} of host memory ({format_size(slot_bytes)} for parameters, "
+            f"{format_size(state_bytes)} for master weights and moments), {format_size(have)} are there: raise "
+            "`host_memory` or take a smaller model",
+            tier="host",
+            need=need,
+            have=have,
+        )
 
 
 def _on_host(state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]]:

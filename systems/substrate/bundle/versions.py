@@ -150,9 +150,7 @@ class SecondVersions:
                         kernel.copy(target, source)
 
         home = of_bundle(self._store.layout, Work.BRING_HOME, LaneKind.CPU, bundle.index)
-        moved = self._device.transfers.issue(
-            home, copy, writes=[*versions.read(), *versions.written()], priority=bundle.index
-        )
+        moved = self._device.transfers.issue(home, copy, writes=[*versions.read(), *versions.written()], priority=bundle.index)
         moved.wait()
         self._control.count_first(bundle.index)  # both are alike: whichever counts if Ctrl-C comes between the two
         versions.take(0)
