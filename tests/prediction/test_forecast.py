@@ -26,6 +26,7 @@ from systems.prediction.remedies import remedies
 from systems.settings import Settings
 from tests.planning.machines import BANDWIDTHS, scaled, simulate
 from tests.systems import every
+from tests.systems.running import managed
 from tests.systems.setups import in_turn
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -319,6 +320,35 @@ def test_what_the_host_cannot_hold_is_planned_on_the_device_as_it_is_run(system:
     need = asked(system, "opt-tiny", question(device_memory=roomy.least_device_bytes)).tiers["host"].need_bytes
     both = asked(system, "opt-tiny", question(device_memory=12 << 20, host_memory=need * 3 // 4))
     assert both.fits and both.tiers["host"].need_bytes <= need * 3 // 4
+
+
+@pytest.mark.parametrize("system", STRATEGIES)
+def test_what_stays_on_the_device_has_no_slot_in_the_forecast(system: str) -> None:
+    """The host's part is that of a run to the byte, in parameters and, before a plan takes states to the device, in all."""
+    chosen, model = registry.get(system), models_registry.build(models_registry.resolve("opt-tiny"))
+    about = question(device_memory=24 * MIB, batch_size=2, seq_len=16, recompute="full")
+    size = observations("opt-tiny").of(about)[0].numel()
+    small = replace(about, host_memory=14 * size * 3 // 4)
+    planner = forecasts._PlansByBudget(chosen, chosen.Options(run_ahead=False), small, observations("opt-tiny"))
+    planned = planner.at(small.device_memory)
+    assert isinstance(planned, forecasts._Planned)
+    weights = models_registry.initial_weights(models_registry.resolve("opt-tiny"), 0)
+    settings = Settings(
+        device="cpu",
+        dtype="bf16",
+        device_memory=small.device_memory,
+        host_memory=small.host_memory,
+        initial_weights=weights,
+        recompute="full",
+    )
+    with chosen.initialize(model, settings, chosen.Options(run_ahead=False)) as engine:
+        store = managed(engine).store
+        kept = [b.index for b in store.layout.bundles if not b.movable]
+        assert kept == [b.index for b in planned.layout.bundles if not b.movable] != [], "void: the host holds everything"
+        assert planner.at_first(planned) - planned.inputs_away == store.host.live <= small.host_memory
+        slots = sum(stored.slot.nbytes for stored in store.segments)
+    found = asked(system, "opt-tiny", small, run_ahead=False)
+    assert found.fits and found.tiers["host"].parts["weights"] == slots < 2 * size
 
 
 SLAB = Allowance(reserve_share=0.08, slack_share=0.03, slack_of_reserve=0.75, growth_share=0.06, warm_up_share=0.2)
