@@ -78,7 +78,7 @@ class ManagedEngine(ManagedReports):
             self._cleanup.callback(refuse_state_dict(model))
             self.store.take_rest()
             if self._states is not None:
-                self._states.attach(self._state, self._host_room)
+                self._states.attach(self._state, partial(_host_room, self))
         self.outcomes: list[StepOutcome] = self.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 
@@ -177,12 +177,6 @@ class ManagedEngine(ManagedReports):
         self._settle(what, in_step=self.progress.in_step)
         return ManagedState(self.index, values=self.values, control=self.control)
 
-    def _host_room(self, wanted: int) -> int:
-        if wanted > self.store.host.room:
-            with self._recovering():
-                self.ahead.release()
-        return self.store.host.room
-
     def make_host_room(self, nbytes: int) -> None:
         free = free_host_memory()
         if free is not None and nbytes > free and not self.progress.in_step:
@@ -250,3 +244,11 @@ def _restore(engine: ManagedEngine, parameter: int) -> bool:
         return False
     engine.values.overwrite_parameter(parameter, engine.values.parameter(parameter, described.shape))
     return True
+
+
+def _host_room(engine: ManagedEngine, wanted: int) -> int:
+    """Bytes of host memory that are left of the budget; so many had better be."""
+    if wanted > engine.store.host.room:
+        with engine._recovering():
+            engine.ahead.release()
+    return engine.store.host.room

@@ -13,7 +13,7 @@ from systems import registry
 from systems.planning import hardware
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan, UpdateRule
-from systems.planning.policy.ahead import NEAR, AheadChoice
+from systems.planning.policy.ahead import NEAR, AheadChoice, slowed
 from systems.planning.policy.homes import host_need
 from systems.planning.step.residence import second_version_bytes
 from systems.planning.step.validator import validate
@@ -111,19 +111,19 @@ def test_with_a_profile_the_fewest_that_are_as_good_as_all() -> None:
     assert choice.step_time_s(choice.made().ahead) == times[good[0]]
 
 
-def test_where_memory_is_short_it_goes_to_those_that_gain_most() -> None:
-    """The bundles that the next step uses last are updated during its forward anyway, where Adam keeps up with backward: memory
-    for three goes to others."""
-    case = eight(seconds=1.2e-3)
-    room = second_version_bytes(EIGHT, context(), range(3))
-    choice = choice_of(case, room, hardware=SLOW_ADAM)
-    made = choice.made()
-    first, last = (replace(choice.plan, ahead=frozenset(each)) for each in ((5, 6, 7), (0, 1, 2)))
-    flushed_first, used_first = (
-        simulate(case.layout, case.trace, plan, case.context, SLOW_ADAM).step_time_s for plan in (first, last)
-    )
-    assert used_first < 0.99 * flushed_first, "void: one order is as good as the other"
-    assert choice.step_time_s(made.ahead) < 0.99 * flushed_first and choice.nbytes(made.ahead) <= room
+@pytest.mark.parametrize("seconds", [4e-4, 8e-4, 1.2e-3])
+def test_where_memory_is_short_it_goes_to_those_that_gain_most(seconds: float) -> None:
+    """Whether those flushed first, those used first or those between do depends on what takes longer, Adam or compute."""
+    case = eight(seconds=seconds)
+    choice = choice_of(case, second_version_bytes(EIGHT, context(), range(3)), hardware=SLOW_ADAM)
+
+    def mean_s(ahead: tuple[int, ...] | frozenset[int]) -> float:
+        plan = replace(choice.plan, ahead=frozenset(ahead))
+        machines = SLOW_ADAM, slowed(SLOW_ADAM)
+        return sum(simulate(case.layout, case.trace, plan, case.context, each).step_time_s for each in machines) / 2
+
+    ways = [mean_s(each) for each in ((5, 6, 7), (0, 1, 2), (3, 4, 5))]
+    assert mean_s(choice.made().ahead) <= NEAR * min(ways) < mean_s(())
 
 
 def test_nothing_runs_ahead_where_the_norm_holds_nothing_back() -> None:

@@ -183,7 +183,8 @@ def _left_behind(residence: Residence) -> int:
     layout = residence.layout
     moved = (b for b in map(layout.bundles.__getitem__, residence.on_device) if b.movable and b.trainable)
     segments = [layout.segments[s] for b in moved for s in b.segments]
-    return sum(max(0, 4 * s.shard_numel + 1 - PAGE) // PAGE for s in segments) * PAGE * residence.context.optimizer_itemsize // 4
+    pages = sum(max(0, 4 * s.shard_numel + 1 - PAGE) // PAGE for s in segments)  # of one part, wherever it begins
+    return pages * PAGE * residence.context.optimizer_itemsize // 4
 
 
 def slowed(profile: HardwareProfile) -> HardwareProfile:
