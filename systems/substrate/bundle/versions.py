@@ -130,8 +130,11 @@ class SecondVersions:
 
     def follow(self) -> None:
         """Every bundle lies where the version that counts is. After each change of StepControl.second; harmless at any time."""
+        second = self._control.second
         for index, versions in self.of.items():
-            versions.take(int(index in self._control.second))
+            number = int(index in second)
+            if versions.number != number:
+                versions.take(number)
 
     def bring_home(self, bundle: ManagedBundle) -> None:
         """The first version counts from now on, with all that counted before: values, and a gradient in its slots."""
