@@ -27,6 +27,7 @@ from systems.recipe.model.unit_tensors import SEEN
 AT_ONCE = 2  # calls of a block, the first ones
 EVERY = 256
 SAMPLE = 1 << 20  # elements
+PIECE = 1 << 22  # elements that are summed at a time: the device makes integers of 8 bytes of them first
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -147,7 +148,8 @@ class Saves:
             bits = tensor.detach().view(BITS[tensor.itemsize])
             if not self._whole:
                 return _sampled(bits, self._number).sum(dtype=torch.int64)
-            rows = bits.sum(-1, dtype=torch.int64).reshape(-1)
+            pieces = bits.split(max(1, PIECE * len(bits) // bits.numel())) if bits.dim() > 1 else [bits]
+            rows = torch.cat([piece.sum(-1, dtype=torch.int64).reshape(-1) for piece in pieces])
             return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
 
 
