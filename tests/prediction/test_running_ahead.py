@@ -36,7 +36,7 @@ def ahead_of(about: Question, system: str = "elixir") -> tuple[AheadForecast, Ti
 @pytest.mark.parametrize("system", ["elixir", "patrickstar"])
 def test_spare_host_memory_makes_a_step_shorter_that_the_norm_holds_back(system: str) -> None:
     ahead, host = ahead_of(bound_by_the_norm(), system)
-    assert 0 < ahead.share < 1 and ahead.more is None
+    assert 0 < ahead.share <= 1 and ahead.more is None
     assert ahead.step_time_s * 1.005 < ahead.waiting_step_time_s
     none, tight = ahead_of(bound_by_the_norm(host=host.have_bytes - ahead.spare_bytes), system)
     assert none.spare_bytes == none.taken_bytes == none.share == 0 and "second versions" not in tight.parts
@@ -44,7 +44,7 @@ def test_spare_host_memory_makes_a_step_shorter_that_the_norm_holds_back(system:
     assert tight.need_bytes == host.need_bytes - ahead.taken_bytes
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.12])
 def test_what_more_host_memory_would_bring_is_what_it_brings(share: float) -> None:
     roomy, host = ahead_of(bound_by_the_norm())
     little, _ = ahead_of(bound_by_the_norm(host=host.have_bytes - roomy.spare_bytes + int(share * roomy.taken_bytes)))

@@ -1,4 +1,4 @@
-"""Which updates on the host run ahead of the norm: as few as make the step as short as all would that the host has room for.
+"""Which updates on the host run ahead of the norm: all, or as few as make the step as short as all that there is room for.
 
 Any strategy's plan is given them in the same way, once it is made. An update that runs ahead writes its bundle's second
 version, which takes host memory that nothing else wants under the plan. States that are on the device have left their place at
@@ -81,8 +81,8 @@ class AheadChoice:
         return sum(b.numel for b in host if b.index in ahead) / max(1, sum(b.numel for b in host))
 
     def within(self, nbytes: int) -> frozenset[int]:
-        """The fewest whose second versions take so many bytes at most and whose step is as short as can be for that, on a host
-        as fast as its profile says and on a slower one.
+        """All, where their second versions take so many bytes at most and the step is shorter by it; else the fewest that make
+        it as short as can be with so many, on a host as fast as its profile says and on a slower one.
 
         Without a profile there is no telling, and it is all that fit.
         """
@@ -93,6 +93,8 @@ class AheadChoice:
         enough = NEAR * min(weighed_s(frozenset(each)) for each in fitting)
         if weighed_s(frozenset()) <= enough:
             return frozenset()
+        if len(fitting[0]) == len(self.eligible):
+            return frozenset(self.eligible)  # memory that nobody wants is better spent on a slow hour than kept
         found: list[int] | None = None
         for each in fitting:
             fewer = each if found is None else self._fitting(each, self.nbytes(frozenset(found)) - 1)
