@@ -124,6 +124,21 @@ class Segment:
     def shard_numel(self) -> int:
         return self.numel // self.space.ranks
 
+    def own(self, rank: int) -> slice:
+        """Elements of the segment that are that rank's shard."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def shard(self, rank: int) -> tuple[Placement, ...]:
+        """What lies in that rank's shard, by its offsets there. A parameter without elements is in the first one."""
+        if self.space.ranks == 1:
+            return self.placements
+        own, found = self.own(rank), []
+        for p in self.placements:
+            begin, end = max(p.offset, own.start), min(p.offset + p.numel, own.stop)
+            if begin < end or (not p.numel and not rank):
+                found.append(Placement(p.parameter, max(begin - own.start, 0), end - begin, p.start + begin - p.offset))
+        return tuple(found)
+
 
 @dataclass(frozen=True)
 class Bundle:

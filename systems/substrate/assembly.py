@@ -52,6 +52,7 @@ from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.homes import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.adoption import initial_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls
 from systems.recipe.model.giving_back import remember_buffers
@@ -116,7 +117,9 @@ class Assembly:
         budgets: Budgets,
         log: EventLog,
         cleanup: ExitStack,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._model, self._settings, self._budgets, self._log, self._cleanup = model, settings, budgets, log, cleanup
         self._dtype = TORCH_DTYPE[settings.dtype]
         self._cut_model(make_strategy, make_device)
@@ -137,6 +140,8 @@ class Assembly:
         self.device = make_device(self._log)
         self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
         cleanup.callback(self.device.close)
+        if self._ranks.size > 1:
+            self.device.add_link()
         self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
@@ -179,6 +184,7 @@ class Assembly:
             self._dtype,
             accumulate=settings.accumulate,
             disk=self.disk,
+            ranks=self._ranks,
         )
         self._cleanup.callback(self.store.close)
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
@@ -192,6 +198,8 @@ class Assembly:
             if not bundle.movable:
                 self.residency.settle(bundle)
             first.fill(bundle)
+            if not bundle.movable:
+                self.residency.gather(bundle)
         self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
 
     def _make_bundles(self) -> list[ManagedBundle]:
@@ -221,12 +229,12 @@ class Assembly:
         user = {p: unit.index for unit in self.found.index.units for p in unit.parameters}
         self.tiers = TierMoves(layout, self.store, self.bundles, device)
         self.gradients = Gradients(
-            layout, self.residency, self.tiers, device, dtype=self._dtype, accumulate=self._settings.accumulate, user=user
+            layout, self.residency, self.tiers, device, dtype=self._dtype, accumulate=self._settings.accumulate, user=user, ranks=self._ranks
         )
         self._cleanup.callback(self.gradients.finish_step)
         self.versions = SecondVersions(self.store, self.bundles, device, self.control)
         self._cleanup.callback(self.versions.close)
-        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions)
+        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions, self.residency.gather)
         self.ahead = UpdatesAhead(self.updates, self.versions, self.bundles, self.control, self._log)
         self.input_slots = HostSlots("host-input", self.host)
         self.inputs = OffloadedInputs(device, self.input_slots)
@@ -257,6 +265,7 @@ class Assembly:
             cursor=self.cursor,
             times=self._times,
             in_force=self.in_force,
+            ranks=self._ranks,
         )
         self.in_force.begin()
 
@@ -283,6 +292,7 @@ class Assembly:
             ahead=self.ahead,
             recomputation=recomputation,
             early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED,
+            ranks=self._ranks,
         )
         self.flushes = Flushes(
             gradients,

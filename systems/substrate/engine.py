@@ -20,6 +20,7 @@ from systems.errors import UnsupportedError
 from systems.machine.limits import free_host_memory
 from systems.messages import in_words
 from systems.planning.strategy import PlanningContext, Strategy
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.adoption import keeping_values
 from systems.recipe.model.giving_back import check_room, give
 from systems.recipe.model.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
@@ -51,6 +52,7 @@ class ManagedEngine(ManagedReports):
         make_strategy: Callable[[PlanningContext], Strategy],
         make_device: Callable[[EventLog], Device],
         budgets: Budgets,
+        ranks: Ranks,
     ) -> None:
         started = time.perf_counter()
         self.module, self.settings = model, settings
@@ -68,6 +70,7 @@ class ManagedEngine(ManagedReports):
                         budgets=budgets,
                         log=self.log,
                         cleanup=self._cleanup,
+                        ranks=ranks,
                     )
                 )
             except BaseException:

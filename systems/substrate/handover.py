@@ -47,6 +47,9 @@ def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: Stor
     That is theirs from then on. Call only when drained, outside a step, as the last thing. Raises BudgetError where the host
     has no room for what never had a slot.
     """
+    if store.ranks.size > 1:  # a shard is in no other rank's memory
+        numbers = sorted(store.layout.places)
+        return [[values.parameter(number, (-1,)).to(store.dtype)] for number in numbers]
     store.give_slots()
     for managed in bundles:
         if managed.states_on_device or not managed.movable:

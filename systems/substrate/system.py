@@ -16,6 +16,7 @@ from systems.device.watch.events import EventLog
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning.strategy import Strategy
+from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.sizes import format_size
 from systems.substrate.assembly import Budgets
@@ -44,9 +45,12 @@ class ManagedSystem(System):
         options: BaseModel,
         *,
         device: Callable[[EventLog], Device] | None = None,
+        ranks: Ranks | None = None,
     ) -> Engine:
-        """device: makes the device instead of the settings' own (tests inject jitter and faults this way)."""
-        if settings.ranks != 1:
+        """device: makes the device instead of the settings' own (tests inject jitter and faults this way). ranks: this one and
+        the others, whose host's memory is one; all of them initialize, step, read values and close alike.
+        """
+        if ranks is None and settings.ranks != 1:
             raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
         budget, disk = device_budget(settings), disk_budget(settings)
 
@@ -57,7 +61,9 @@ class ManagedSystem(System):
             return self.strategy(options, context)
 
         try:
-            return ManagedEngine(model, settings, strategy, make, Budgets(host=host_budget(settings), disk=disk))
+            mine = SingleRank() if ranks is None else ranks
+            budgets = Budgets(host=host_budget(settings) // mine.size, disk=disk // mine.size)
+            return ManagedEngine(model, settings, strategy, make, budgets, mine)
         except BudgetError as error:
             if settings.disk is not None and error.tier == "host":  # with more room there it may have done
                 free = format_size(shutil.disk_usage(settings.disk).free)

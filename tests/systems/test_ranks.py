@@ -14,7 +14,7 @@ from tests.systems import models_small
 from tests.systems.models_plain import CASES
 from tests.systems.models_plain import build as build_plain
 from tests.systems.models_small import next_token_loss, tokens
-from tests.systems.running import RESIDENT, Run, assert_equal, finished, one_step, settings, start
+from tests.systems.running import RESIDENT, Run, assert_equal, elixir, finished, one_step, settings, start
 
 STEPS = 3
 MODELS = ("opt", "gpt2", "stack")
@@ -78,3 +78,10 @@ def test_micro_batches_are_summed_over_ranks_first() -> None:
         torch.testing.assert_close(found[0].parameters[name], value, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(value, found[1].parameters[name]) for name, value in found[0].parameters.items())
     assert found[0].norms == found[1].norms
+
+
+@pytest.mark.parametrize(("model", "size"), [("opt", 2), ("gpt2", 3), ("stack", 2)])
+def test_elixir_on_ranks_is_one_rank_that_accumulates(model: str, size: int) -> None:
+    budget = int(0.6 * (on_one_rank(model, size, 0.5, "fp32").memory.device_peak_bytes or 0))
+    found = on_ranks(elixir(), model, size, 1, clip=0.5, device_memory=budget, log_events=True)
+    assert_is_one_rank(on_one_rank(model, size, 0.5, "fp32"), found)

@@ -22,7 +22,7 @@ class ManagedBundle:
     """ManagedBundle is a bundle of the layout with what is true of it now.
 
     What it is      index: its number in the layout, which alone knows its units: it learns new ones. movable: by layout.
-                    nbytes: of its parameters. segments: on every tier. stretches: those with slots, as few as can be.
+                    nbytes: of its parameters; shard_nbytes: of this rank's. segments: on every tier. stretches: those with slots, as few as can be.
     Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
                     there, and how often. updated: on the host, since it was last on the device.
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
@@ -36,8 +36,8 @@ class ManagedBundle:
     ) -> None:
         self.index, self.movable, self.nbytes = bundle.index, bundle.movable, layout.bundle_bytes(bundle.index)
         self.segments = tuple(segments)
-        starts = running_sums((each.segment.numel for each in segments), initial=0)
-        self.stretches = stretches_of(zip(starts, segments, strict=False)) if self.movable else []
+        self.shard_nbytes = sum(each.segment.shard_numel for each in segments) * layout.itemsize
+        self.stretches = stretches_of(zip(self.starts(), segments, strict=True)) if self.movable else []
 
         self.storage = storage
         self.block: Allocation | None = None
@@ -70,6 +70,15 @@ class ManagedBundle:
         self.stays_in_autograd = self._alone and there == len(self.segments)
         return there
 
+    def starts(self) -> list[int]:
+        """The first element of each segment's shard in the bundle."""
+        begins = running_sums((each.segment.numel for each in self.segments), initial=0)
+        return [begin + each.own.start for begin, each in zip(begins, self.segments, strict=False)]
+
+    def own_pieces(self, block: Allocation) -> list[torch.Tensor]:
+        """Of its segments, this rank's shards in a block of the bundle."""
+        return [piece[each.own] for each, piece in zip(self.segments, self.pieces(block), strict=True)]
+
     def pieces(self, block: Allocation) -> list[torch.Tensor]:
         """A block of the bundle cut into its segments, as flat tensors of the compute dtype."""
         sizes = [each.segment.numel for each in self.segments]
@@ -82,7 +91,7 @@ class ManagedBundle:
         if self.movable:
             return [each.slot for each in self.segments]
         assert self.block is not None, "a bundle that never moves is always resident"
-        return self.pieces(self.block)
+        return self.own_pieces(self.block)
 
     def stretches_of(self, which: Callable[[StoredSegment], bool]) -> list[Stretch]:
         """Some of its segments, as few stretches as can be: see Note [Stretches] in segments.py."""

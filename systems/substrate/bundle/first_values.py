@@ -28,7 +28,7 @@ class FirstValues:
         """One that never moves has its block by now."""
         pieces: dict[int, list[Piece]] = {}
         for stored, rest in zip(bundle.segments, bundle.at_rest(), strict=True):
-            for place in stored.segment.placements:
+            for place in stored.placements:
                 pieces.setdefault(place.parameter, []).append((stored, place, rest[place.here]))
         away = [each for each in bundle.segments if each.tier is Tier.DISK]
         made = {each.segment.index: torch.zeros(each.segment.shard_numel) for each in away}
@@ -57,7 +57,7 @@ class FirstValues:
             else (stored.state.master[place.here] if isinstance(stored.state, OptimizerState) else None)
             for stored, place, _ in pieces
         ]
-        home = homes[0] if len(homes) == 1 else None
+        home = homes[0] if len(homes) == 1 and pieces[0][1].numel == math.prod(shape) else None
         value = torch.empty(shape, device=made_on) if home is None or home.device != made_on else home.view(shape)
         self._initial(parameter, value)
         flat = value.reshape(-1)

@@ -70,7 +70,7 @@ class SegmentPlace:
 @dataclass
 class StoredSegment:
     """slot: see Note [The slot] in store.py; of no elements where there is none. at_home: the state's place on host or disk,
-    kept while it is on the device.
+    kept while it is on the device. rank: whose shard it is that lies there; placements: in the shard.
     """
 
     segment: Segment
@@ -79,6 +79,15 @@ class StoredSegment:
     state: OptimizerState | DiskState | None
     at_home: OptimizerState | DiskState | None
     slot_holds_gradient: bool = False
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        self.placements = self.segment.shard(self.rank)
+
+    @property
+    def own(self) -> slice:
+        """The shard in the segment."""
+        return self.segment.own(self.rank)
 
     @property
     def has_slot(self) -> bool:
@@ -122,7 +131,7 @@ def slots_take_parameters(segments: Iterable[StoredSegment]) -> None:
 
 @dataclass(frozen=True)
 class Stretch:
-    """stored: its segments. start: its first element in the bundle. slot: theirs as one tensor; state: the same of master and
+    """stored: its segments, or a rank's shard of one. start: its first element in the bundle. slot: theirs as one tensor; state: the same of master and
     moments at home, none if their home is the disk or they have none; accumulator likewise. placements: in these tensors, a
     parameter's pieces as one.
     """
@@ -168,7 +177,7 @@ def stretches_in(placed: Sequence[tuple[int, StoredSegment, SegmentPlace]]) -> l
     """Of all segments of a bundle, each with its first element in the bundle, as they lie in these places."""
     owners = {each.segment.index: each for _, each, _ in placed}
     there = [
-        (start, StoredSegment(each.segment, place.slot, place.slot_memory, place.state, place.state))
+        (start, StoredSegment(each.segment, place.slot, place.slot_memory, place.state, place.state, rank=each.rank))
         for start, each, place in placed
     ]
     return [
@@ -190,7 +199,7 @@ def _stretch(start: int, stored: Sequence[StoredSegment]) -> Stretch:
     placements: list[Placement] = []
     offset = 0
     for each in stored:
-        for piece in each.segment.placements:
+        for piece in each.placements:
             here = offset + piece.offset
             last = placements[-1] if placements else None
             if last is not None and last.parameter == piece.parameter and last.here.stop == here:
@@ -207,6 +216,9 @@ def _places(stored: StoredSegment) -> list[torch.Tensor]:
 
 
 def _touch(one: StoredSegment, other: StoredSegment) -> bool:
+    """Shards of neighbours lie apart on the device."""
+    if one.segment.space.ranks > 1:
+        return False
     ours, theirs = _places(one), _places(other)
     return len(ours) == len(theirs) and all(map(follows, ours, theirs))
 

@@ -22,6 +22,7 @@ from systems.device.watch.events import Extent
 from systems.errors import BudgetError
 from systems.planning.layout import Layout, Placement, Segment
 from systems.planning.plan import Tier
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.giving_back import check_fresh
 from systems.sizes import format_need, format_size
 from systems.substrate.bundle.segments import STATE_PARTS, DiskState, OptimizerState, StoredSegment
@@ -45,7 +46,9 @@ class Store:
         *,
         accumulate: int,
         disk: Disk | None = None,
+        ranks: Ranks,
     ) -> None:
+        self.ranks = ranks
         self.layout, self.device, self.host, self.dtype, self.disk = layout, device, host, dtype, disk
         settled = {s for b in layout.bundles if not b.movable for s in b.segments}
         moving = [s for s in layout.segments if s.index not in settled]
@@ -88,7 +91,7 @@ class Store:
                 )
             for tensor in there.tensors()[1:]:
                 tensor.zero_()
-            return StoredSegment(segment, slot, slot_memory, there, None)
+            return StoredSegment(segment, slot, slot_memory, there, None, rank=self.ranks.rank)
         state: OptimizerState | DiskState | None = None
         if segment.space.trainable and self.layout.bundle_of_segment[segment.index] in self.layout.on_disk:
             assert self.disk is not None
@@ -105,7 +108,7 @@ class Store:
                 tensors.get("accumulator"),
                 taken["master"][1],
             )
-        return StoredSegment(segment, slot, slot_memory, state, state)
+        return StoredSegment(segment, slot, slot_memory, state, state, rank=self.ranks.rank)
 
     def room_on_device(self, segment: Segment, parts: int) -> OptimizerState | None:
         """Room on the device for a segment's state, of any content; None if there is not enough now."""

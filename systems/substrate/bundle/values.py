@@ -1,6 +1,6 @@
 """Values at rest, read and written parameter by parameter wherever they are: for checkpoints, summon, edits and exports.
 
-Call it only when drained, outside a step.
+Call it only when drained, outside a step, and on all ranks alike: what their shards have is brought together on each.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ class StoredValues:
 
     def parameter(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Its fp32 master (or, if frozen, its value at rest) as a CPU copy."""
-        bundle, values = self.bundle_of(number), []
+        bundle, mine = self.bundle_of(number), list[tuple[int, torch.Tensor]]()
         for stored, rest in zip(bundle.segments, bundle.at_rest(), strict=True):
-            mine = [p for p in stored.segment.placements if p.parameter == number]
-            whole = rest if stored.state is None or not mine else self._store.part(stored, "master")
-            values += [whole[p.here].float().cpu() for p in mine]
-        return torch.cat(values).view(shape)
+            here = [p for p in stored.placements if p.parameter == number]
+            whole = rest if stored.state is None or not here else self._store.part(stored, "master")
+            mine += [(p.start, whole[p.here].float().cpu()) for p in here]
+        return self._joined(mine).view(shape)
+
+    def _joined(self, mine: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Of a parameter, out of the pieces that each rank has, with their first elements."""
+        pieces = [piece for each in self._store.ranks.exchange(mine) for piece in each]
+        return torch.cat([values for _, values in sorted(pieces, key=lambda piece: piece[0])])
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""
         flat = value.detach().float().cpu().reshape(-1)
         bundle = self.bundle_of(number)
-        start = 0
-        for stored in bundle.segments:
-            for place in stored.segment.placements:
-                if place.parameter != number:
-                    continue
-                piece = flat[place.piece]
-                if stored.state is not None:
-                    self._store.overwrite_part(stored, "master", piece, place)
-                if bundle.movable:
-                    self._store.device.host_kernel.cast(piece, stored.slot[place.here])
-                if bundle.block is not None:
-                    bundle.block.view(self._store.dtype, start + place.offset, place.numel).copy_(piece)
-            start += stored.segment.numel
+        for stored, place in self.pieces_of(number):
+            piece = flat[place.piece]
+            if stored.state is not None:
+                self._store.overwrite_part(stored, "master", piece, place)
+            if bundle.movable:
+                self._store.device.host_kernel.cast(piece, stored.slot[place.here])
+        if bundle.block is not None:
+            for stored, there in zip(bundle.segments, bundle.pieces(bundle.block), strict=True):
+                for place in stored.segment.placements:
+                    if place.parameter == number:
+                        there[place.here].copy_(flat[place.piece])
 
     def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy."""
-        return torch.cat([self._store.part(stored, which)[p.here].cpu() for stored, p in self.pieces_of(parameter)])
+        return self._joined([(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(parameter)])
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained."""
@@ -60,8 +63,9 @@ class StoredValues:
             self._store.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
 
     def pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
+        """That this rank has."""
         segments = self.bundle_of(parameter).segments
-        return [(stored, p) for stored in segments for p in stored.segment.placements if p.parameter == parameter]
+        return [(stored, p) for stored in segments for p in stored.placements if p.parameter == parameter]
 
     def bundle_of(self, parameter: int) -> ManagedBundle:
         return self._bundles[self._store.layout.bundle_of_parameter[parameter]]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 
@@ -44,7 +43,7 @@ class BundleVersions:
     def __init__(self, bundle: ManagedBundle, second: Sequence[SegmentPlace]) -> None:
         self._bundle, self.number = bundle, 0
         self._places = [_place_of(each) for each in bundle.segments], list(second)
-        starts = list(accumulate((each.segment.numel for each in bundle.segments), initial=0))[:-1]
+        starts = bundle.starts()
         lying = [list(zip(starts, bundle.segments, places, strict=True)) for places in self._places]
         self._stretches = [stretches_in(every) for every in lying]
         self._pairs = list(zip(*self._stretches, strict=False))

@@ -46,14 +46,14 @@ class Accumulators:
 
     def _on_device(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
         assert gradient.range is not None
-        pieces = bundle.pieces(gradient.range)
+        pieces = bundle.own_pieces(gradient.range)
         memories = [each.state.memory for each in bundle.segments if each.state is not None]
         label = f"accumulate bundle {bundle.index}"
         self.device.transfers.compute(writes=memories, label=f"{label} begins")
         with self.device.phases.of("accumulate"):
             for stored, piece in zip(bundle.segments, pieces, strict=True):
                 assert stored.state is not None and stored.state.accumulator is not None
-                for place in stored.segment.placements:
+                for place in stored.placements:
                     if place.parameter in gradient.fired:
                         self.device.kernel.accumulate(stored.state.accumulator[place.here], piece[place.here])
         self.device.transfers.compute(reads=[gradient.range.memory], writes=memories, label=f"{label} ends")

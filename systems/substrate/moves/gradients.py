@@ -9,9 +9,11 @@ import torch
 from systems.device.device import Device
 from systems.device.lanes.transfers import TrackedMemory
 from systems.device.watch.events import Extent
+from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.operations import Work, of_bundle
+from systems.ranks.ranks import Ranks
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import LEFT
 from systems.substrate.bundle.segments import slots_take_gradients
@@ -19,6 +21,7 @@ from systems.substrate.bundle.states import GradientState
 from systems.substrate.moves.accumulators import Accumulators
 from systems.substrate.moves.in_place import InPlace
 from systems.substrate.moves.ranges import Ranges
+from systems.substrate.moves.reductions import Reductions
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.squares import Squares
 from systems.substrate.moves.tiers import TierMoves
@@ -39,13 +42,16 @@ class Gradients:
         dtype: torch.dtype,
         accumulate: int,
         user: Mapping[int, int],
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self.layout, self.device, self._dtype = layout, device, dtype
         self.accumulate = accumulate
         self.last_micro_step = accumulate == 1
         self.bundles = {bundle.index: bundle for bundle in residency.bundles if bundle.gradient is not None}
         self.squares = Squares(layout, device, self.on_device)
         self._ranges = Ranges(residency, dtype)
+        self._reductions = Reductions(ranks, layout, device, self.squares, several=accumulate > 1)
         self._accumulators = Accumulators(tiers)
         self.in_place = InPlace(self._ranges, residency, layout.in_place, user, several=accumulate > 1)
 
@@ -74,6 +80,11 @@ class Gradients:
         """Take a gradient over from autograd, rounded where its parameter was read in another dtype."""
         value = value.to(self._dtype)
         gradient = bundle.gradients
+        if self._ranks.size > 1 and gradient.state in LEFT:
+            raise UnsupportedError(
+                f"a gradient of bundle {bundle.index} ({self.layout.bundle_names[bundle.index]}) came after it was summed over "
+                "all ranks: something reads its parameters that was not seen in forward"
+            )
         again = parameter in gradient.fired
         if gradient.range is None and bundle.stays_in_autograd:
             if again:
@@ -111,6 +122,8 @@ class Gradients:
     def flush(self, bundle: ManagedBundle) -> None:
         """The bundle's gradient leaves for its optimizer's tier."""
         gradient = bundle.gradients
+        if self._ranks.size > 1 and gradient.state in LEFT:
+            return  # it is reduced, and stays on the device until its update
         if gradient.state is GradientState.PARKED:
             self._accumulators.add(bundle, gradient, last=self.last_micro_step)
             if self.last_micro_step:
@@ -129,9 +142,11 @@ class Gradients:
         if block is None:
             gradient.leave(GradientState.SENT)
             if gradient.written:
-                self.in_place.offload(bundle, gradient)
+                self.in_place.offload(bundle, gradient, self._reductions)
             return
+        self._reductions.clear(bundle, gradient, lambda parameter: self._ranges.view(block, parameter))
         self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle.index} ends")
+        self._reductions.reduce(bundle, block)
         if on_device and self.accumulate == 1:
             gradient.leave(GradientState.KEPT)
             return  # the range stays until the update
@@ -159,7 +174,7 @@ class Gradients:
                 self.in_place.assemble(bundle, gradient)
             together.append(bundle)
         there = [b for b in together if b.gradients.range is not None or b.gradients.written]
-        if there and self.accumulate == 1:
+        if there and self.accumulate == 1 and self._ranks.size == 1:  # else the reduction leaves them
             self.squares.leave(there)
 
     def on_device(self, parameter: int) -> torch.Tensor:

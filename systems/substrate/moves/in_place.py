@@ -24,6 +24,7 @@ from systems.device.memory.pool import Allocation
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import FREE, BundleGradient
 from systems.substrate.moves.ranges import Ranges
+from systems.substrate.moves.reductions import Reductions
 from systems.substrate.moves.residency import Residency
 
 HOLD = "gradient"
@@ -86,10 +87,12 @@ class InPlace:
         else:
             self._ranges.open(bundle, gradient)
 
-    def offload(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
+    def offload(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions) -> None:
         """The bundle's block, all gradient now, leaves for the host."""
         block = self._block(bundle)
+        reductions.clear(bundle, gradient, lambda parameter: self.view(bundle, parameter))
         self._device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle.index} ends")
+        reductions.reduce(bundle, block)
         self._ranges.offload(bundle, block)
         self.let_go(bundle, gradient)
 

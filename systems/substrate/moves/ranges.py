@@ -68,7 +68,7 @@ class Ranges:
             for stretch in stretches:
                 stretch.slot.copy_(stretch.on(block), non_blocking=True)
 
-        self.device.log.count("d2h_bytes", bundle.nbytes)
+        self.device.log.count("d2h_bytes", bundle.shard_nbytes)
         slots_take_gradients(bundle.segments)
         self.device.transfers.issue(
             of_bundle(self.layout, Work.OFFLOAD, LaneKind.D2H, bundle.index),

@@ -13,6 +13,7 @@ import torch
 from systems.device.device import Device
 from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import uncounted
+from systems.device.memory.pool import Allocation
 from systems.device.watch.labels import labelled
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
@@ -53,13 +54,33 @@ class Residency:
                 for stretch, source in sources:
                     stretch.on(block).copy_(source, non_blocking=True)
 
-            self.device.log.count("h2d_bytes", managed.nbytes)
+            self.device.log.count("h2d_bytes", managed.shard_nbytes)
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
                 self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
+            self._collect(managed, block)
         except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the block goes once all is at rest
             self.device.pool.free(block, f"bundle {index}")
             raise
         managed.own(block)
+
+    def gather(self, managed: ManagedBundle) -> None:
+        """Its block, in which this rank's shards are new, is brought together from all ranks."""
+        assert managed.block is not None, "a bundle is gathered on the device"
+        self._collect(managed, managed.block)
+
+    def _collect(self, managed: ManagedBundle, block: Allocation) -> None:
+        ranks = self._store.ranks
+        if ranks.size == 1:
+            return
+        gather = of_bundle(self.layout, Work.GATHER, LaneKind.GATHER, managed.index)
+        pieces = managed.pieces(block)
+
+        def work() -> None:
+            for piece in pieces:
+                ranks.link.gather(gather.label, piece)
+
+        self.device.log.count("gather_bytes", managed.nbytes - managed.shard_nbytes)
+        self.device.transfers.issue(gather, work, writes=[block.memory])
 
     def _sources(self, managed: ManagedBundle) -> tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
@@ -134,7 +155,7 @@ class Residency:
                 for stretch in stretches:
                     stretch.slot.copy_(stretch.on(block), non_blocking=True)
 
-            self.device.log.count("d2h_bytes", managed.nbytes)
+            self.device.log.count("d2h_bytes", managed.shard_nbytes)
             self.device.transfers.issue(
                 of_bundle(self.layout, Work.WRITE_BACK, LaneKind.D2H, index),
                 copy,
@@ -166,6 +187,7 @@ class Residency:
             reads=sources,
             writes=[block.memory],
         )
+        self._collect(managed, block)
 
     def resident(self) -> frozenset[int]:
         return frozenset(m.index for m in self.bundles if m.block is not None)

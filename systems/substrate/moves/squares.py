@@ -48,23 +48,23 @@ class Squares:
 
     def leave_accumulated(self, bundle: ManagedBundle) -> None:
         """With several micro-batches, once nothing more is added in this step: out of the fp32 accumulators where they live."""
-        parameters, segments = sorted(bundle.gradients.fired_in_step), bundle.segments
+        fired, segments = bundle.gradients.fired_in_step, bundle.segments
         memories = [each.state.memory for each in segments if each.state is not None]
         on_host = segments[0].tier is not Tier.DEVICE
         kernel, left = (self._device.host_kernel, self._lane_left) if on_host else (self._device.kernel, self.known)
         lying = [(stretch.accumulator, stretch.placements) for stretch in bundle.stretches]
         if not on_host:
-            lying = [(each.state.accumulator, each.segment.placements) for each in segments if each.state is not None]
-        pieces: dict[int, list[torch.Tensor]] = {parameter: [] for parameter in parameters}
+            lying = [(each.state.accumulator, each.placements) for each in segments if each.state is not None]
+        pieces: dict[int, list[torch.Tensor]] = {}
         for accumulator, placements in lying:
             assert accumulator is not None
             for piece in placements:
-                if piece.parameter in pieces:
-                    pieces[piece.parameter].append(accumulator[piece.here])
+                if piece.parameter in fired:
+                    pieces.setdefault(piece.parameter, []).append(accumulator[piece.here])
 
         def work() -> None:
             sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
-            left[bundle.index] = tuple(parameters), sums
+            left[bundle.index] = tuple(pieces), sums
 
         bundle.gradients.sum_ahead()
         squares = of_bundle(self._layout, Work.SQUARES, LaneKind.CPU if on_host else LaneKind.COMPUTE, bundle.index)
@@ -75,6 +75,14 @@ class Squares:
         self._device.transfers.compute(reads=memories, label=squares.label)
         with working(squares):
             work()
+
+    def left_by_lane(self, bundle: int, parameters: tuple[int, ...], sums: list[float]) -> None:
+        """By a job of a lane, which somebody waits for."""
+        self._lane_left[bundle] = parameters, sums
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Its job leaves some of this step's."""
+        self._pending.append(ticket)
 
     def reader(self, *more: torch.Tensor) -> Callable[[], tuple[dict[int, float], list[float]]]:
         """Of this step. Called, it waits for the device and for what is the CPU lane's, and gives the sums by parameter, and

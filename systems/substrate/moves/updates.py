@@ -31,7 +31,10 @@ class Issue(Protocol):
 
 
 class Updates:
-    """Issues the updates of a step, in the order in which the next one needs the bundles: see `follow`."""
+    """Issues the updates of a step, in the order in which the next one needs the bundles: see `follow`.
+
+    gather: see Residency.gather.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,9 @@ class Updates:
         device: Device,
         control: StepControl,
         versions: SecondVersions,
+        gather: Callable[[ManagedBundle], None],
     ) -> None:
+        self._gather = gather
         self.layout, self.device, self.control, self._versions = layout, device, control, versions
         self._bundles, self._tiers, self._gradients, self._disk = bundles, tiers, gradients, tiers.store.disk
         self._order: list[ManagedBundle] = []
@@ -202,11 +207,11 @@ class Updates:
     ) -> None:
         disk, place, segment, transfers = self._disk, state.place, stored.segment, self.device.transfers
         assert disk is not None
-        ranges = [self._range(p) for p in segment.placements if p.parameter in wanted]
+        ranges = [self._range(p) for p in stored.placements if p.parameter in wanted]
         buffer = disk.read(place, transfers)
 
         def work() -> None:
-            self._adam(buffer.views(place), state.accumulator, stored.slot, ranges, segment.placements, wanted, factor)
+            self._adam(buffer.views(place), state.accumulator, stored.slot, ranges, stored.placements, wanted, factor)
 
         changed = [buffer.memory, stored.slot_memory, *([state.memory] if state.accumulator is not None else [])]
         update = of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle.index, segment.index)
@@ -261,7 +266,7 @@ class Updates:
             memories += [state.memory, block.memory]
             if state.accumulator is not None:
                 accumulators.append(state.accumulator)
-            for p in stored.segment.placements:
+            for p in stored.placements:
                 if p.parameter in wanted:
                     where, on_device = p.here, self._gradients.on_device
                     gradient = on_device(p.parameter)[p.piece] if state.accumulator is None else state.accumulator[where]
@@ -278,6 +283,9 @@ class Updates:
                 for accumulator in accumulators:
                     accumulator.zero_()
             self.device.transfers.compute(writes=memories, label=label)
+            for bundle in bundles:
+                if bundle.states_on_device:
+                    self._gather(bundle)
 
         return run
 
@@ -288,7 +296,7 @@ class Updates:
             return []
         block = bundle.block
         assert block is not None, "a segment updated on the device is always resident"
-        pieces = zip(bundle.segments, bundle.pieces(block), strict=True)
+        pieces = zip(bundle.segments, bundle.own_pieces(block), strict=True)
         return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
 
 
