@@ -198,7 +198,7 @@ class Assembly:
             if not bundle.movable:
                 self.residency.settle(bundle)
             first.fill(bundle)
-            if not bundle.movable:
+            if not bundle.movable and self._ranks.size > 1:
                 self.residency.gather(bundle)
         self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
 
@@ -229,12 +229,20 @@ class Assembly:
         user = {p: unit.index for unit in self.found.index.units for p in unit.parameters}
         self.tiers = TierMoves(layout, self.store, self.bundles, device)
         self.gradients = Gradients(
-            layout, self.residency, self.tiers, device, dtype=self._dtype, accumulate=self._settings.accumulate, user=user, ranks=self._ranks
+            layout,
+            self.residency,
+            self.tiers,
+            device,
+            dtype=self._dtype,
+            accumulate=self._settings.accumulate,
+            user=user,
+            ranks=self._ranks,
         )
         self._cleanup.callback(self.gradients.finish_step)
         self.versions = SecondVersions(self.store, self.bundles, device, self.control)
         self._cleanup.callback(self.versions.close)
-        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions, self.residency.gather)
+        gather = self.residency.gather if self._ranks.size > 1 else None
+        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions, gather)
         self.ahead = UpdatesAhead(self.updates, self.versions, self.bundles, self.control, self._log)
         self.input_slots = HostSlots("host-input", self.host)
         self.inputs = OffloadedInputs(device, self.input_slots)

@@ -49,6 +49,8 @@ class Accumulators:
         pieces = bundle.own_pieces(gradient.range)
         memories = [each.state.memory for each in bundle.segments if each.state is not None]
         label = f"accumulate bundle {bundle.index}"
+        if bundle.segments[0].segment.space.ranks > 1:
+            self.device.transfers.order_compute(reads=[gradient.range.memory], label=f"{label} once it is reduced")
         self.device.transfers.compute(writes=memories, label=f"{label} begins")
         with self.device.phases.of("accumulate"):
             for stored, piece in zip(bundle.segments, pieces, strict=True):

@@ -44,14 +44,14 @@ class Gradients:
         user: Mapping[int, int],
         ranks: Ranks,
     ) -> None:
-        self._ranks = ranks
         self.layout, self.device, self._dtype = layout, device, dtype
         self.accumulate = accumulate
         self.last_micro_step = accumulate == 1
         self.bundles = {bundle.index: bundle for bundle in residency.bundles if bundle.gradient is not None}
         self.squares = Squares(layout, device, self.on_device)
         self._ranges = Ranges(residency, dtype)
-        self._reductions = Reductions(ranks, layout, device, self.squares, several=accumulate > 1)
+        several = accumulate > 1
+        self.reductions = Reductions(ranks, layout, device, self.squares, several=several) if ranks.size > 1 else None
         self._accumulators = Accumulators(tiers)
         self.in_place = InPlace(self._ranges, residency, layout.in_place, user, several=accumulate > 1)
 
@@ -80,7 +80,7 @@ class Gradients:
         """Take a gradient over from autograd, rounded where its parameter was read in another dtype."""
         value = value.to(self._dtype)
         gradient = bundle.gradients
-        if self._ranks.size > 1 and gradient.state in LEFT:
+        if self.reductions is not None and gradient.state in LEFT:
             raise UnsupportedError(
                 f"a gradient of bundle {bundle.index} ({self.layout.bundle_names[bundle.index]}) came after it was summed over "
                 "all ranks: something reads its parameters that was not seen in forward"
@@ -122,7 +122,7 @@ class Gradients:
     def flush(self, bundle: ManagedBundle) -> None:
         """The bundle's gradient leaves for its optimizer's tier."""
         gradient = bundle.gradients
-        if self._ranks.size > 1 and gradient.state in LEFT:
+        if self.reductions is not None and gradient.state in LEFT:
             return  # it is reduced, and stays on the device until its update
         if gradient.state is GradientState.PARKED:
             self._accumulators.add(bundle, gradient, last=self.last_micro_step)
@@ -142,11 +142,13 @@ class Gradients:
         if block is None:
             gradient.leave(GradientState.SENT)
             if gradient.written:
-                self.in_place.offload(bundle, gradient, self._reductions)
+                self.in_place.offload(bundle, gradient, self.reductions)
             return
-        self._reductions.clear(bundle, gradient, lambda parameter: self._ranges.view(block, parameter))
+        if self.reductions is not None:
+            self.reductions.complete(gradient, lambda parameter: self._ranges.view(block, parameter))
         self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle.index} ends")
-        self._reductions.reduce(bundle, block)
+        if self.reductions is not None:
+            self.reductions.reduce(bundle, block)
         if on_device and self.accumulate == 1:
             gradient.leave(GradientState.KEPT)
             return  # the range stays until the update
@@ -174,7 +176,7 @@ class Gradients:
                 self.in_place.assemble(bundle, gradient)
             together.append(bundle)
         there = [b for b in together if b.gradients.range is not None or b.gradients.written]
-        if there and self.accumulate == 1 and self._ranks.size == 1:  # else the reduction leaves them
+        if there and self.accumulate == 1 and self.reductions is None:  # else the reduction leaves them
             self.squares.leave(there)
 
     def on_device(self, parameter: int) -> torch.Tensor:
@@ -237,6 +239,8 @@ class Gradients:
                 self.in_place.let_go(bundle, gradient)
             gradient.end_step()
         self.squares.forget()
+        if self.reductions is not None:
+            self.reductions.forget()
 
     def fired(self) -> list[int]:
         """Parameters that have a gradient in this step, in model order."""

@@ -87,12 +87,14 @@ class InPlace:
         else:
             self._ranges.open(bundle, gradient)
 
-    def offload(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions) -> None:
+    def offload(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions | None) -> None:
         """The bundle's block, all gradient now, leaves for the host."""
         block = self._block(bundle)
-        reductions.clear(bundle, gradient, lambda parameter: self.view(bundle, parameter))
+        if reductions is not None:
+            reductions.complete(gradient, lambda parameter: self.view(bundle, parameter))
         self._device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle.index} ends")
-        reductions.reduce(bundle, block)
+        if reductions is not None:
+            reductions.reduce(bundle, block)
         self._ranges.offload(bundle, block)
         self.let_go(bundle, gradient)
 

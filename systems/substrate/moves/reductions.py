@@ -18,23 +18,31 @@ from systems.substrate.moves.squares import Squares
 
 
 class Reductions:
-    """squares: where each leaves the sums of squares of this rank's shards, unless the norm is of accumulators."""
+    """Of several ranks. issued: the bundles reduced in this step, in order, which must be the same on all ranks.
+
+    squares: where each leaves the sums of squares of this rank's shards. several: micro-batches; then they are of accumulators.
+    """
 
     def __init__(self, ranks: Ranks, layout: Layout, device: Device, squares: Squares, *, several: bool) -> None:
         self._ranks, self._layout, self._device, self._squares, self._several = ranks, layout, device, squares, several
+        self.issued: list[int] = []
 
-    def clear(self, bundle: ManagedBundle, gradient: BundleGradient, place: Callable[[int], torch.Tensor]) -> None:
-        """Zeros where nothing came, before compute leaves: other ranks' may have. place: of a parameter's gradient, flat."""
-        if self._ranks.size > 1:
-            for parameter in gradient.parameters:
-                if parameter not in gradient.fired:
-                    place(parameter).zero_()
+    def complete(self, gradient: BundleGradient, place: Callable[[int], torch.Tensor]) -> None:
+        """Zeros where nothing came, before compute leaves: other ranks' may have, and it counts as come from here on.
+
+        place: of a parameter's gradient, flat.
+        """
+        for parameter in gradient.parameters:
+            if parameter not in gradient.fired:
+                place(parameter).zero_()
+        gradient.fired.update(gradient.parameters)
 
     def reduce(self, bundle: ManagedBundle, block: Allocation) -> None:
-        """Of the gradient in this block, a range or the bundle's own; compute has left it, and zeros where nothing came."""
-        if self._ranks.size == 1:
-            return
-        link, kernel, several = self._ranks.link, self._device.kernel, self._several
+        """Of the complete gradient in this block, a range or the bundle's own; compute has left it. What compute reads of the
+        block afterwards it is to be ordered behind.
+        """
+        link, squares = self._ranks.link, self._squares
+        kernel, left = self._device.kernel, None if self._several else squares.lane_left
         operation = of_bundle(self._layout, Work.REDUCE, LaneKind.REDUCE, bundle.index)
         pieces = list(zip(bundle.segments, bundle.pieces(block), strict=True))
 
@@ -42,15 +50,18 @@ class Reductions:
             sums: dict[int, float] = {}
             for stored, piece in pieces:
                 link.reduce(operation.label, piece)
-                if not several:
+                if left is not None:
                     own = piece[stored.own]
                     found = kernel.sum_squares_all([own[p.here] for p in stored.placements])
                     for p, value in zip(stored.placements, found, strict=True):
                         sums[p.parameter] = sums.get(p.parameter, 0.0) + float(value)
-            if not several:
-                self._squares.left_by_lane(bundle.index, tuple(sums), list(sums.values()))
+            if left is not None:
+                left[bundle.index] = tuple(sums), list(sums.values())
 
         self._device.log.count("reduce_bytes", bundle.nbytes - bundle.shard_nbytes)
-        ticket = self._device.transfers.issue(operation, work, writes=[block.memory])
-        if not several:
-            self._squares.wait_for(ticket)
+        self.issued.append(bundle.index)
+        squares.wait_for(self._device.transfers.issue(operation, work, writes=[block.memory]))
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.issued = []

@@ -57,21 +57,20 @@ class Residency:
             self.device.log.count("h2d_bytes", managed.shard_nbytes)
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
                 self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
-            self._collect(managed, block)
+            if self._store.ranks.size > 1:
+                self._collect(managed, block)
         except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the block goes once all is at rest
             self.device.pool.free(block, f"bundle {index}")
             raise
         managed.own(block)
 
     def gather(self, managed: ManagedBundle) -> None:
-        """Its block, in which this rank's shards are new, is brought together from all ranks."""
+        """Its block, in which this rank's shards are new, is brought together from all ranks. Of several."""
         assert managed.block is not None, "a bundle is gathered on the device"
         self._collect(managed, managed.block)
 
     def _collect(self, managed: ManagedBundle, block: Allocation) -> None:
         ranks = self._store.ranks
-        if ranks.size == 1:
-            return
         gather = of_bundle(self.layout, Work.GATHER, LaneKind.GATHER, managed.index)
         pieces = managed.pieces(block)
 
@@ -187,7 +186,8 @@ class Residency:
             reads=sources,
             writes=[block.memory],
         )
-        self._collect(managed, block)
+        if self._store.ranks.size > 1:
+            self._collect(managed, block)
 
     def resident(self) -> frozenset[int]:
         return frozenset(m.index for m in self.bundles if m.block is not None)

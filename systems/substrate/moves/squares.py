@@ -23,13 +23,14 @@ Partials = tuple[tuple[int, ...], "list[float] | torch.Tensor"]
 class Squares:
     """known: per bundle its parameters and their fp64 sums of squares. gradient: a parameter's on the device, flat.
 
-    Those out of accumulators on the host are the CPU lane's, which leaves them in `_lane_left` when it comes to them.
+    lane_left: those out of accumulators on the host, and of what is summed over ranks, which a lane leaves there when it comes
+    to them. A job keeps the one of its own step.
     """
 
     def __init__(self, layout: Layout, device: Device, gradient: Callable[[int], torch.Tensor]) -> None:
         self._layout, self._device, self._gradient = layout, device, gradient
         self.known: dict[int, Partials] = {}
-        self._lane_left: dict[int, Partials] = {}
+        self.lane_left: dict[int, Partials] = {}
         self._pending: list[Ticket] = []
 
     def leave(self, bundles: Sequence[ManagedBundle]) -> None:
@@ -48,10 +49,12 @@ class Squares:
 
     def leave_accumulated(self, bundle: ManagedBundle) -> None:
         """With several micro-batches, once nothing more is added in this step: out of the fp32 accumulators where they live."""
-        fired, segments = bundle.gradients.fired_in_step, bundle.segments
+        gradient, segments = bundle.gradients, bundle.segments
+        alone = segments[0].segment.space.ranks == 1
+        fired = gradient.fired_in_step if alone else frozenset(gradient.parameters)  # or on another rank
         memories = [each.state.memory for each in segments if each.state is not None]
         on_host = segments[0].tier is not Tier.DEVICE
-        kernel, left = (self._device.host_kernel, self._lane_left) if on_host else (self._device.kernel, self.known)
+        kernel, left = (self._device.host_kernel, self.lane_left) if on_host else (self._device.kernel, self.known)
         lying = [(stretch.accumulator, stretch.placements) for stretch in bundle.stretches]
         if not on_host:
             lying = [(each.state.accumulator, each.placements) for each in segments if each.state is not None]
@@ -66,7 +69,7 @@ class Squares:
             sums = kernel.sum_squares_all([joined(each) for each in pieces.values()])
             left[bundle.index] = tuple(pieces), sums
 
-        bundle.gradients.sum_ahead()
+        gradient.sum_ahead()
         squares = of_bundle(self._layout, Work.SQUARES, LaneKind.CPU if on_host else LaneKind.COMPUTE, bundle.index)
         if on_host:
             first = before_updates(self._layout)
@@ -76,19 +79,15 @@ class Squares:
         with working(squares):
             work()
 
-    def left_by_lane(self, bundle: int, parameters: tuple[int, ...], sums: list[float]) -> None:
-        """By a job of a lane, which somebody waits for."""
-        self._lane_left[bundle] = parameters, sums
-
     def wait_for(self, ticket: Ticket) -> None:
-        """Its job leaves some of this step's."""
+        """Its job leaves some of this step's in `lane_left`, as that is now."""
         self._pending.append(ticket)
 
     def reader(self, *more: torch.Tensor) -> Callable[[], tuple[dict[int, float], list[float]]]:
-        """Of this step. Called, it waits for the device and for what is the CPU lane's, and gives the sums by parameter, and
+        """Of this step. Called, it waits for the device and for what lanes leave, and gives the sums by parameter, and
         the numbers of `more` (one element each, on the device).
         """
-        known, lane_left, pending = list(self.known.values()), self._lane_left, self._pending
+        known, lane_left, pending = list(self.known.values()), self.lane_left, self._pending
         read = self._device.partials([*(sums for _, sums in known), *more])
 
         def numbers() -> tuple[dict[int, float], list[float]]:
@@ -104,7 +103,7 @@ class Squares:
 
     def forget(self) -> None:
         """The step is over; who reads its sums later has them."""
-        self.known, self._lane_left, self._pending = {}, {}, []
+        self.known, self.lane_left, self._pending = {}, {}, []
 
 
 def _sums(

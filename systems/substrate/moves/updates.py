@@ -9,6 +9,7 @@ import torch
 
 from systems.adam.kernel import AdamRange, AdamTask
 from systems.device.device import Device
+from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.pool import Allocation
 from systems.device.watch.labels import labelled
 from systems.planning.layout import Layout, Placement
@@ -33,7 +34,7 @@ class Issue(Protocol):
 class Updates:
     """Issues the updates of a step, in the order in which the next one needs the bundles: see `follow`.
 
-    gather: see Residency.gather.
+    gather: see Residency.gather; None on one rank.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Updates:
         device: Device,
         control: StepControl,
         versions: SecondVersions,
-        gather: Callable[[ManagedBundle], None],
+        gather: Callable[[ManagedBundle], None] | None,
     ) -> None:
         self._gather = gather
         self.layout, self.device, self.control, self._versions = layout, device, control, versions
@@ -276,16 +277,19 @@ class Updates:
         update = self.device.kernel.prepare_all(tasks)
         label = f"update {len(segments)} segments from {segments[0][0].segment.index} on"
 
+        reduced = [] if self._gather is None else _ranges(bundles)
+
         def run(factor: float) -> None:
-            self.device.transfers.compute(writes=memories, label=label)
+            self.device.transfers.compute(reads=reduced, writes=memories, label=label)
             with self.device.phases.of("adam_device"), labelled(label):
                 update(factor)
                 for accumulator in accumulators:
                     accumulator.zero_()
-            self.device.transfers.compute(writes=memories, label=label)
-            for bundle in bundles:
-                if bundle.states_on_device:
-                    self._gather(bundle)
+            self.device.transfers.compute(reads=reduced, writes=memories, label=label)
+            if self._gather is not None:
+                for bundle in bundles:
+                    if bundle.states_on_device:
+                        self._gather(bundle)
 
         return run
 
@@ -298,6 +302,12 @@ class Updates:
         assert block is not None, "a segment updated on the device is always resident"
         pieces = zip(bundle.segments, bundle.own_pieces(block), strict=True)
         return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
+
+
+def _ranges(bundles: Sequence[ManagedBundle]) -> list[TrackedMemory]:
+    """Those of gradients that were reduced and stay on the device: compute must not read them before."""
+    blocks = [bundle.gradients.range for bundle in bundles if bundle.states_on_device]
+    return [block.memory for block in blocks if block is not None]
 
 
 def _zero(*tensors: torch.Tensor) -> None:
