@@ -13,15 +13,15 @@ in the opposite order.
  6  host and disk: accounts, files           budgets, layout                             disk.close, after the device's
  7  control: the step's decision; moments    settings, found                             -
     that the user's optimizer shows
- 8  store: slots and optimizer states        layout, device, host, disk                  store.close
+ 8  store: slots and optimizer states        layout, device, host, disk, ranks           store.close
  9  poison; bundles; residency; blocks of    layout, store, device, found                residency.close, then the bundles'
     what never moves; first values
 10  parameters: views of the bundles         found, bundles                              given back by the engine
 11  moves between tiers, gradients, and the  store, bundles, residency, control          versions.close,
     updates they end in; second versions                                                 gradients.finish_step
 12  inputs that wait on the host             device, host                                inputs.close
-13  progress, cursor, plan in force,         strategy, store, gradients, updates         -
-    planner
+13  what ranks agree on; progress, cursor,   ranks, strategy, store, gradients, updates  -
+    plan in force, planner
 14  recorder, moments; how a step ends       cursor, gradients, control, updates         -
 15  flushes, and the runtime itself          all of these                                -
 16  what asks upwards: residency and tiers   planner, flushes, ahead, progress, recorder -
@@ -63,6 +63,7 @@ from systems.recipe.recomputation.recompute import recomputed_units, switchable
 from systems.recipe.step.control import StepControl
 from systems.recipe.step.optimizer_states import states_of
 from systems.settings import TORCH_DTYPE, Settings
+from systems.substrate.agreement import Agreement
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.first_values import FirstValues
 from systems.substrate.bundle.poison import Poison
@@ -178,13 +179,7 @@ class Assembly:
         self.states = states_of(settings.optimizer, found.index, found.parameters)
         initial = initial_values(found, settings)
         self.store = Store(
-            layout,
-            device,
-            self.host,
-            self._dtype,
-            accumulate=settings.accumulate,
-            disk=self.disk,
-            ranks=self._ranks,
+            layout, device, self.host, self._dtype, accumulate=settings.accumulate, disk=self.disk, ranks=self._ranks
         )
         self._cleanup.callback(self.store.close)
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
@@ -225,18 +220,11 @@ class Assembly:
 
     def _make_moves(self) -> None:
         """Steps 11 and 12."""
-        layout, device = self.layout, self.device
+        layout, device, dtype, accumulate = self.layout, self.device, self._dtype, self._settings.accumulate
         user = {p: unit.index for unit in self.found.index.units for p in unit.parameters}
         self.tiers = TierMoves(layout, self.store, self.bundles, device)
         self.gradients = Gradients(
-            layout,
-            self.residency,
-            self.tiers,
-            device,
-            dtype=self._dtype,
-            accumulate=self._settings.accumulate,
-            user=user,
-            ranks=self._ranks,
+            layout, self.residency, self.tiers, device, dtype=dtype, accumulate=accumulate, user=user, ranks=self._ranks
         )
         self._cleanup.callback(self.gradients.finish_step)
         self.versions = SecondVersions(self.store, self.bundles, device, self.control)
@@ -251,6 +239,7 @@ class Assembly:
     def _make_plans(self) -> None:
         """Step 13."""
         strategy, layout, device = self.strategy, self.layout, self.device
+        self._agreement = Agreement(self._ranks, layout)
         self.progress, self.cursor, self._times = Progress(self._settings.accumulate), Cursor(), StepTimes()
         self.in_force = PlanInForce(
             strategy,
@@ -273,7 +262,7 @@ class Assembly:
             cursor=self.cursor,
             times=self._times,
             in_force=self.in_force,
-            ranks=self._ranks,
+            agreement=self._agreement,
         )
         self.in_force.begin()
 
@@ -300,7 +289,7 @@ class Assembly:
             ahead=self.ahead,
             recomputation=recomputation,
             early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED,
-            ranks=self._ranks,
+            agreement=self._agreement,
         )
         self.flushes = Flushes(
             gradients,
@@ -331,7 +320,8 @@ class Assembly:
         """Steps 16 and 17."""
         self.tiers.ask(room_on_host=self.ahead.release)
         self.input_slots.ask(room=self.ahead.release)
-        self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
+        relieve = self.flushes.relieve if self._ranks.size == 1 else lambda: False  # what is reduced has nowhere to go
+        self.residency.room.ask(choose=self.planner.choose, relieve=relieve)
         store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
 
         def host_mappings() -> list[HostMapping]:

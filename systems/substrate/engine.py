@@ -177,6 +177,8 @@ class ManagedEngine(ManagedReports):
             raise
 
     def _state(self, what: str) -> ManagedState:
+        if self.store.ranks.size > 1:
+            raise UnsupportedError(f"{what}: not on several ranks so far: every rank's summon() gives it the whole values")
         self._settle(what, in_step=self.progress.in_step)
         return ManagedState(self.index, values=self.values, control=self.control)
 

@@ -26,13 +26,13 @@ from systems.planning.plan import Plan
 from systems.planning.policy.ahead import AheadChoice
 from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy
 from systems.planning.trace import Moment, Trace
-from systems.ranks.ranks import Ranks
 from systems.sizes import format_size
+from systems.substrate.agreement import Agreement
 from systems.substrate.batch_shape import BatchShape
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.cursor import Cursor
 from systems.substrate.plan_in_force import PlanInForce
-from systems.substrate.recorder import agreed, merged
+from systems.substrate.recorder import merged
 from systems.substrate.step_times import StepTimes
 
 
@@ -53,9 +53,9 @@ class Planner:
         cursor: Cursor,
         times: StepTimes,
         in_force: PlanInForce,
-        ranks: Ranks,
+        agreement: Agreement,
     ) -> None:
-        self._ranks = ranks
+        self._agreement = agreement
         self._strategy, self._layout, self._context, self._device, self._cursor = strategy, layout, context, device, cursor
         self._times, self._in_force = times, in_force
         self.plans: dict[tuple[Moment, ...], tuple[Trace, Plan | None]] = {}
@@ -101,7 +101,8 @@ class Planner:
 
         trace: None if the step was not measured; if it needs to be, the next one will, on demand.
         """
-        trace = agreed(self._ranks, moments, trace)
+        if not self._agreement.alone:
+            trace = self._agreement.trace(moments, trace)
         known = self.plans.get(moments)
         replan, self._replan = self._replan, False
         old = self._cursor.plan
@@ -146,7 +147,7 @@ class Planner:
 
     def _what_runs_ahead(self, plan: Plan, trace: Trace) -> AheadChoice:
         strategy = self._strategy
-        runs_ahead = strategy.runs_ahead and self._ranks.size == 1
+        runs_ahead = strategy.runs_ahead and self._agreement.alone
         allowed = self._in_force.ahead.versions.made if runs_ahead else frozenset()
         return AheadChoice(plan, self._layout, trace, self._context, strategy.offloaded_inputs, allowed)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
-from functools import reduce
 
 from systems.device.device import Device
 from systems.planning.trace import Moment, Trace
-from systems.ranks.ranks import Ranks
 from systems.recipe.recomputation.recompute import Recomputation
 
 
@@ -110,21 +108,6 @@ class Recorder:
             input_bytes=tuple(sorted((recomputation.input_bytes | self._input_bytes).items())),
             inputs_left=tuple(tuple(units) for units in self._inputs),
         )
-
-
-def agreed(ranks: Ranks, moments: tuple[Moment, ...], trace: Trace | None) -> Trace | None:
-    """The same trace on all ranks: the largest memory of any, and the first one's times. RuntimeError where their steps differ."""
-    if ranks.size == 1:
-        return trace
-    seen = ranks.exchange((moments, trace))
-    different = [rank for rank, (theirs, _) in enumerate(seen) if theirs != seen[0][0]]
-    if different:
-        raise RuntimeError(f"ranks 0 and {different[0]} took different steps: a unit ran on one of them alone, or in another order")
-    traces = [theirs for _, theirs in seen]
-    if any(theirs is None for theirs in traces):
-        return None
-    found = reduce(lambda one, other: replace(merged(one, other), compute_time_s=one.compute_time_s), traces)
-    return found
 
 
 def merged(old: Trace, new: Trace) -> Trace:

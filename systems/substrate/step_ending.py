@@ -16,10 +16,10 @@ from systems.device.device import Device
 from systems.device.watch.labels import labelled
 from systems.errors import DivergedError, UnsupportedError
 from systems.planning.layout import Layout
-from systems.ranks.ranks import Ranks
 from systems.recipe.recomputation.recompute import Recomputation
 from systems.recipe.step import loss_scale
 from systems.recipe.step.control import HALF_UPDATED, StepControl
+from systems.substrate.agreement import Agreement
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.poison import Poison
 from systems.substrate.moves.ahead import UpdatesAhead
@@ -46,9 +46,9 @@ class StepEnding:
         ahead: UpdatesAhead,
         recomputation: Recomputation,
         early: bool,
-        ranks: Ranks,
+        agreement: Agreement,
     ) -> None:
-        self._ranks = ranks
+        self._agreement = agreement
         self._control, self._layout, self._device, self._poison = control, layout, device, poison
         self._residency, self._gradients, self._updates, self.ahead = residency, gradients, updates, ahead
         self._recomputation, self.early = recomputation, early
@@ -96,7 +96,9 @@ class StepEnding:
     def update(self) -> None:
         """Issue what is left to update, or discard the step; then it is done."""
         gradients, updates, control = self._gradients, self._updates, self._control
-        fired = sorted(set().union(*self._ranks.exchange(gradients.fired())))
+        fired = gradients.fired()
+        if gradients.reductions is not None:
+            fired = self._agreement.fired(fired, gradients.reductions.issued, frozenset(self.updated))
         if gradients.accumulate > 1:
             self._sum_the_rest()
         self._drop_stale()
@@ -152,19 +154,9 @@ class StepEnding:
                 self._poison.check()
             if same_bits:
                 alike.check(same_bits.pop())
-            return self._of_all_ranks(sums)
+            return sums if self._agreement.alone else self._agreement.sums(sums)
 
         return norm
-
-    def _of_all_ranks(self, mine: dict[int, float]) -> dict[int, float]:
-        """Each element is in one rank's sums: they are added in rank order."""
-        if self._ranks.size == 1:
-            return mine
-        sums: dict[int, float] = {}
-        for each in self._ranks.exchange(mine):
-            for parameter, value in each.items():
-                sums[parameter] = sums.get(parameter, 0.0) + value
-        return sums
 
     def _sum_the_rest(self) -> None:
         """Of accumulators that the last micro-batch added nothing to."""

@@ -52,6 +52,8 @@ class ManagedSystem(System):
         """
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
+        if ranks is not None and ranks.size > 1:
+            _refuse_what_needs_one_rank(settings)
         budget, disk = device_budget(settings), disk_budget(settings)
 
         def make(log: EventLog) -> Device:
@@ -62,6 +64,7 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
+            assert mine.size == settings.ranks, "the settings say how many ranks there are"
             budgets = Budgets(host=host_budget(settings) // mine.size, disk=disk // mine.size)
             return ManagedEngine(model, settings, strategy, make, budgets, mine)
         except BudgetError as error:
@@ -69,3 +72,11 @@ class ManagedSystem(System):
                 free = format_size(shutil.disk_usage(settings.disk).free)
                 error.args = (f"{error} ({free} are free on the disk of {os.fspath(settings.disk)})",)
             raise
+
+
+def _refuse_what_needs_one_rank(settings: Settings) -> None:
+    """UnsupportedError for what was asked that several ranks cannot do so far."""
+    if settings.device != "cpu":
+        raise UnsupportedError("several ranks run on the emulated device so far: leave `device` at 'cpu'")
+    if settings.disk is not None:
+        raise UnsupportedError("several ranks share no disk so far: leave out `disk`, or use one rank")

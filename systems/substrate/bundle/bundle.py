@@ -22,7 +22,8 @@ class ManagedBundle:
     """ManagedBundle is a bundle of the layout with what is true of it now.
 
     What it is      index: its number in the layout, which alone knows its units: it learns new ones. movable: by layout.
-                    nbytes: of its parameters; shard_nbytes: of this rank's. segments: on every tier. stretches: those with slots, as few as can be.
+                    nbytes: of its parameters; shard_nbytes: of this rank's. segments: on every tier. stretches: those with
+                    slots, as few as can be.
     Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
                     there, and how often. updated: on the host, since it was last on the device.
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments

@@ -131,9 +131,9 @@ def slots_take_parameters(segments: Iterable[StoredSegment]) -> None:
 
 @dataclass(frozen=True)
 class Stretch:
-    """stored: its segments, or a rank's shard of one. start: its first element in the bundle. slot: theirs as one tensor; state: the same of master and
-    moments at home, none if their home is the disk or they have none; accumulator likewise. placements: in these tensors, a
-    parameter's pieces as one.
+    """stored: its segments, or a rank's shard of one. start: its first element in the bundle. slot: theirs as one
+    tensor; state: the same of master and moments at home, none if their home is the disk or they have none; accumulator
+    likewise. placements: in these tensors, a parameter's pieces as one.
     """
 
     stored: tuple[StoredSegment, ...]

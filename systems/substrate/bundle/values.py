@@ -54,7 +54,9 @@ class StoredValues:
 
     def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy."""
-        return self._joined([(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(parameter)])
+        return self._joined(
+            [(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(parameter)]
+        )
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained."""

@@ -1,0 +1,72 @@
+"""What several ranks tell each other once a step: who is updated, what the norm is of, and what the next plan is made of.
+
+All of it is called on all ranks alike; where they did different things, each of them raises RuntimeError with two ranks' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+
+from systems.errors import UnsupportedError
+from systems.planning.layout import Layout
+from systems.planning.trace import Moment, Trace
+from systems.ranks.ranks import Ranks
+from systems.substrate.recorder import merged
+
+
+class Agreement:
+    """alone: there is one rank, and nobody to ask."""
+
+    def __init__(self, ranks: Ranks, layout: Layout) -> None:
+        self._ranks, self._layout = ranks, layout
+        self.alone = ranks.size == 1
+
+    def fired(self, mine: Sequence[int], reduced: Sequence[int], updated: frozenset[int]) -> list[int]:
+        """Parameters that got a gradient in this step on any rank, in model order. mine: here. reduced: bundles whose gradients
+        were summed over ranks, in order. updated: bundles that were updated before this was known.
+        """
+        told = self._ranks.exchange((mine, reduced, updated))
+        other = next((rank for rank, (_, theirs, _) in enumerate(told) if theirs != told[0][1]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"rank 0 and rank {other} summed the gradients of different bundles, or in another order: does the model do "
+                "the same on all ranks?"
+            )
+        everywhere = frozenset[int]().union(*(theirs for _, _, theirs in told))
+        self._check_updated([frozenset(theirs) for theirs, _, _ in told], everywhere)
+        return sorted({parameter for theirs, _, _ in told for parameter in theirs})
+
+    def _check_updated(self, fired: Sequence[frozenset[int]], updated: frozenset[int]) -> None:
+        """UnsupportedError where a bundle that is updated already got other gradients on one rank than on another."""
+        for rank, theirs in enumerate(fired):
+            for parameter in sorted(theirs ^ fired[0]):
+                bundle = self._layout.bundle_of_parameter[parameter]
+                if bundle in updated:
+                    raise UnsupportedError(
+                        f"a parameter of {self._layout.bundle_names[bundle]} got a gradient on one of ranks 0 and {rank} only, "
+                        "after updates that do not wait to hear of it (nonfinite=stop): use `options=dict(nonfinite='skip')`"
+                    )
+
+    def sums(self, mine: Mapping[int, float]) -> dict[int, float]:
+        """Of squares by parameter. Each element is in one rank's; they are added in rank order."""
+        sums: dict[int, float] = {}
+        for each in self._ranks.exchange(dict(mine)):
+            for parameter, value in each.items():
+                sums[parameter] = sums.get(parameter, 0.0) + value
+        return sums
+
+    def trace(self, moments: tuple[Moment, ...], mine: Trace | None) -> Trace | None:
+        """The same on all ranks: the largest memory of any, and the first one's times. None if any did not measure the step."""
+        told = self._ranks.exchange((moments, mine))
+        other = next((rank for rank, (theirs, _) in enumerate(told) if theirs != moments), None)
+        if other is not None:
+            one, another = sorted((self._ranks.rank, other))
+            raise RuntimeError(
+                f"rank {one} and rank {another} took different steps: a unit ran on one of them alone, or in another order"
+            )
+        traces = [trace for _, trace in told if trace is not None]
+        if len(traces) < len(told):
+            return None
+        return reduce(lambda one, more: replace(merged(one, more), compute_time_s=one.compute_time_s), traces)
