@@ -35,12 +35,12 @@ class Link(ABC):
         return shard_of(whole, self.rank, self.size)
 
     @abstractmethod
-    def gather(self, tag: str, whole: torch.Tensor) -> None:
-        """The own shard is there already; afterwards those of all ranks are. Waits for all of them."""
+    def gather(self, tag: str, *wholes: torch.Tensor) -> None:
+        """The own shard of each is there already; afterwards those of all ranks are. Waits for all of them."""
 
     @abstractmethod
-    def reduce(self, tag: str, whole: torch.Tensor) -> None:
-        """Afterwards the own shard has the sum over all ranks: see Note [The ordered sum]. The rest of `whole` is anything."""
+    def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
+        """Afterwards the own shard of each has the sum over all ranks: see Note [The ordered sum]. The rest is anything."""
 
 
 class Alone(Link):
@@ -48,10 +48,10 @@ class Alone(Link):
 
     rank, size = 0, 1
 
-    def gather(self, tag: str, whole: torch.Tensor) -> None:
+    def gather(self, tag: str, *wholes: torch.Tensor) -> None:
         return
 
-    def reduce(self, tag: str, whole: torch.Tensor) -> None:
+    def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         return
 
 

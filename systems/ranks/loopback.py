@@ -45,19 +45,22 @@ class _LoopbackLink(Link):
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         self.rank, self.size, self._meeting = rank, size, meeting
 
-    def gather(self, tag: str, whole: torch.Tensor) -> None:
-        with self._meeting.of(self.rank, (tag, whole)) as found:
+    def gather(self, tag: str, *wholes: torch.Tensor) -> None:
+        with self._meeting.of(self.rank, (tag, wholes)) as found:
             check_tags([tag for tag, _ in found])
             for rank, (_, theirs) in enumerate(found):
                 if rank != self.rank:
-                    shard_of(whole, rank, self.size).copy_(shard_of(theirs, rank, self.size))
+                    for whole, other in zip(wholes, theirs, strict=True):
+                        shard_of(whole, rank, self.size).copy_(shard_of(other, rank, self.size))
 
-    def reduce(self, tag: str, whole: torch.Tensor) -> None:
-        mine = torch.empty_like(self.own(whole))
-        with self._meeting.of(self.rank, (tag, whole)) as found:
+    def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
+        mine = [torch.empty_like(self.own(whole)) for whole in wholes]
+        with self._meeting.of(self.rank, (tag, wholes)) as found:
             check_tags([tag for tag, _ in found])
-            ordered_sum([self.own(theirs) for _, theirs in found], mine)
-        self.own(whole).copy_(mine)
+            for number, into in enumerate(mine):
+                ordered_sum([self.own(theirs[number]) for _, theirs in found], into)
+        for whole, value in zip(wholes, mine, strict=True):
+            self.own(whole).copy_(value)
 
 
 class Loopback(Ranks):

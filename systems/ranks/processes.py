@@ -26,14 +26,19 @@ class _GlooLink(Link):
         dist.all_gather(found, mine, group=self._group)
         check_tags([bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found])
 
-    def gather(self, tag: str, whole: torch.Tensor) -> None:
+    def gather(self, tag: str, *wholes: torch.Tensor) -> None:
         self._check(tag)
-        places = [shard_of(whole, rank, self.size) for rank in range(self.size)]
-        dist.all_gather(places, self.own(whole).clone(), group=self._group)
+        for whole in wholes:
+            places = [shard_of(whole, rank, self.size) for rank in range(self.size)]
+            dist.all_gather(places, self.own(whole).clone(), group=self._group)
 
-    def reduce(self, tag: str, whole: torch.Tensor) -> None:
+    def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Piece by piece, every rank sends each its shard and adds up what comes."""
         self._check(tag)
+        for whole in wholes:
+            self._reduce(whole)
+
+    def _reduce(self, whole: torch.Tensor) -> None:
         numel = whole.numel() // self.size
         step = max(1, PIECE_BYTES // whole.element_size() // self.size)
         for begin in range(0, numel, step):

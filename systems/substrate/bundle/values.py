@@ -33,8 +33,10 @@ class StoredValues:
 
     def _joined(self, mine: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Of a parameter, out of the pieces that each rank has, with their first elements."""
-        pieces = [piece for each in self._store.ranks.exchange(mine) for piece in each]
-        return torch.cat([values for _, values in sorted(pieces, key=lambda piece: piece[0])])
+        ranks = self._store.ranks
+        if ranks.size > 1:  # what is told is a tensor's whole memory, so it gets one of its own
+            mine = [piece for each in ranks.exchange([(start, values.clone()) for start, values in mine]) for piece in each]
+        return torch.cat([values for _, values in sorted(mine, key=lambda piece: piece[0])])
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""

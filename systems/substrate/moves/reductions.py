@@ -44,19 +44,18 @@ class Reductions:
         link, squares = self._ranks.link, self._squares
         kernel, left = self._device.kernel, None if self._several else squares.lane_left
         operation = of_bundle(self._layout, Work.REDUCE, LaneKind.REDUCE, bundle.index)
-        pieces = list(zip(bundle.segments, bundle.pieces(block), strict=True))
+        segments, pieces = bundle.segments, bundle.pieces(block)
 
         def work() -> None:
+            link.reduce(operation.label, *pieces)
+            if left is None:
+                return
             sums: dict[int, float] = {}
-            for stored, piece in pieces:
-                link.reduce(operation.label, piece)
-                if left is not None:
-                    own = piece[stored.own]
-                    found = kernel.sum_squares_all([own[p.here] for p in stored.placements])
-                    for p, value in zip(stored.placements, found, strict=True):
-                        sums[p.parameter] = sums.get(p.parameter, 0.0) + float(value)
-            if left is not None:
-                left[bundle.index] = tuple(sums), list(sums.values())
+            shards = [(stored, piece[stored.own]) for stored, piece in zip(segments, pieces, strict=True)]
+            mine = [(p, own[p.here]) for stored, own in shards for p in stored.placements]
+            for (p, _), value in zip(mine, kernel.sum_squares_all([own for _, own in mine]), strict=True):
+                sums[p.parameter] = sums.get(p.parameter, 0.0) + float(value)
+            left[bundle.index] = tuple(sums), list(sums.values())
 
         self._device.log.count("reduce_bytes", bundle.nbytes - bundle.shard_nbytes)
         self.issued.append(bundle.index)

@@ -75,8 +75,7 @@ class Residency:
         pieces = managed.pieces(block)
 
         def work() -> None:
-            for piece in pieces:
-                ranks.link.gather(gather.label, piece)
+            ranks.link.gather(gather.label, *pieces)
 
         self.device.log.count("gather_bytes", managed.nbytes - managed.shard_nbytes)
         self.device.transfers.issue(gather, work, writes=[block.memory])
