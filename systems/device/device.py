@@ -68,11 +68,6 @@ class Device(ABC):
         self.lanes[LaneKind.CPU] = UpdateLane(LaneKind.CPU, jitter=jitter, threads=self.cpu_lane_threads)
         self.transfers = Transfers(self.lanes, self.compute, self.log)
 
-    def add_link(self) -> None:
-        """Several ranks: their collectives have one lane, be they gathers or reductions."""
-        link = Lane(LaneKind.GATHER, stream=self._stream(), jitter=self.jitter)
-        self.lanes |= {LaneKind.GATHER: link, LaneKind.REDUCE: link}
-
     def watch_phases(self, clock: PhaseClock | None) -> None:
         """Steps are phased from here on (Note [Phased steps] in phases.py); None: they are not."""
         self.phases = NoPhases() if clock is None else clock
@@ -146,3 +141,9 @@ def ambient() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def link_lanes(device: Device) -> dict[LaneKind, Lane]:
+    """Of several ranks: their collectives have one lane, be they gathers or reductions."""
+    link = Lane(LaneKind.GATHER, stream=device._stream(), jitter=device.jitter)
+    return {LaneKind.GATHER: link, LaneKind.REDUCE: link}

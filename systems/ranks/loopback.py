@@ -18,9 +18,10 @@ WAIT_S = 60.0  # for the other threads, which work as long
 
 
 class _Meeting:
-    """Where threads of all ranks leave what they bring, and see what all brought."""
+    """Where threads of all ranks leave what they bring, and see what all brought. errors: of those who broke it off."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, errors: list[BaseException]) -> None:
+        self._errors = errors
         self._brought: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=WAIT_S)
 
@@ -31,7 +32,8 @@ class _Meeting:
         self._barrier.wait()
         try:
             yield list(self._brought)
-        except BaseException:
+        except BaseException as error:
+            self._errors.append(error)
             self._barrier.abort()
             raise
         self._barrier.wait()
@@ -86,7 +88,8 @@ class Loopback(Ranks):
 
 def as_threads(size: int, work: Callable[[Ranks], Found]) -> list[Found]:
     """What `work` returns on each rank. Where it raises on one, that is raised here, and the others are not waited for long."""
-    meetings = _Meeting(size), _Meeting(size)
+    broken_off: list[BaseException] = []
+    meetings = _Meeting(size, broken_off), _Meeting(size, broken_off)
     everyone = [Loopback(rank, size, meetings) for rank in range(size)]
 
     def run(mine: Loopback) -> Found:
@@ -100,5 +103,6 @@ def as_threads(size: int, work: Callable[[Ranks], Found]) -> list[Found]:
         futures = [pool.submit(run, mine) for mine in everyone]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        told = (error for error in (*errors, *broken_off) if not isinstance(error, threading.BrokenBarrierError))
+        raise next(told, errors[0])
     return [future.result() for future in futures]

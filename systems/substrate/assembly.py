@@ -44,7 +44,7 @@ from functools import partial
 
 from torch import nn
 
-from systems.device.device import Device
+from systems.device.device import Device, link_lanes
 from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
@@ -142,7 +142,7 @@ class Assembly:
         self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
         cleanup.callback(self.device.close)
         if self._ranks.size > 1:
-            self.device.add_link()
+            self.device.lanes.update(link_lanes(self.device))
         self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)

@@ -53,7 +53,8 @@ class ManagedBundle:
             mine = (number for number, place in layout.places.items() if place.bundle == bundle.index)
             self.gradient = BundleGradient(tuple(mine))
         self.gradients = cast(BundleGradient, self.gradient)
-        self._alone = accumulate == 1 and segments[0].segment.space.ranks == 1
+        self._whole = segments[0].segment.space.ranks == 1  # a shard is
+        self._alone = accumulate == 1 and self._whole
         self.count_states()
 
     @property
@@ -78,7 +79,9 @@ class ManagedBundle:
 
     def own_pieces(self, block: Allocation) -> list[torch.Tensor]:
         """Of its segments, this rank's shards in a block of the bundle."""
-        return [piece[each.own] for each, piece in zip(self.segments, self.pieces(block), strict=True)]
+        sizes = [each.segment.numel for each in self.segments]
+        pieces = block.view(self.segments[0].slot.dtype, 0, sum(sizes)).split(sizes)
+        return list(pieces) if self._whole else [piece[each.own] for each, piece in zip(self.segments, pieces, strict=True)]
 
     def pieces(self, block: Allocation) -> list[torch.Tensor]:
         """A block of the bundle cut into its segments, as flat tensors of the compute dtype."""

@@ -70,7 +70,8 @@ class SegmentPlace:
 @dataclass
 class StoredSegment:
     """slot: see Note [The slot] in store.py; of no elements where there is none. at_home: the state's place on host or disk,
-    kept while it is on the device. rank: whose shard it is that lies there; placements: in the shard.
+    kept while it is on the device. rank: whose shard it is that lies there; own: the shard in the segment;
+    placements: in the shard.
     """
 
     segment: Segment
@@ -82,12 +83,7 @@ class StoredSegment:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        self.placements = self.segment.shard(self.rank)
-
-    @property
-    def own(self) -> slice:
-        """The shard in the segment."""
-        return self.segment.own(self.rank)
+        self.placements, self.own = self.segment.shard(self.rank), self.segment.own(self.rank)
 
     @property
     def has_slot(self) -> bool:

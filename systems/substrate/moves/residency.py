@@ -58,19 +58,18 @@ class Residency:
             with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
                 self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
             if self._store.ranks.size > 1:
-                self._collect(managed, block)
+                self.gather(managed, block)
         except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the block goes once all is at rest
             self.device.pool.free(block, f"bundle {index}")
             raise
         managed.own(block)
 
-    def gather(self, managed: ManagedBundle) -> None:
-        """Its block, in which this rank's shards are new, is brought together from all ranks. Of several."""
-        assert managed.block is not None, "a bundle is gathered on the device"
-        self._collect(managed, managed.block)
-
-    def _collect(self, managed: ManagedBundle, block: Allocation) -> None:
-        ranks = self._store.ranks
+    def gather(self, managed: ManagedBundle, block: Allocation | None = None) -> None:
+        """A block of it, its own if none is given, in which this rank's shards are new, is brought together from all ranks, of
+        which there are several.
+        """
+        block, ranks = managed.block if block is None else block, self._store.ranks
+        assert block is not None, "a bundle is gathered on the device"
         gather = of_bundle(self.layout, Work.GATHER, LaneKind.GATHER, managed.index)
         pieces = managed.pieces(block)
 
@@ -186,7 +185,7 @@ class Residency:
             writes=[block.memory],
         )
         if self._store.ranks.size > 1:
-            self._collect(managed, block)
+            self.gather(managed, block)
 
     def resident(self) -> frozenset[int]:
         return frozenset(m.index for m in self.bundles if m.block is not None)
