@@ -281,9 +281,9 @@ def idle(module: Any) -> None:
     module.blocks[1].forward = lambda x: x
 
 
-def idle_in_part(module: Any) -> None:
+def idle_in_part(module: Any, block: int = 1) -> None:
     """From now on one parameter of a block gets no gradient."""
-    up = module.blocks[1].up
+    up = module.blocks[block].up
     up.forward = lambda x: nn.functional.linear(x, up.weight)
 
 
@@ -297,6 +297,23 @@ def test_ranks_whose_steps_differ_are_told_so(strategy: str, change: Callable[[A
 
     with pytest.raises(RuntimeError, match="rank"):
         on_ranks(STRATEGIES[strategy], "stack", 2, 1, {"nonfinite": nonfinite}, before=differ, device_memory=tight("stack", 2))
+
+
+@pytest.mark.parametrize("strategy", ["angel-ptm", "h3t"])  # whose last bundle to be reduced is the first block alone
+def test_a_parameter_idle_on_one_rank_gets_the_others_gradients(strategy: str) -> None:
+    """In the same order of reductions. Updates that do not wait to hear of it cannot be right, and say so."""
+
+    def differ(engine: Any, rank: int, step: int) -> None:
+        if (rank, step) == (1, 1):
+            idle_in_part(engine.module, block=0)
+
+    budget = tight("stack", 2)
+    expected = on_ranks(RESIDENT, "stack", 2, clip=0.5, before=differ)
+    found = on_ranks(STRATEGIES[strategy], "stack", 2, clip=0.5, before=differ, device_memory=budget)
+    for one, other in zip(expected, found, strict=True):
+        assert_equal(one, other)
+    with pytest.raises(UnsupportedError, match="got a gradient on one of ranks 0 and 1 only, after updates"):
+        on_ranks(STRATEGIES[strategy], "stack", 2, 1, {"nonfinite": "stop"}, before=differ, device_memory=budget)
 
 
 def test_what_ranks_cannot_do_so_far_is_refused(tmp_path: Path) -> None:
