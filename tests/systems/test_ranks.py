@@ -316,6 +316,31 @@ def test_a_parameter_idle_on_one_rank_gets_the_others_gradients(strategy: str) -
         on_ranks(STRATEGIES[strategy], "stack", 2, 1, {"nonfinite": "stop"}, before=differ, device_memory=budget)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_phased_step_tells_of_collectives(strategy: str) -> None:
+    """Its last step; the bits are those of any other."""
+    asked = settings(ranks=2, clip=0.5, device_memory=tight("stack", 2))
+    batches, models, system = tokens(STEPS, 2), [make("stack"), make("stack")], STRATEGIES[strategy]
+
+    def work(ranks: Ranks) -> tuple[dict[str, float], Run]:
+        engine = system.initialize(models[ranks.rank], asked, system.Options(), ranks=ranks)
+        losses: list[float] = []
+
+        def step(batch: torch.Tensor) -> None:
+            value = loss_of("stack")(engine, batch[ranks.rank], batches[0, :, :, 1:].numel())
+            engine.backward(value)
+            engine.step()
+            losses.append(value.item())
+
+        for batch in batches[:-1]:
+            step(batch)
+        return engine.phases_s(lambda: step(batches[-1])), finished(engine, losses)
+
+    found = as_threads(2, work)
+    assert all(phases["gather"] > 0 and phases["reduce"] > 0 for phases, _ in found)
+    assert_is_one_rank(on_one_rank("stack", 2, 0.5, "fp32"), [mine for _, mine in found])
+
+
 def test_what_ranks_cannot_do_so_far_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="several ranks share no disk"):
         on_ranks(elixir(), "stack", 2, disk=tmp_path)

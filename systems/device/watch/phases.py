@@ -35,6 +35,8 @@ Phase = Literal[
     "d2h_activations",
     "d2h_gradients",  # its gpufp16->cpufp32
     "d2h_optimizer",
+    "gather",  # a bundle's shards to all ranks; waiting for the other ranks is part of it
+    "reduce",  # a bundle's gradient over all ranks, and the sums of squares of the own shards
     "other",  # outside of the engine: batches
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -51,6 +53,8 @@ OPERATIONS: dict[Work, Phase] = {
     Work.OFFLOAD: "d2h_gradients",
     Work.OFFLOAD_ADOPTED: "d2h_gradients",
     Work.STATE_TO_HOST: "d2h_optimizer",
+    Work.GATHER: "gather",
+    Work.REDUCE: "reduce",
     Work.READ_STATE: "disk_read",
     Work.WRITE_STATE: "disk_write",
     Work.UPDATE: "adam_host",
