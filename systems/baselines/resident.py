@@ -27,6 +27,7 @@ from systems.device.watch.events import EventLog
 from systems.device.watch.labels import labelled
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
+from systems.ranks.beginnings import FirstValuesAlike, begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.sums import summed
 from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
@@ -121,14 +122,14 @@ class ResidentEngine(SteppingEngine):
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
         """Give every parameter its compute copy, and every trainable one its fp32 state, on the device."""
         device = self.device.torch_device
-        fill = initial_values(found, settings)
+        alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
         self.parameters: list[nn.Parameter] = []
         self._masters: list[torch.Tensor | None] = []
         self._moments: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self._accumulators: list[torch.Tensor | None] = []
         for number, old in enumerate(found.parameters):
             value = torch.empty(old.shape, dtype=torch.float32)
-            fill(number, value)
+            alike.fill(number, value)
             value = value.to(device)
             compute = value.to(dtype) if dtype != torch.float32 else value.clone()
             if old.is_meta:
@@ -145,6 +146,7 @@ class ResidentEngine(SteppingEngine):
             many = flat is not None and settings.accumulate > 1
             self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
             self.device.meter.exempt(compute.untyped_storage())
+        alike.check()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
@@ -486,7 +488,9 @@ class Resident(System):
         """ranks: this one and the others; all of them initialize, step and close alike."""
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
-        return ResidentEngine(model, settings, SingleRank() if ranks is None else ranks)
+        mine = SingleRank() if ranks is None else ranks
+        begin_alike(mine, settings, options)
+        return ResidentEngine(model, settings, mine)
 
 
 SYSTEM = Resident()

@@ -5,6 +5,9 @@ Note [The one rule]
     the plan, and on what all ranks have exchanged. Then all ranks issue the same collectives in the same order, every operation
     waits only for operations issued before it, and each queue is first in, first out: so the earliest operation of all ranks
     that is not done can always go on.
+
+    Not kept so far: what is evicted for room is each rank's own decision, so batches that take other memory on one rank than on
+    another may break off with RanksDifferError.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import pickle
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
-from systems.ranks.link import Alone, Link
+from systems.ranks.link import Alone, Link, check_tags
 
 Told = TypeVar("Told")
 
@@ -31,11 +34,13 @@ class Ranks(ABC):
     def exchange_bytes(self, told: bytes) -> list[bytes]:
         """What each rank tells, by rank."""
 
-    def exchange(self, told: Told) -> list[Told]:
-        """The same of any value that can be pickled."""
+    def exchange(self, about: str, told: Told) -> list[Told]:
+        """The same of any value that can be pickled. RanksDifferError where ranks tell about different things."""
         if self.size == 1:
             return [told]
-        return [pickle.loads(each) for each in self.exchange_bytes(pickle.dumps(told))]
+        found = [pickle.loads(each) for each in self.exchange_bytes(pickle.dumps((about, told)))]
+        check_tags([theirs for theirs, _ in found])
+        return [value for _, value in found]
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,7 @@ def summed(gradients: Mapping[int, torch.Tensor], ranks: Ranks, like: Sequence[t
     if ranks.size == 1:
         return dict(gradients)
     found: dict[int, torch.Tensor] = {}
-    for number in sorted(set().union(*ranks.exchange(sorted(gradients)))):
+    for number in sorted(set().union(*ranks.exchange("gradients", sorted(gradients)))):
         numel = like[number].numel()
         whole = torch.zeros(-(-numel // ranks.size) * ranks.size, dtype=like[number].dtype, device=like[number].device)
         if number in gradients:

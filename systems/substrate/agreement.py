@@ -27,7 +27,7 @@ class Agreement:
         """Parameters that got a gradient in this step on any rank, in model order. mine: here. reduced: bundles whose gradients
         were summed over ranks, in order. updated: bundles that were updated before this was known.
         """
-        told = self._ranks.exchange((mine, reduced, updated))
+        told = self._ranks.exchange("gradients", (mine, reduced, updated))
         other = next((rank for rank, (_, theirs, _) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:
             raise RuntimeError(
@@ -52,14 +52,14 @@ class Agreement:
     def sums(self, mine: Mapping[int, float]) -> dict[int, float]:
         """Of squares by parameter. Each element is in one rank's; they are added in rank order."""
         sums: dict[int, float] = {}
-        for each in self._ranks.exchange(dict(mine)):
+        for each in self._ranks.exchange("sums of squares", dict(mine)):
             for parameter, value in each.items():
                 sums[parameter] = sums.get(parameter, 0.0) + value
         return sums
 
     def trace(self, moments: tuple[Moment, ...], mine: Trace | None) -> Trace | None:
         """The same on all ranks: the largest memory of any, and the first one's times. None if any did not measure the step."""
-        told = self._ranks.exchange((moments, mine))
+        told = self._ranks.exchange("the step", (moments, mine))
         other = next((rank for rank, (theirs, _) in enumerate(told) if theirs != moments), None)
         if other is not None:
             one, another = sorted((self._ranks.rank, other))

@@ -52,6 +52,7 @@ from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.homes import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
+from systems.ranks.beginnings import FirstValuesAlike
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.adoption import initial_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls
@@ -177,7 +178,7 @@ class Assembly:
         self.disk = self._make_disk() if layout.on_disk else None
         self.control = StepControl(settings, found.index, found.parameters)
         self.states = states_of(settings.optimizer, found.index, found.parameters)
-        initial = initial_values(found, settings)
+        alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
         self.store = Store(
             layout, device, self.host, self._dtype, accumulate=settings.accumulate, disk=self.disk, ranks=self._ranks
         )
@@ -188,13 +189,14 @@ class Assembly:
         self.values = StoredValues(self.store, self.bundles)
         self.residency = Residency(layout, self.bundles, self.store, device, write_back=self.strategy.write_back)
         self._cleanup.callback(self.residency.close)
-        first = FirstValues(self.store, [p.shape for p in found.index.parameters], initial)
+        first = FirstValues(self.store, [p.shape for p in found.index.parameters], alike.fill)
         for bundle in self.bundles:
             if not bundle.movable:
                 self.residency.settle(bundle)
             first.fill(bundle)
             if not bundle.movable and self._ranks.size > 1:
                 self.residency.gather(bundle)
+        alike.check()
         self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
 
     def _make_bundles(self) -> list[ManagedBundle]:

@@ -191,6 +191,8 @@ class ManagedEngine(ManagedReports):
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
+        if write and self.store.ranks.size > 1:
+            raise UnsupportedError("summon: not with write=True on several ranks so far: give the model these values first")
         self._settle("summon", in_step=self.progress.in_step, overwrites=write)
         self.make_host_room(4 * self.index.numel())
         with torch.inference_mode(False):  # what is made within it has no version

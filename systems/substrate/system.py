@@ -16,6 +16,7 @@ from systems.device.watch.events import EventLog
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning.strategy import Strategy
+from systems.ranks.beginnings import begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.sizes import format_size
@@ -48,7 +49,8 @@ class ManagedSystem(System):
         ranks: Ranks | None = None,
     ) -> Engine:
         """device: makes the device instead of the settings' own (tests inject jitter and faults this way). ranks: this one and
-        the others, whose host's memory is one; all of them initialize, step, read values and close alike.
+        the others, whose host's memory is one. All of them initialize, step, drain, read values and close alike, and pass
+        batches that take as much memory (what is evicted for room is each rank's own decision so far).
         """
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
@@ -66,6 +68,7 @@ class ManagedSystem(System):
             mine = SingleRank() if ranks is None else ranks
             assert mine.size == settings.ranks, "the settings say how many ranks there are"
             budgets = Budgets(host=host_budget(settings) // mine.size, disk=disk // mine.size)
+            begin_alike(mine, settings, options, device_memory=budget, host_memory=budgets.host * mine.size)
             return ManagedEngine(model, settings, strategy, make, budgets, mine)
         except BudgetError as error:
             if settings.disk is not None and error.tier == "host":  # with more room there it may have done

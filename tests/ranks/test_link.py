@@ -63,7 +63,7 @@ def test_one_rank_moves_nothing() -> None:
     whole = values_of(0, 7, torch.bfloat16)
     before = whole.clone()
     assert torch.equal(both(ranks, 7, torch.bfloat16), before)
-    assert ranks.exchange({"a": 1}) == [{"a": 1}] and isinstance(ranks.link, Alone)
+    assert ranks.exchange("a", {"a": 1}) == [{"a": 1}] and isinstance(ranks.link, Alone)
 
 
 def test_what_cannot_be_shared_evenly() -> None:
@@ -72,7 +72,13 @@ def test_what_cannot_be_shared_evenly() -> None:
 
 
 def test_ranks_exchange_values() -> None:
-    assert as_threads(3, lambda ranks: ranks.exchange((ranks.rank, "x" * ranks.rank))) == [[(0, ""), (1, "x"), (2, "xx")]] * 3
+    told = as_threads(3, lambda ranks: ranks.exchange("a", (ranks.rank, "x" * ranks.rank)))
+    assert told == [[(0, ""), (1, "x"), (2, "xx")]] * 3
+
+
+def test_ranks_that_tell_about_different_things_are_told_by_name() -> None:
+    with pytest.raises(RanksDifferError, match="rank 0 at 'about 0'; rank 1 at 'about 1'"):
+        as_threads(2, lambda ranks: ranks.exchange(f"about {ranks.rank}", None))
 
 
 def test_ranks_that_differ_are_told_by_name() -> None:
@@ -123,7 +129,7 @@ dist.destroy_process_group()
 
 def test_processes_have_the_same_bits(tmp_path: Path) -> None:
     numel = 3 * 70_000
-    what = f"[both(ranks, {numel}, dtype) for dtype in DTYPES] + [ranks.exchange('x' * ranks.rank)]"
+    what = f"[both(ranks, {numel}, dtype) for dtype in DTYPES] + [ranks.exchange('a', 'x' * ranks.rank)]"
     for *sums, told in of_processes(3, tmp_path, what):
         for dtype, found in zip(DTYPES, sums, strict=True):
             assert torch.equal(found, expected_sum(3, numel, dtype))

@@ -341,6 +341,43 @@ def test_a_phased_step_tells_of_collectives(strategy: str) -> None:
     assert_is_one_rank(on_one_rank("stack", 2, 0.5, "fp32"), [mine for _, mine in found])
 
 
+@pytest.mark.parametrize("system", [RESIDENT, *STRATEGIES.values()], ids=lambda system: system.name)
+@pytest.mark.parametrize(
+    ("differs", "told"),
+    [
+        ({"seed": 1}, "seed is 0 on rank 0 and 1 on rank 1"),
+        ({"clip": 1.0}, "clip is 0.5 on rank 0 and 1.0 on rank 1"),
+        ({"weight": 1.0}, r"the first values of blocks.1.up.weight are not the same on ranks 0 and 1"),
+    ],
+)
+def test_ranks_that_begin_differently_are_told_so(system: Any, differs: dict[str, Any], told: str) -> None:
+    models, change = [make("stack"), make("stack")], dict(differs)
+    weight = change.pop("weight", None)
+    if weight is not None:
+        nn.init.constant_(models[1].blocks[1].up.weight, weight)
+    asked = [settings(ranks=2, **{"clip": 0.5, **more}) for more in ({}, change)]
+
+    def work(ranks: Ranks) -> None:
+        system.initialize(models[ranks.rank], asked[ranks.rank], system.Options(), ranks=ranks)
+
+    with pytest.raises(UnsupportedError, match=told):
+        as_threads(2, work)
+    values = [dict(model.named_parameters()) for model in models]
+    assert all(value.numel() and torch.isfinite(value).all() for each in values for value in each.values()), "left as they were"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_with_other_budgets_are_told_so(strategy: str) -> None:
+    system, models = STRATEGIES[strategy], [make("stack"), make("stack")]
+
+    def work(ranks: Ranks) -> None:
+        asked = settings(ranks=2, device_memory=(1 + ranks.rank) << 20)
+        system.initialize(models[ranks.rank], asked, system.Options(), ranks=ranks)
+
+    with pytest.raises(UnsupportedError, match="device_memory is 1048576 on rank 0 and 2097152 on rank 1"):
+        as_threads(2, work)
+
+
 def test_what_ranks_cannot_do_so_far_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="several ranks share no disk"):
         on_ranks(elixir(), "stack", 2, disk=tmp_path)
@@ -348,6 +385,8 @@ def test_what_ranks_cannot_do_so_far_is_refused(tmp_path: Path) -> None:
         on_ranks(elixir(), "stack", 2, device="cuda")
     with pytest.raises(UnsupportedError, match=r"several ranks so far: every rank's summon\(\)"):
         on_ranks(elixir(), "stack", 2, before=lambda engine, rank, step: save_checkpoint(engine, tmp_path / "saved"))
+    with pytest.raises(UnsupportedError, match="summon: not with write=True on several ranks"):
+        on_ranks(elixir(), "stack", 2, before=lambda engine, rank, step: engine.summon(write=True).__enter__())
     with pytest.raises(UnsupportedError, match="on one rank so far"):
         elixir().initialize(make("stack"), settings(ranks=2), elixir().Options())
 

@@ -35,7 +35,8 @@ class StoredValues:
         """Of a parameter, out of the pieces that each rank has, with their first elements."""
         ranks = self._store.ranks
         if ranks.size > 1:  # what is told is a tensor's whole memory, so it gets one of its own
-            mine = [piece for each in ranks.exchange([(start, values.clone()) for start, values in mine]) for piece in each]
+            told = ranks.exchange("values of a parameter", [(start, values.clone()) for start, values in mine])
+            mine = [piece for each in told for piece in each]
         return torch.cat([values for _, values in sorted(mine, key=lambda piece: piece[0])])
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:

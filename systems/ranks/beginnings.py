@@ -1,0 +1,81 @@
+"""That ranks begin alike: with the same settings, and with the same first values of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Protocol
+
+import torch
+from pydantic import BaseModel
+
+from systems.errors import UnsupportedError
+from systems.ranks.ranks import Ranks
+from systems.settings import Settings
+
+PIECE = 1 << 22  # elements that are summed at a time
+
+
+ASKED = ("dtype", "accumulate", "clip", "recompute", "seed", "ranks", "adam")  # of the settings
+
+
+def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, **budgets: int) -> None:
+    """UnsupportedError on all ranks where one was asked something else than the first. budgets: bytes, by what they limit."""
+    asked = {name: getattr(settings, name) for name in ASKED} | options.model_dump() | budgets
+    first, *_ = told = ranks.exchange("settings", asked)
+    for rank, theirs in enumerate(told):
+        for name in sorted({*first, *theirs}):
+            if first.get(name) != theirs.get(name):
+                raise UnsupportedError(
+                    f"{name} is {first.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}: give all ranks the same"
+                )
+
+
+class HasShape(Protocol):
+    """A parameter."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class FirstValuesAlike:
+    """parameters: in order of numbers. initial: fills a parameter's first fp32 value, by its number."""
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[HasShape], initial: Callable[[int, torch.Tensor], None]) -> None:
+        self._ranks, self._parameters, self._initial = ranks, parameters, initial
+        self._sums: dict[int, int] = {}
+
+    def fill(self, number: int, out: torch.Tensor) -> None:
+        """What `initial` does."""
+        self._initial(number, out)
+        if self._ranks.size > 1:
+            self._sums[number] = _sum_of_bits(out)
+
+    def check(self) -> None:
+        """UnsupportedError on all ranks where a parameter's values differ. What was not filled, because only others have a part
+        of it, is filled here.
+        """
+        if self._ranks.size == 1:
+            return
+        for number, parameter in enumerate(self._parameters):
+            if number not in self._sums:
+                self.fill(number, torch.empty(parameter.shape, dtype=torch.float32))
+        mine = [(parameter.name, self._sums[number]) for number, parameter in enumerate(self._parameters)]
+        first, *_ = told = self._ranks.exchange("first values", mine)
+        for rank, theirs in enumerate(told):
+            for one, other in zip_longest(first, theirs):
+                if one != other:
+                    name, _ = one or other
+                    raise UnsupportedError(
+                        f"the first values of {name} are not the same on ranks 0 and {rank}: make the model with the same seed "
+                        "on all ranks, or load the same weights"
+                    )
+
+
+def _sum_of_bits(values: torch.Tensor) -> int:
+    """Of fp32 values, the same for the same bits."""
+    bits = values.detach().reshape(-1).view(torch.int32)
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE)) if bits.numel() else 0
