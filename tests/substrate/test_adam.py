@@ -32,11 +32,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.cpu().view(BITS[a.dtype]), b.cpu().view(BITS[b.dtype]))
 
 
-def random_state(numel: int, seed: int, gradient: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Tensors, by the names that they have in a task."""
+def random_state(numel: int, seed: int, gradient: torch.dtype = torch.float32, *, special: bool = False) -> dict[str, Any]:
+    """Tensors, by the names that they have in a task; special: sprinkled, each differently."""
     generator = torch.Generator().manual_seed(seed)
     master, exp_avg, exp_avg_sq, values = torch.randn(4, numel, generator=generator)
-    return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.square(), "gradient": values.to(gradient)}
+    state = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.square(), "gradient": values.to(gradient)}
+    for position, tensor in enumerate(state.values()):
+        if special:
+            sprinkle(tensor, seed + position)
+    return state
 
 
 # --- against torch.optim ---
@@ -156,10 +160,7 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bits(
     seed: int,
 ) -> None:
     numel, ranges = table
-    before = random_state(numel + start, seed, gradient_dtype)
-    if special:
-        for position, tensor in enumerate(before.values()):
-            sprinkle(tensor, seed + position)
+    before = random_state(numel + start, seed, gradient_dtype, special=special)
     results = []
     for isa, threads in itertools.product(available(), (1, 3)):
         now = {name: tensor.clone()[start:] for name, tensor in before.items()}  # start: tensors that are not aligned

@@ -187,13 +187,13 @@ ASKED = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", ASKED)
 def test_ranks_have_the_reference_s_bits(strategy: str, case: str) -> None:
-    compare(strategy, ASKED[case], {})
+    assert_the_reference_s_bits(strategy, ASKED[case], {})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("asked", [Asked("stack", 3), Asked("frozen-middle", 2, 2, "bf16")])
 def test_updates_need_not_wait_for_the_norm(strategy: str, asked: Asked) -> None:
-    compare(strategy, asked, {"nonfinite": "stop"})
+    assert_the_reference_s_bits(strategy, asked, {"nonfinite": "stop"})
 
 
 @pytest.mark.parametrize(
@@ -206,11 +206,11 @@ def test_updates_need_not_wait_for_the_norm(strategy: str, asked: Asked) -> None
     ],
 )
 def test_options_on_ranks(strategy: str, options: dict[str, Any]) -> None:
-    compare(strategy, Asked("gpt2", 2, 2, "bf16", recompute="full"), options)
+    assert_the_reference_s_bits(strategy, Asked("gpt2", 2, 2, "bf16", recompute="full"), options)
 
 
-def compare(strategy: str, asked: Asked, options: dict[str, Any]) -> None:
-    """With sleeps thrown in."""
+def assert_the_reference_s_bits(strategy: str, asked: Asked, options: dict[str, Any]) -> None:
+    """Of `resident` on the same ranks, and no races, with sleeps thrown in."""
     model, size, accumulate, dtype, clip, recompute, share = asked
     expected = resident(model, size, accumulate, dtype, clip, recompute)
     budget = int(share * (expected[0].memory.device_peak_bytes or 0))
