@@ -131,7 +131,10 @@ def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
     )
     system = registry.get(spec.system)
     observations = Observations(model, partial(token_loss, objective=shape.objective))
-    found = forecast(system, registry.parse_options(system, spec.option), question, observations)
+    options = registry.parse_options(system, spec.option)
+    if memory.host_second_version_bytes is None and "run_ahead" in type(options).model_fields:
+        options = options.model_copy(update={"run_ahead": False})  # the record is older than updates that run ahead
+    found = forecast(system, options, question, observations)
     return Compared(
         system=spec.system,
         model=spec.model,

@@ -255,6 +255,10 @@ class Layout:
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize
 
+    def shard_numel(self, bundle: int) -> int:
+        """Elements of a bundle that a rank has at home."""
+        return sum(self.segments[s].shard_numel for s in self.bundles[bundle].segments)
+
     @cached_property
     def movable_bytes(self) -> int:
         """Of parameters that may leave the device."""

@@ -14,13 +14,12 @@ from systems.ranks.ranks import Ranks
 from systems.settings import Settings
 
 PIECE = 1 << 22  # elements that are summed at a time
-
-
 ASKED = ("dtype", "accumulate", "clip", "recompute", "seed", "ranks", "adam")  # of the settings
 
 
 def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, **budgets: int) -> None:
     """UnsupportedError on all ranks where one was asked something else than the first. budgets: bytes, by what they limit."""
+    assert ranks.size == settings.ranks, "the settings say how many ranks there are"
     asked = {name: getattr(settings, name) for name in ASKED} | options.model_dump() | budgets
     first, *_ = told = ranks.exchange("settings", asked)
     for rank, theirs in enumerate(told):

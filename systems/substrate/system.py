@@ -66,7 +66,6 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            assert mine.size == settings.ranks, "the settings say how many ranks there are"
             budgets = Budgets(host=host_budget(settings) // mine.size, disk=disk // mine.size)
             begin_alike(mine, settings, options, device_memory=budget, host_memory=budgets.host * mine.size)
             return ManagedEngine(model, settings, strategy, make, budgets, mine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,18 +97,20 @@ def test_what_flushes_first_runs_ahead_first_and_what_no_longer_fits_is_passed_o
     assert not choice_of(case, -1).made().ahead and not choice_of(case, 0).made().ahead
 
 
+def mean_step_s(case: Any, choice: AheadChoice, ahead: Iterable[int]) -> float:
+    """Over the machine and one whose host is slower."""
+    plan = replace(choice.plan, ahead=frozenset(ahead))
+    machines = SLOW_ADAM, slowed(SLOW_ADAM)
+    return sum(simulate(case.layout, case.trace, plan, case.context, each).step_time_s for each in machines) / 2
+
+
 def test_with_a_profile_the_fewest_that_are_as_good_as_what_fits() -> None:
     """Adam takes 20 ms of a step, compute 7: the norm holds all of it back. Where all fit it is all."""
     case = eight(seconds=2e-4)
     everything = choice_of(case, UNLIMITED >> 1, hardware=SLOW_ADAM)
     assert everything.made().ahead == set(range(8))
     choice = choice_of(case, second_version_bytes(EIGHT, context(), range(7)), hardware=SLOW_ADAM)
-
-    def mean_s(ahead: Iterable[int]) -> float:
-        plan = replace(choice.plan, ahead=frozenset(ahead))
-        machines = SLOW_ADAM, slowed(SLOW_ADAM)
-        return sum(simulate(case.layout, case.trace, plan, case.context, each).step_time_s for each in machines) / 2
-
+    mean_s = partial(mean_step_s, case, choice)
     assert mean_s(()) > 1.1 * mean_s(range(1, 8)), "void: nothing to gain"
     made = choice.made().ahead
     assert 0 < len(made) < 8
@@ -122,12 +125,7 @@ def test_where_memory_is_short_it_goes_to_those_that_gain_most(seconds: float) -
     """Whether those flushed first, those used first or those between do depends on what takes longer, Adam or compute."""
     case = eight(seconds=seconds)
     choice = choice_of(case, second_version_bytes(EIGHT, context(), range(3)), hardware=SLOW_ADAM)
-
-    def mean_s(ahead: tuple[int, ...] | frozenset[int]) -> float:
-        plan = replace(choice.plan, ahead=frozenset(ahead))
-        machines = SLOW_ADAM, slowed(SLOW_ADAM)
-        return sum(simulate(case.layout, case.trace, plan, case.context, each).step_time_s for each in machines) / 2
-
+    mean_s = partial(mean_step_s, case, choice)
     ways = [mean_s(each) for each in ((5, 6, 7), (0, 1, 2), (3, 4, 5))]
     assert mean_s(choice.made().ahead) <= NEAR * min(ways) < mean_s(())
 

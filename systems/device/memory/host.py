@@ -21,11 +21,9 @@ from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import Account, uncounted
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError, OutOfMemoryError
-from systems.planning.layout import ALIGN_BYTES, round_up
+from systems.planning.layout import ALIGN_BYTES, PAGE, round_up
 from systems.planning.plan import Tier
 from systems.sizes import format_size
-
-PAGE = 4096
 
 
 class HostMapping:

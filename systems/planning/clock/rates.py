@@ -154,17 +154,17 @@ class Costs:
         """An update reads the gradient and writes the parameter beside the states. It clears an accumulator as well, but not if
         it runs ahead: should that have been in vain, the gradient is needed again."""
         item = self.context.itemsize
+        gradient = item if self.context.accumulate == 1 else 4
         if operation.kind is Work.SQUARES:
-            return item if self.context.accumulate == 1 else 4
+            return gradient
         if operation.kind is Work.ACCUMULATE:
             return item + 8
         if operation.kind is Work.RESTORE:
             return 4 + item
         if operation.kind is Work.CLEAR:
             return 4
-        if operation.kind is Work.UPDATE_AHEAD:
-            return STATE_BYTES + item + (4 if self.context.accumulate > 1 else item)
-        return STATE_BYTES + item + (8 if self.context.accumulate > 1 else item)
+        clears = self.context.accumulate > 1 and operation.kind is not Work.UPDATE_AHEAD
+        return STATE_BYTES + item + gradient + (4 if clears else 0)
 
     def _numel(self, operation: ScheduledOperation) -> int:
         mine = self.layout.bundles[operation.bundle].segments if operation.segment < 0 else (operation.segment,)

@@ -43,8 +43,8 @@ class HostNeed:
         trained = [b for b in layout.bundles if b.movable and b.trainable]
         return cls(
             slot_bytes(layout),
-            sum(shard_numel(layout, b) for b in trained if b.index not in layout.on_disk),
-            sum(shard_numel(layout, b) for b in trained) if context.accumulator_itemsize else 0,
+            sum(layout.shard_numel(b.index) for b in trained if b.index not in layout.on_disk),
+            sum(layout.shard_numel(b.index) for b in trained) if context.accumulator_itemsize else 0,
             buffer_bytes(layout),
         )
 
@@ -56,11 +56,6 @@ class HostNeed:
     def less(self, numel: int) -> HostNeed:
         """With master and moments of so many elements elsewhere."""
         return replace(self, stated=self.stated - numel)
-
-
-def shard_numel(layout: Layout, bundle: Bundle) -> int:
-    """Of this rank."""
-    return sum(layout.segments[s].shard_numel for s in bundle.segments)
 
 
 def waiting_input_bytes(trace: Trace, units: frozenset[int]) -> int:
@@ -96,7 +91,7 @@ def _to_disk(layout: Layout, context: PlanningContext) -> Layout:
             taken = PARTS * sum(places[b.index])
             if need.total > context.host_budget and taken <= left:
                 chosen.add(b.index)
-                need, left = need.less(shard_numel(layout, b)), left - taken
+                need, left = need.less(layout.shard_numel(b.index)), left - taken
         if need.total < least:
             best, least = frozenset(chosen), need.total
         if least <= context.host_budget:

@@ -64,5 +64,4 @@ class DeviceCopies:
         self._order.add(Work.DROP, None, bundle, device_delta=-self.layout.bundle_bytes(bundle))
 
     def shard_bytes(self, bundle: int) -> int:
-        segments = self.layout.bundles[bundle].segments
-        return sum(self.layout.segments[s].shard_numel for s in segments) * self.layout.itemsize
+        return self.layout.shard_numel(bundle) * self.layout.itemsize

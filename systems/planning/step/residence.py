@@ -102,8 +102,7 @@ class Residence:
 
 def slot_bytes(layout: Layout) -> int:
     """Of this rank's host: in the compute dtype, whatever may leave the device."""
-    movable = (layout.segments[s] for b in layout.bundles if b.movable for s in b.segments)
-    return sum(segment.shard_numel for segment in movable) * layout.itemsize
+    return sum(layout.shard_numel(b.index) for b in layout.bundles if b.movable) * layout.itemsize
 
 
 def second_version_bytes(layout: Layout, context: PlanningContext, bundles: Iterable[int]) -> int:
@@ -111,7 +110,7 @@ def second_version_bytes(layout: Layout, context: PlanningContext, bundles: Iter
 
     With several micro-batches none for slots: gradients are in the accumulators, and both versions have one slot.
     """
-    numel = sum(layout.segments[s].shard_numel for b in bundles for s in layout.bundles[b].segments)
+    numel = sum(map(layout.shard_numel, bundles))
     slots = numel * layout.itemsize if context.accumulate == 1 else 0
     return PARTS * round_up(4 * numel, PAGE) + round_up(slots, PAGE)
 

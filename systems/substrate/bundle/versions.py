@@ -99,6 +99,8 @@ class SecondVersions:
         if all(isinstance(each.state, OptimizerState) and each.state.accumulator is None for each in segments):
             sizes["slots"] = self._store.dtype, sizes["master"][1]
         self.close()  # what Ctrl-C may have left
+        if sum(numel * dtype.itemsize for dtype, numel in sizes.values()) > self._store.host.room:
+            return
         made: dict[str, HostMapping] = {}
         try:
             for part, (dtype, numel) in sizes.items():
