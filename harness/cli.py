@@ -37,8 +37,8 @@ from harness.table import show
 from harness.wandb_log import Tracker
 from systems import registry
 from systems.errors import UnsupportedError
-from systems.machine.launchers import refuse_launched_ranks
 from systems.messages import invalid_value, one_line, printable, unknown_name
+from systems.ranks.launchers import launched
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 INTERRUPTED = 128 + signal.SIGINT
@@ -207,9 +207,11 @@ def _one_line_errors() -> Iterator[list[int]]:
 def _check_before_work(spec: RunSpec) -> None:
     """What can be found wrong without torch, before any process is started."""
     try:
-        refuse_launched_ranks()
+        told = launched()
     except UnsupportedError as error:
         raise BadInputError(str(error)) from None
+    if told is not None:
+        raise BadInputError(f"WORLD_SIZE is {told.size}: start one process, without torchrun")
     known = registry.find()
     if spec.system not in known:
         raise BadInputError(unknown_name("system", spec.system, known))

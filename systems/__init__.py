@@ -8,8 +8,10 @@ if TYPE_CHECKING:
     import os
 
     import torch
+    from pydantic import BaseModel
 
-    from systems.system import Engine
+    from systems.settings import Settings
+    from systems.system import Engine, RankedSystem
 
 
 def initialize(
@@ -39,16 +41,23 @@ def initialize(
     accumulate: backward passes a step, whose gradients are summed. clip: norm to clip gradients to, 0 for off.
     recompute: as in Settings.
     options: the system's own, by name, e.g. {"prefetch": 4}.
+
+    Several processes that torchrun starts train one model together, each on its own batches, and so do those of an initialized
+    torch.distributed group. All of them initialize, step, read values and close alike, with the same arguments and values.
+    A step's gradients are summed over micro-batches and ranks: divide each loss by what all of them count. host_memory is the
+    host's, device_memory one device's. On close the engine ends the groups that were made here.
+
     Raises ValueError for a bad argument, BudgetError and UnsupportedError (ValueErrors too) if it cannot be done.
     """
     from torch import nn
 
     from systems.arguments import device_of, dtype_of, options_of, size_of
-    from systems.machine.budgets import refuse_absent_device, refuse_other_ranks
+    from systems.machine.budgets import refuse_absent_device
+    from systems.ranks.joining import is_one_of_several
     from systems.registry import check_options, get
     from systems.settings import Settings
+    from systems.system import on_ranks
 
-    refuse_other_ranks()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
     chosen = get(system)
@@ -69,7 +78,31 @@ def initialize(
     )
     asked = check_options(chosen, options_of(options))
     refuse_absent_device(settings)
+    if is_one_of_several():
+        return _initialize_on_ranks(on_ranks(chosen), model, settings, asked)
     return chosen.initialize(model, chosen.look_for_room(model, settings, asked), asked)
+
+
+def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Engine:
+    """The ranks that are made here end with the engine."""
+    from dataclasses import replace
+
+    from systems.machine.threads import share_cores
+    from systems.ranks.joining import joined
+    from systems.ranks.launchers import chosen_threads
+    from systems.recipe.step.closing import ClosingEngine
+
+    ranks = joined(settings.device)
+    try:
+        share_cores(ranks.local_size, chosen_threads())
+        mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
+        engine = chosen.initialize(model, chosen.look_for_room(model, mine, options), options, ranks=ranks)
+        assert isinstance(engine, ClosingEngine)
+        engine.close_behind(ranks.close)
+    except BaseException:
+        ranks.close()
+        raise
+    return engine
 
 
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:

@@ -35,10 +35,12 @@ class AdamSettings:
 class Settings:
     """What is asked of a system, resolved: no field is a guess of the system's.
 
-    device_memory, host_memory: budgets in bytes; None means the smallest limit of the machine.
+    device_memory, host_memory: budgets in bytes, of one device and of the whole host; None means the smallest limit of the
+    machine.
     disk: folder for optimizer states that the host has no room for; disk_memory: its budget, None means what is free there.
     recompute: "none", "full" or the block numbers whose activations are recomputed.
     clip: gradient norm to clip to, 0 for off.
+    ranks: of them all; local_ranks: of those on this host, whose memory and disk are one; None means all of them.
     initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
     optimizer: a torch AdamW or Adam whose parameter groups, read at each step, replace `adam`; None uses `adam`.
     log_events: keep every event of the run in memory (tests), not only counters.
@@ -55,6 +57,7 @@ class Settings:
     recompute: Literal["none", "full"] | tuple[int, ...] = "none"
     seed: int = 0
     ranks: int = 1
+    local_ranks: int | None = None
     adam: AdamSettings = field(default_factory=AdamSettings)
     optimizer: torch.optim.Optimizer | None = None
     initial_weights: Callable[[str, torch.Tensor], None] | None = None
@@ -75,6 +78,11 @@ class Settings:
             raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
         if isinstance(self.recompute, str):
             _one_of("recompute", self.recompute, ("none", "full"))
+
+    @property
+    def ranks_here(self) -> int:
+        """On this host."""
+        return self.ranks if self.local_ranks is None else self.local_ranks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from systems import export
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
+from systems.ranks.ranks import Ranks
 from systems.reports import Reports
 from systems.settings import DType, Settings, StepOutcome
 
@@ -153,6 +154,7 @@ class Abilities:
     trace: its engines label their phases for a profile (systems/device/watch/labels.py). phases: they know `phases_s`
     (systems/reports.py).
     disk: optimizer states can be kept in Settings.disk.
+    ranks: several of them train one model; its system is a RankedSystem.
     model: it runs a model, so that the harness builds one for it.
     package: name by which the outside package that trains is imported; install: the command that brings it.
     """
@@ -160,6 +162,7 @@ class Abilities:
     trace: bool = False
     phases: bool = False
     disk: bool = False
+    ranks: bool = False
     model: bool = True
     package: str | None = None
     install: str | None = None
@@ -186,3 +189,28 @@ class System(Protocol):
 
     def initialize(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Engine:
         """Take over `model`. Raises BudgetError or UnsupportedError before training if the request cannot be met."""
+
+
+class RankedSystem(System, Protocol):
+    """One whose engines run on several ranks too (Abilities.ranks)."""
+
+    @abstractmethod
+    def initialize(
+        self, model: torch.nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None
+    ) -> Engine:
+        """ranks: this one and the others, of whom Settings.ranks says how many there are; None: there is one.
+
+        All of them initialize, step, drain, read values and close alike. They stay their maker's, who closes them after the
+        engine.
+        """
+        raise NotImplementedError
+
+
+def on_ranks(system: System) -> RankedSystem:
+    """UnsupportedError for a system that runs on one rank alone."""
+    if not system.abilities.ranks:
+        raise UnsupportedError(
+            f"{system.name} runs on one rank so far: start one process, without torchrun, leave `ranks` at 1, or use one of "
+            "this project's own strategies"
+        )
+    return cast(RankedSystem, system)

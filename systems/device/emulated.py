@@ -21,19 +21,27 @@ MAX_ADDRESSES = 1 << 44  # bytes: a budget above this is more than any machine h
 
 
 class EmulatedDevice(Device):
-    """budget: bytes of the emulated device. jitter: called before every job of a lane (tests put random sleeps there)."""
+    """budget: bytes of the emulated device. threads: of CPU Adam, None for all cores. jitter: called before every job of a lane
+    (tests put random sleeps there).
+    """
 
     meter: ActivationMeter
     torch_device = torch.device("cpu")
     name = "cpu-emulated"
     measures_always = evicts_for_activations = True
 
-    def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None, threads: int | None = None
+    ) -> None:
+        self._threads = threads
         self.stopwatch = HostStopwatch()
         self.compute = HostCompute(self.stopwatch)
         super().__init__(budget, log)
         self.meter = ActivationMeter(self.account, self._no_room)
         self.start_lanes(jitter)
+
+    def _update_threads(self) -> int | None:
+        return self._threads
 
     def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
         def have_room(nbytes: int) -> None:

@@ -8,17 +8,8 @@ import shutil
 import torch
 
 from systems.errors import BudgetError, UnsupportedError
-from systems.machine.launchers import refuse_launched_ranks, refuse_ranks
 from systems.machine.limits import in_memory, read_limits
 from systems.settings import Settings
-
-
-def refuse_other_ranks() -> None:
-    """UnsupportedError where this process is one of several that a launcher started to train one model together."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        refuse_ranks(torch.distributed.get_world_size(), "the size of torch.distributed's group")
-    else:
-        refuse_launched_ranks()
 
 
 def refuse_absent_device(settings: Settings) -> None:
@@ -28,13 +19,13 @@ def refuse_absent_device(settings: Settings) -> None:
 
 
 def host_budget(settings: Settings) -> int:
-    """Bytes the host tier may hold."""
+    """Bytes the host tier of one rank may hold: those of a host share its memory evenly."""
     if settings.host_memory is not None:
-        return settings.host_memory
+        return settings.host_memory // settings.ranks_here
     limit = read_limits().host_budget_bytes
     if limit is None:
         raise UnsupportedError("this machine's memory limit cannot be read: give it with `host_memory`")
-    return limit
+    return limit // settings.ranks_here
 
 
 def device_budget(settings: Settings) -> int:
@@ -42,14 +33,16 @@ def device_budget(settings: Settings) -> int:
     if settings.device_memory is not None:
         return settings.device_memory
     if settings.device == "cpu":
-        return read_limits().host_budget_bytes or host_budget(settings)
+        limit = read_limits().host_budget_bytes
+        return limit // settings.ranks_here if limit else host_budget(settings)
     refuse_absent_device(settings)
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def disk_budget(settings: Settings) -> int:
-    """Bytes that files in the settings' folder may take, 0 without one. Raises BudgetError if there is no such folder, and
-    UnsupportedError for one in memory: what lies there is host memory that no budget counts."""
+    """Bytes that one rank's files in the settings' folder may take, 0 without one. Raises BudgetError if there is no such
+    folder, and UnsupportedError for one in memory: what lies there is host memory that no budget counts.
+    """
     if settings.disk is None:
         return 0
     try:
@@ -66,4 +59,4 @@ def disk_budget(settings: Settings) -> int:
             f"`disk` {os.fspath(settings.disk)} is in memory ({memory}), so what is written there takes host memory that no "
             "budget counts: name a folder on a disk, or leave it out and raise `host_memory`"
         )
-    return free if settings.disk_memory is None else settings.disk_memory
+    return (free if settings.disk_memory is None else settings.disk_memory) // settings.ranks_here

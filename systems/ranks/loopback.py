@@ -69,7 +69,7 @@ class Loopback(Ranks):
     """One rank of several threads; made by `as_threads`."""
 
     def __init__(self, rank: int, size: int, meetings: tuple[_Meeting, _Meeting]) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size = self.local_rank, self.local_size = rank, size
         self._meetings = meetings
         self.link = _LoopbackLink(rank, size, meetings[1])
 

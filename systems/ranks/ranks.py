@@ -22,12 +22,16 @@ Told = TypeVar("Told")
 
 
 class Ranks(ABC):
-    """rank: this one's number, from 0. size: of all. link: for tensors; one thread of each rank calls it. Everything else is
-    called by the thread that runs the steps, on all ranks alike.
+    """rank: this one's number, from 0. size: of all. local_rank, local_size: the same among those of its host.
+
+    link: for tensors; one thread of each rank calls it. Everything else is called by the thread that runs the steps, on all
+    ranks alike.
     """
 
     rank: int
     size: int
+    local_rank: int
+    local_size: int
     link: Link
 
     @abstractmethod
@@ -52,6 +56,7 @@ class SingleRank(Ranks):
 
     def __init__(self) -> None:
         self.rank, self.size, self.link = 0, 1, Alone()
+        self.local_rank, self.local_size = 0, 1
 
     def exchange_bytes(self, told: bytes) -> list[bytes]:
         return [told]

@@ -29,7 +29,7 @@ from systems.system import Abilities, Engine, System
 class ManagedSystem(System):
     """A strategy run on the substrate; obeys systems.system.System."""
 
-    abilities = Abilities(trace=True, phases=True, disk=True)
+    abilities = Abilities(trace=True, phases=True, disk=True, ranks=True)
 
     def __init__(self, strategy: type[Strategy]) -> None:
         self.strategy = strategy
@@ -66,8 +66,8 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            budgets = Budgets(host=host_budget(settings) // mine.size, disk=disk // mine.size)
-            begin_alike(mine, settings, options, device_memory=budget, host_memory=budgets.host * mine.size)
+            budgets = Budgets(host=host_budget(settings), disk=disk)
+            begin_alike(mine, settings, options, device_memory=budget, host_memory=budgets.host * settings.ranks_here)
             return ManagedEngine(model, settings, strategy, make, budgets, mine)
         except BudgetError as error:
             if settings.disk is not None and error.tier == "host":  # with more room there it may have done

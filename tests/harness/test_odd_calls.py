@@ -75,7 +75,7 @@ def test_one_process_of_several_is_refused_before_anything_is_made(
     assert cli.main([*command, "--results", str(tmp_path / "results")]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
-    assert "WORLD_SIZE is 2" in err and "without torchrun" in err
+    assert "WORLD_SIZE is 2" in err and "torchrun" in err
 
 
 def test_a_results_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:

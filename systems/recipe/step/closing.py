@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,6 +37,7 @@ class ClosingEngine(Engine):
     _access: Access
     _states: OptimizerStates | None = None
     _closed = _failed = _given = False
+    _behind: Callable[[], None] | None = None
 
     @abstractmethod
     def _give_back(self, *, keep: bool) -> None:
@@ -49,6 +50,10 @@ class ClosingEngine(Engine):
     @abstractmethod
     def _let_go(self) -> None:
         """Free everything, and leave the model without weights."""
+
+    def close_behind(self, end: Callable[[], None]) -> None:
+        """Called last when the engine is closed, whatever closing meets."""
+        self._behind = end
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         """After an error that is the one that is told, whatever closing meets."""
@@ -68,6 +73,13 @@ class ClosingEngine(Engine):
             if is_running(self):
                 raise ValueError("close: a pass of this engine is running, which needs its weights: close it after that")
         self._closed = True
+        try:
+            self._end(keep)
+        finally:
+            if self._behind is not None:
+                self._behind()
+
+    def _end(self, keep: bool) -> None:
         lost, told, amid = self._watch.lost(), frozenset(self.control.told), sys.exception() is not None
         if self._states is not None:
             self._states.end(used=any(self.control.updates))

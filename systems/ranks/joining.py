@@ -1,0 +1,62 @@
+"""How a process joins the others: torch.distributed's default group is there, or a launcher's words say how to make it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from systems.errors import UnsupportedError
+from systems.ranks.launchers import launched
+from systems.ranks.processes import TIMEOUT_S, Processes
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def is_one_of_several() -> bool:
+    """UnsupportedError where a launcher does not say which one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return launched() is not None
+
+
+def joined(device: Literal["cuda", "cpu"]) -> Processes:
+    """This process as one of several, called by all of them alike. Where there is no default group, it is made, and ends with
+    these ranks. device: of each of them.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return Processes(device)
+    told = launched()
+    assert told is not None, "somebody has asked is_one_of_several()"
+    return begun(device, rank=told.rank, size=told.size, local_rank=told.local_rank)
+
+
+def begun(
+    device: Literal["cuda", "cpu"],
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    meet: str = "env://",
+    timeout_s: float = TIMEOUT_S,
+) -> Processes:
+    """A default group of `size` processes, which ends with these ranks. meet: where they find each other, as torch writes it.
+
+    Raises UnsupportedError where torch cannot, and where there are fewer devices than ranks.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise UnsupportedError("this torch is built without torch.distributed's gloo, which several ranks need: use one rank")
+    chosen = None
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise UnsupportedError(f"rank {rank} would be number {local_rank} on {count} CUDA devices: start fewer on this host")
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
+    dist.init_process_group(BACKENDS[device], init_method=meet, rank=rank, world_size=size, device_id=chosen)
+    try:
+        return Processes(device, timeout_s=timeout_s, end_default=True)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
