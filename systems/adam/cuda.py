@@ -211,7 +211,8 @@ class TritonKernel(TorchKernel):
 
     def __init__(self) -> None:
         # Of norms that come again: a planned step sums the same ranges at the same addresses every time.
-        self._kept_table = lru_cache(maxsize=1024)(lambda device, rows: _table(device, [rows]))
+        # Each stream has its own, which is there when that stream comes to use it.
+        self._kept_table = lru_cache(maxsize=1024)(lambda device, stream, rows: _table(device, [rows]))
 
     def update_all(self, tasks: Sequence[AdamTask], *, factor: float) -> None:
         self.prepare_all(tasks)(factor)
@@ -250,6 +251,7 @@ class TritonKernel(TorchKernel):
         for tensor in tensors:
             check_squares(tensor)
         device = tensors[0].device
+        stream = torch.cuda.current_stream(device).cuda_stream
         sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
         for dtype in {tensor.dtype for tensor in tensors}:
             rows, programs, addresses = [], 0, 0
@@ -260,7 +262,7 @@ class TritonKernel(TorchKernel):
                     addresses |= tensor.data_ptr()
             count = len(rows)
             rows.append(SQUARES_ROW.pack(0, 0, programs, 0))
-            table = self._kept_table(device, b"".join(rows)) if len(rows) <= KEPT_ROWS else _table(device, rows)
+            table = self._kept_table(device, stream, b"".join(rows)) if len(rows) <= KEPT_ROWS else _table(device, rows)
             partials = torch.empty(programs, dtype=torch.float64, device=device)
             width, levels, steps = PIECE, PIECE.bit_length() - 1, count.bit_length()
             with torch.cuda.device(device):

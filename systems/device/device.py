@@ -145,5 +145,5 @@ def ambient() -> Iterator[None]:
 
 def link_lanes(device: Device) -> dict[LaneKind, Lane]:
     """Of several ranks: their collectives have one lane, be they gathers or reductions."""
-    link = Lane(LaneKind.GATHER, stream=device._stream(), jitter=device.jitter)
+    link = Lane(LaneKind.GATHER, stream=device._stream(), jitter=device.jitter, in_caller=False)
     return {LaneKind.GATHER: link, LaneKind.REDUCE: link}

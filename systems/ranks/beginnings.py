@@ -18,7 +18,11 @@ ASKED = ("dtype", "accumulate", "clip", "recompute", "seed", "ranks", "adam")  #
 
 
 def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, **budgets: int) -> None:
-    """UnsupportedError on all ranks where one was asked something else than the first. budgets: bytes, by what they limit."""
+    """UnsupportedError on all ranks where one was asked something else than the first, and where their link cannot do it.
+    budgets: bytes, by what they limit.
+    """
+    if settings.device not in ranks.devices:
+        raise UnsupportedError(f"these ranks have no link between {settings.device} devices: use processes, a device each")
     assert ranks.size == settings.ranks, "the settings say how many ranks there are"
     asked = {name: getattr(settings, name) for name in ASKED} | options.model_dump() | budgets
     first, *_ = told = ranks.exchange("settings", asked)

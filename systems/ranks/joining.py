@@ -51,7 +51,9 @@ def begun(
     if device == "cuda":
         count = torch.cuda.device_count()
         if local_rank >= count:
-            raise UnsupportedError(f"rank {rank} would be number {local_rank} on {count} CUDA devices: start fewer on this host")
+            raise UnsupportedError(
+                f"rank {rank} would be number {local_rank} on {count} CUDA devices: start fewer on this host"
+            )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     dist.init_process_group(BACKENDS[device], init_method=meet, rank=rank, world_size=size, device_id=chosen)

@@ -11,9 +11,11 @@ Note [The ordered sum]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+
+PIECE_BYTES = 16 << 20  # of what a rank sends to all at once in a reduction: its staging
 
 
 class RanksDifferError(RuntimeError):
@@ -65,6 +67,15 @@ def shard_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     if rest:
         raise ValueError(f"{whole.numel()} elements cannot be shared evenly by {size} ranks")
     return whole[rank * numel : (rank + 1) * numel]
+
+
+def pieces_for_all(whole: torch.Tensor, rank: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a tensor that is to be summed, piece by piece: what goes to each rank, by rank, and where the own sum belongs."""
+    numel, own = whole.numel() // size, shard_of(whole, rank, size)
+    step = max(1, PIECE_BYTES // whole.element_size() // size)
+    for begin in range(0, numel, step):
+        here = slice(begin, min(begin + step, numel))
+        yield torch.stack([shard_of(whole, each, size)[here] for each in range(size)]), own[here]
 
 
 def check_tags(tags: Sequence[str]) -> None:

@@ -66,7 +66,9 @@ class _LoopbackLink(Link):
 
 
 class Loopback(Ranks):
-    """One rank of several threads; made by `as_threads`."""
+    """One rank of several threads; made by `as_threads`. They would share a CUDA device's allocator and its limit."""
+
+    devices = ("cpu",)
 
     def __init__(self, rank: int, size: int, meetings: tuple[_Meeting, _Meeting]) -> None:
         self.rank, self.size = self.local_rank, self.local_size = rank, size

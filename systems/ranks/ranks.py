@@ -25,7 +25,7 @@ class Ranks(ABC):
     """rank: this one's number, from 0. size: of all. local_rank, local_size: the same among those of its host.
 
     link: for tensors; one thread of each rank calls it. Everything else is called by the thread that runs the steps, on all
-    ranks alike.
+    ranks alike. devices: kinds of device whose tensors the link takes.
     """
 
     rank: int
@@ -33,6 +33,7 @@ class Ranks(ABC):
     local_rank: int
     local_size: int
     link: Link
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     @abstractmethod
     def exchange_bytes(self, told: bytes) -> list[bytes]:

@@ -78,7 +78,5 @@ class ManagedSystem(System):
 
 def _refuse_what_needs_one_rank(settings: Settings) -> None:
     """UnsupportedError for what was asked that several ranks cannot do so far."""
-    if settings.device != "cpu":
-        raise UnsupportedError("several ranks run on the emulated device so far: leave `device` at 'cpu'")
     if settings.disk is not None:
         raise UnsupportedError("several ranks share no disk so far: leave out `disk`, or use one rank")

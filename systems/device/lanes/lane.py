@@ -40,6 +40,7 @@ class Lane:
     stream: the CUDA stream its jobs queue work on, None where jobs do the work themselves.
     jitter: called before each job; tests put random sleeps here.
     threads: that take jobs; more than one only in a lane that keeps no order.
+    in_caller: False where a job may keep the thread that carries it out waiting, for other ranks.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Lane:
         stream: torch.cuda.Stream | None = None,
         jitter: Callable[[], None] | None = None,
         threads: int = 1,
+        in_caller: bool = True,
     ) -> None:
         self.kind, self.stream, self._jitter = kind, stream, jitter
+        self._in_caller = in_caller and stream is not None
         self._jobs: deque[_LaneJob] = deque()
         self._lock = threading.RLock()  # taken itself: a Condition's way to it is Python, where Ctrl-C may leave it taken
         self._changed = threading.Condition(self._lock)
@@ -85,7 +88,7 @@ class Lane:
             if not self._running:
                 self._fail(ticket, self.error or self._closed())
                 return ticket
-            free = self.stream is not None and not self._busy and not self._waiting
+            free = self._in_caller and not self._busy and not self._waiting
             if free and all(earlier.at_once() for earlier in after):
                 self._carry_out(job, by_caller=True)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from systems.planning.step.operations import Work, of_bundle
 from systems.ranks.ranks import Ranks
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import BundleGradient
-from systems.substrate.moves.squares import Squares
+from systems.substrate.moves.squares import Partials, Squares
 
 
 class Reductions:
@@ -50,12 +50,9 @@ class Reductions:
             link.reduce(operation.label, *pieces)
             if left is None:
                 return
-            sums: dict[int, float] = {}
             shards = [(stored, piece[stored.own]) for stored, piece in zip(segments, pieces, strict=True)]
-            mine = [(p, own[p.here]) for stored, own in shards for p in stored.placements]
-            for (p, _), value in zip(mine, kernel.sum_squares_all([own for _, own in mine]), strict=True):
-                sums[p.parameter] = sums.get(p.parameter, 0.0) + float(value)
-            left[bundle.index] = tuple(sums), list(sums.values())
+            mine = [(p.parameter, own[p.here]) for stored, own in shards for p in stored.placements]
+            left[bundle.index] = _by_parameter([p for p, _ in mine], kernel.sum_squares_all([own for _, own in mine]))
 
         self._device.log.count("reduce_bytes", bundle.nbytes - bundle.shard_nbytes)
         self.issued.append(bundle.index)
@@ -64,3 +61,14 @@ class Reductions:
     def forget(self) -> None:
         """The step is over."""
         self.issued = []
+
+
+def _by_parameter(pieces: Sequence[int], sums: list[float] | torch.Tensor) -> Partials:
+    """Each parameter once, its pieces added in order. pieces: whose each is. On a device nothing is waited for."""
+    mine: dict[int, list[int]] = {}
+    for at, parameter in enumerate(pieces):
+        mine.setdefault(parameter, []).append(at)
+    if not isinstance(sums, torch.Tensor):
+        return tuple(mine), [sum(sums[at] for at in places) for places in mine.values()]
+    added = sums if len(mine) == len(pieces) else torch.stack([sums[places].sum() for places in mine.values()])
+    return tuple(mine), torch.empty(len(mine), dtype=sums.dtype, pin_memory=True).copy_(added, non_blocking=True)

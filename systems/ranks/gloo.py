@@ -1,0 +1,69 @@
+"""A link over gloo, between processes: for the emulated device, for host memory, and for ranks that share a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from systems.messages import one_line
+from systems.ranks.link import Link, PeerGoneError, check_tags, ordered_sum, pieces_for_all, shard_of
+
+TAG_BYTES = 128
+
+
+class GlooLink(Link):
+    """Over a group of its own, which no other thread uses. What is on a device goes through host memory, and is waited for."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._group = dist.get_rank(group), dist.get_world_size(group), group
+
+    def _check(self, tag: str) -> None:
+        mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
+        text = tag.encode()[:TAG_BYTES]
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        gather_on_host(found, mine, self._group, tag)
+        check_tags([bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found])
+
+    def gather(self, tag: str, *wholes: torch.Tensor) -> None:
+        self._check(tag)
+        for whole in wholes:
+            places = [shard_of(whole, rank, self.size) for rank in range(self.size)]
+            own = self.own(whole).to("cpu", copy=True)
+            coming = places if whole.is_cpu else [torch.empty_like(own) for _ in places]
+            gather_on_host(coming, own, self._group, tag)
+            for place, came in zip(places, coming, strict=True):
+                if place is not came:
+                    place.copy_(came)
+
+    def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
+        """Piece by piece, every rank sends each its shard and adds up what comes."""
+        self._check(tag)
+        for whole in wholes:
+            for outgoing, into in pieces_for_all(whole, self.rank, self.size):
+                here = outgoing.cpu()
+                coming = torch.empty_like(here)
+                with with_peers(tag):
+                    dist.all_to_all_single(coming, here, group=self._group)
+                ordered_sum(list(coming.to(whole.device)), into)
+
+
+@contextmanager
+def with_peers(what: str) -> Iterator[None]:
+    """What the library says of a peer that is gone, or that lets wait too long, is a PeerGoneError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):
+            told = one_line(str(error))
+            raise PeerGoneError(f"another rank is gone, or has let wait too long, at {what!r}: {told}") from error
+        raise
+
+
+def gather_on_host(into: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> None:
+    """What each rank has, by rank."""
+    with with_peers(what):
+        dist.all_gather(into, mine, group=group)

@@ -1,0 +1,49 @@
+"""Ranks as processes that have a CUDA device each, over NCCL."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from systems.ranks.gloo import GlooLink
+from systems.ranks.link import Link, ordered_sum, pieces_for_all
+
+Reduction = Literal["ordered", "native"]
+
+# torch 2.13 calls them so, and warns about the older names.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class NcclLink(Link):
+    """Queues its collectives on the stream that is current where it is called, and returns before they are done.
+
+    Tags are not compared: that would keep the host waiting. host: for tensors that are not on a device; it compares them.
+    reduction: "ordered", Note [The ordered sum], or "native", the library's, whose bits may depend on sizes and topology.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, host: GlooLink, reduction: Reduction = "ordered") -> None:
+        self.rank, self.size = host.rank, host.size
+        self._group, self._host, self._reduction = group, host, reduction
+
+    def gather(self, tag: str, *wholes: torch.Tensor) -> None:
+        if not wholes[0].is_cuda:
+            self._host.gather(tag, *wholes)
+            return
+        for whole in wholes:
+            _gather(whole, self.own(whole), group=self._group)
+
+    def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
+        if not wholes[0].is_cuda:
+            self._host.reduce(tag, *wholes)
+            return
+        for whole in wholes:
+            if self._reduction == "native":
+                _reduce_scatter(self.own(whole), whole, group=self._group)
+                continue
+            for outgoing, into in pieces_for_all(whole, self.rank, self.size):
+                coming = torch.empty_like(outgoing)
+                dist.all_to_all_single(coming, outgoing, group=self._group)
+                ordered_sum(list(coming), into)
