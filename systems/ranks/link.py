@@ -12,8 +12,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
+
+from systems.errors import UnsupportedError
+
+Reduction = Literal["ordered", "native"]
 
 PIECE_BYTES = 16 << 20  # of what a rank sends to all at once in a reduction: its staging
 
@@ -48,6 +53,13 @@ class Link(ABC):
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Afterwards the own shard of each has the sum over all ranks: see Note [The ordered sum]. The rest is anything."""
 
+    def sum_by(self, reduction: Reduction) -> None:
+        """How the ranks' values are added on devices from here on: "ordered" is Note [The ordered sum], "native" the library's
+        own way, whose bits may depend on sizes and topology. UnsupportedError where there is no such way.
+        """
+        if reduction == "native":
+            raise UnsupportedError("reduction: native is NCCL's own sum, and these ranks have no NCCL: use ordered")
+
 
 class Alone(Link):
     """One rank: nothing is moved."""
@@ -58,6 +70,9 @@ class Alone(Link):
         return
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
+        return
+
+    def sum_by(self, reduction: Reduction) -> None:
         return
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from systems.ranks.gloo import GlooLink
-from systems.ranks.link import Link, ordered_sum, pieces_for_all
-
-Reduction = Literal["ordered", "native"]
+from systems.ranks.link import Link, Reduction, ordered_sum, pieces_for_all
 
 # torch 2.13 calls them so, and warns about the older names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,12 +19,15 @@ class NcclLink(Link):
     """Queues its collectives on the stream that is current where it is called, and returns before they are done.
 
     Tags are not compared: that would keep the host waiting. host: for tensors that are not on a device; it compares them.
-    reduction: "ordered", Note [The ordered sum], or "native", the library's, whose bits may depend on sizes and topology.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: GlooLink, reduction: Reduction = "ordered") -> None:
+    def __init__(self, group: dist.ProcessGroup, host: GlooLink) -> None:
         self.rank, self.size = host.rank, host.size
-        self._group, self._host, self._reduction = group, host, reduction
+        self._group, self._host = group, host
+        self._reduction: Reduction = "ordered"
+
+    def sum_by(self, reduction: Reduction) -> None:
+        self._reduction = reduction
 
     def gather(self, tag: str, *wholes: torch.Tensor) -> None:
         if not wholes[0].is_cuda:

@@ -15,6 +15,7 @@ from systems.device.make import make_device
 from systems.device.watch.events import EventLog
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
+from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
 from systems.ranks.beginnings import begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
@@ -68,6 +69,8 @@ class ManagedSystem(System):
             mine = SingleRank() if ranks is None else ranks
             budgets = Budgets(host=host_budget(settings), disk=disk)
             begin_alike(mine, settings, options, device_memory=budget, host_memory=budgets.host * settings.ranks_here)
+            if isinstance(options, StrategyOptions):
+                mine.link.sum_by(options.reduction)
             return ManagedEngine(model, settings, strategy, make, budgets, mine)
         except BudgetError as error:
             if settings.disk is not None and error.tier == "host":  # with more room there it may have done

@@ -22,7 +22,7 @@ WORK = """
 import os, pickle, sys, systems, torch
 import torch.distributed as dist
 from torch import nn
-folder, where, system, dtype, accumulate, budget = sys.argv[1:]
+folder, where, system, dtype, accumulate, budget, *options = sys.argv[1:]
 rank, size, width = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 512
 torch.cuda.set_device(0 if where == "shared" else rank)
 torch.use_deterministic_algorithms(True)
@@ -40,7 +40,8 @@ torch.manual_seed(0)
 model = nn.Sequential(*(Block() for _ in range(8)), nn.Linear(width, width))
 given = {"device_memory": int(budget)} if system != "resident" else {}
 engine = systems.initialize(
-    model, system=system, dtype=dtype, accumulate=int(accumulate), clip=1.0, host_memory="8GiB", **given
+    model, system=system, dtype=dtype, accumulate=int(accumulate), clip=1.0, host_memory="8GiB", **given,
+    options=dict(option.split("=") for option in options),
 )
 luck, losses = torch.Generator().manual_seed(1), []
 for step in range(5):
@@ -63,10 +64,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @cache
-def trained(where: str, system: str, dtype: str, accumulate: int, budget: int = 0) -> list[Any]:
+def trained(where: str, system: str, dtype: str, accumulate: int, budget: int = 0, *options: str) -> list[Any]:
     """Of each rank: its losses, the norms, the parameters and the device's peak."""
     with TemporaryDirectory() as folder:
-        arguments = [sys.executable, "-c", WORK, folder, where, system, dtype, str(accumulate), str(budget)]
+        arguments = [sys.executable, "-c", WORK, folder, where, system, dtype, str(accumulate), str(budget), *options]
         more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         started = [subprocess.Popen(arguments, env=os.environ | more | {"RANK": str(rank)}, cwd=ROOT) for rank in range(2)]
         assert [each.wait(timeout=180) for each in started] == [0, 0]
@@ -87,3 +88,12 @@ def test_ranks_have_the_bits_of_resident_on_them(where: str, strategy: str, dtyp
         assert losses == their_losses and norms == their_norms
         assert all(torch.equal(parameters[name], value) for name, value in theirs.items())
         assert peak <= of_resident // 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nccl_s_own_sum_of_two_ranks_has_the_same_bits() -> None:
+    """One addition, rounded once, either way."""
+    budget = trained(APART, "resident", "bf16", 2)[0][3] // 2
+    ordered, native = (trained(APART, "elixir", "bf16", 2, budget, f"reduction={how}") for how in ("ordered", "native"))
+    for mine, theirs in zip(native, ordered, strict=True):
+        assert mine[:2] == theirs[:2] and all(torch.equal(mine[2][name], value) for name, value in theirs[2].items())

@@ -382,6 +382,8 @@ def test_ranks_with_other_budgets_are_told_so(strategy: str) -> None:
 def test_what_ranks_cannot_do_so_far_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="several ranks share no disk"):
         on_ranks(elixir(), "stack", 2, disk=tmp_path)
+    with pytest.raises(UnsupportedError, match="reduction: native is NCCL's own sum"):
+        on_ranks(elixir(), "stack", 2, options={"reduction": "native"})
     with pytest.raises(UnsupportedError, match="no link between cuda devices"):
         on_ranks(RESIDENT, "stack", 2, device="cuda")
     with pytest.raises(UnsupportedError, match=r"several ranks so far: every rank's summon\(\)"):
