@@ -19,7 +19,7 @@ import torch
 from harness.roofs import clock, device, host
 from harness.roofs import contention as roofs
 from harness.roofs.clock import median_s, nothing
-from harness.roofs.contention import LEAST_TURNS, Moving, Moved, side_by_side
+from harness.roofs.contention import LEAST_TURNS, Moved, Moving, side_by_side
 from harness.roofs.device import BOTH, Devices, DeviceSizes, HostLink, copy_rate
 from harness.roofs.host import AdamPass, HostSizes, thread_counts
 from harness.spec import BadInputError
