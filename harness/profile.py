@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from harness.output import progress_console, say
 from harness.roofs import device as on_device
 from harness.roofs import host
+from harness.roofs.clock import nothing
+from harness.roofs.contention import Moving, contention
 from harness.roofs.device import Devices, DeviceSizes
 from harness.roofs.host import HostSizes
 from harness.spec import BadInputError, Device
@@ -27,10 +29,10 @@ from systems.adam.cpu import cpu_kernel
 from systems.machine.durable import prove_writable, write_whole
 from systems.machine.limits import MachineLimits, in_memory, read_limits
 from systems.messages import one_line
-from systems.planning.hardware import HardwareProfile
+from systems.planning.hardware import Flow, HardwareProfile
 from systems.sizes import format_size
 
-CORES_LEFT = 2  # by CPU Adam while copies run: one launches kernels, one queues copies
+SHORTEST_S = 1e-9  # of what took no time that could be seen: a profile's figures are above 0
 LATENCY_AT = 4 << 20  # bytes of the copy whose time beyond its bytes is called the latency
 
 
@@ -97,8 +99,10 @@ def measure_host(
     by_threads = host.adam_by_threads(sizes, host.thread_counts(limits.cores))
     for threads, rate in by_threads.items():
         figures.add(f"cpu_adam_{threads}_threads_bytes_per_s", rate, f"{kernel}, 28 bytes a parameter")
-    best = max(by_threads, key=lambda threads: by_threads[threads])
-    figures.put("cpu_adam_bytes_per_s", by_threads[best], f"{kernel}, {best} threads, 28 bytes a parameter")
+    threads = host.updating_threads(limits.cores)
+    figures.put("cpu_adam_bytes_per_s", by_threads[threads], f"{kernel}, {threads} threads, 28 bytes a parameter")
+    what = f"{sizes.small_updates} updates of CPU Adam over {sizes.large_updates} of as many parameters, {threads} threads"
+    figures.put("cpu_update_s", max(host.update_s(sizes, threads), SHORTEST_S), what)
 
 
 def measure_devices(
@@ -117,13 +121,7 @@ def measure_devices(
     tell("copies")
     _put_copies(figures, on_device.copies(kind, sizes), len(kind.devices))
     tell("CPU Adam beside copies")
-    one, threads = host.AdamPass(host_sizes.adam_parameters), max(limits.cores - CORES_LEFT, 1)
-    adam, copied = on_device.beside_copies(kind, one.by(cpu_kernel(threads=threads)), one.nbytes, sizes)
-    how = f"CPU Adam with {threads} threads, and copies both ways on {len(kind.devices)} devices"
-    figures.put("host_dram_bytes_per_s", adam + copied, f"{how}: sum of both")
-    figures.put("cpu_adam_dram_share", adam / (adam + copied), how)
-    figures.add("cpu_adam_beside_copies_bytes_per_s", adam, how)
-    figures.add("copies_beside_cpu_adam_bytes_per_s", copied, how)
+    _put_contention(figures, kind, host.updating_threads(limits.cores), host_sizes, sizes)
     tell("pinning, storages and unit events")
     for name, rate in on_device.pinning(kind, sizes).items():
         figures.add(f"{name}_bytes_per_s", rate, f"{format_size(sizes.pinned)} at once")
@@ -133,6 +131,27 @@ def measure_devices(
         on_device.unit_event_s(kind, sizes),
         f"elixir, everything fits, {sizes.units} units that do next to nothing",
     )
+
+
+def _put_contention(figures: Figures, kind: Devices, threads: int, host_sizes: HostSizes, sizes: DeviceSizes) -> None:
+    one = host.AdamPass(host_sizes.adam_parameters, host_sizes.large_updates)
+    update = one.by(cpu_kernel(threads=threads))
+
+    def turn() -> Callable[[], None]:
+        update()
+        return nothing
+
+    rates = contention(kind, Moving(one.nbytes, turn), sizes)
+    how = f"CPU Adam with {threads} threads, and copies of {format_size(sizes.copies[-1])} on {len(kind.devices)} devices"
+    what = figures.source(f"{how}: all bytes over all the time of {sizes.rounds} rounds")
+    figures.fields["contention"] = {"rates": rates, "source": what}
+    alone, together = rates[0][Flow.CPU_ADAM], rates[-1]
+    figures.put("cpu_adam_bytes_per_s", alone, f"{how}: alone, 28 bytes a parameter")
+    adam, all_of_it = together[Flow.CPU_ADAM], sum(together.values())
+    figures.put("host_dram_bytes_per_s", all_of_it, f"{how}, both ways: sum of all")
+    figures.put("cpu_adam_dram_share", adam / all_of_it, f"{how}, both ways")
+    figures.add("cpu_adam_beside_copies_bytes_per_s", adam, f"{how}, both ways")
+    figures.add("copies_beside_cpu_adam_bytes_per_s", all_of_it - adam, f"{how}, both ways")
 
 
 def _measure_compute(figures: Figures, kind: Devices, sizes: DeviceSizes) -> None:
@@ -168,7 +187,7 @@ def _put_copies(figures: Figures, found: on_device.Copies, devices: int) -> None
     size, rate = min(by_size["h2d"], key=lambda point: abs(point[0] - LATENCY_AT))
     latency = size / rate - size / max(rate for _, rate in by_size["h2d"])
     told = f"what {format_size(size)} take beyond the highest rate, host to device"
-    figures.put("copy_latency_s", max(latency, 1e-9), told)
+    figures.put("copy_latency_s", max(latency, SHORTEST_S), told)
     figures.put("both_ways_bytes_per_s", found.both_ways, f"sum of both at once, {pinned}")
     figures.put("node_copy_bytes_per_s", found.one_way_all, f"{devices} devices at once, host to device, {pinned}")
     figures.put("node_both_ways_bytes_per_s", found.both_ways_all, f"{devices} devices at once, sum of both ways, {pinned}")

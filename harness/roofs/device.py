@@ -1,4 +1,4 @@
-"""Roofs of devices and of their links to the host: copies, matrix products, memory, and what CPU Adam and copies share.
+"""Roofs of devices and of their links to the host: copies, matrix products, memory. Copies beside CPU Adam: contention.py.
 
 Nothing here names CUDA but `cuda_devices`: what is measured goes through a `Devices`, so that tests run all of it on a host.
 """
@@ -6,8 +6,6 @@ Nothing here names CUDA but `cuda_devices`: what is measured goes through a `Dev
 from __future__ import annotations
 
 import contextlib
-import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,7 +29,8 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 
 @dataclass(frozen=True)
 class DeviceSizes:
-    """How much is moved, in bytes unless named otherwise. over_s: how long each thing is measured.
+    """How much is moved, in bytes unless named otherwise. over_s: how long each thing is measured. rounds: how often each set
+    of flows beside each other is, in turn.
 
     copies: by size, ascending; the last is "large". issued: bytes that copies of one size move between two waits.
     matmul: side of the square matrices. width, tokens: of the transformer block, sequences of `sequence` tokens. heads: their
@@ -48,6 +47,7 @@ class DeviceSizes:
     sequence: int = 1024
     heads: tuple[int, ...] = (64, 80, 96, 128, 144, 192, 256)
     units: int = 32
+    rounds: int = 5
     over_s: float = 0.5
 
 
@@ -56,6 +56,7 @@ class Devices:
     """The devices of one kind in this machine.
 
     pin: host memory that copy engines read, bytes. stream: a new queue of a device. on: within, work goes to that queue.
+    mark: what it returns waits until a queue has done all that it has by then, and leaves the core to others meanwhile.
     wait: until all queues of all devices are empty. peers: whether the first two reach each other's memory.
     """
 
@@ -63,6 +64,7 @@ class Devices:
     pin: Callable[[int], torch.Tensor]
     stream: Callable[[torch.device], Any]
     on: Callable[[Any], AbstractContextManager[object]]
+    mark: Callable[[Any], Callable[[], None]]
     wait: Callable[[], None]
     peers: bool
 
@@ -79,11 +81,17 @@ def cuda_devices() -> Devices:
         for device in devices:
             torch.cuda.synchronize(device)
 
+    def mark(queue: torch.cuda.Stream) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)
+        event.record(queue)
+        return event.synchronize
+
     return Devices(
         devices=devices,
         pin=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True),
         stream=torch.cuda.Stream,
         on=torch.cuda.stream,
+        mark=mark,
         wait=wait,
         peers=len(devices) > 1 and torch.cuda.can_device_access_peer(0, 1),
     )
@@ -108,6 +116,10 @@ class HostLink:
         with self._kind.on(self._queues[direction]):
             for _ in range(count):
                 target.copy_(source, non_blocking=True)
+
+    def mark(self, direction: Direction) -> Callable[[], None]:
+        """What it returns waits until the copies queued so far are done."""
+        return self._kind.mark(self._queues[direction])
 
 
 def copy_rate(
@@ -150,32 +162,6 @@ def copies(kind: Devices, sizes: DeviceSizes) -> Copies:
         one_way_all=copy_rate(kind, links, ["h2d"], large, sizes),
         both_ways_all=copy_rate(kind, links, BOTH, large, sizes),
     )
-
-
-def beside_copies(kind: Devices, adam: Callable[[], None], adam_bytes: int, sizes: DeviceSizes) -> tuple[float, float]:
-    """(bytes a second of CPU Adam, payload bytes a second of copies) while both run, copies both ways on all devices.
-
-    adam: one pass, which lets other threads run meanwhile.
-    """
-    large = sizes.copies[-1]
-    links = [HostLink(kind, device, large, kind.pin) for device in kind.devices]
-    stop = threading.Event()
-    passes: list[float] = []
-
-    def update() -> None:
-        while not (stop.is_set() and passes):
-            began = time.perf_counter()
-            adam()
-            passes.append(time.perf_counter() - began)
-
-    worker = threading.Thread(target=update, name="adam-beside-copies")
-    worker.start()
-    try:
-        copied = copy_rate(kind, links, BOTH, large, sizes)
-    finally:
-        stop.set()
-        worker.join()
-    return adam_bytes / statistics.median(passes), copied
 
 
 def pinning(kind: Devices, sizes: DeviceSizes) -> dict[str, float]:

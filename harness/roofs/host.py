@@ -8,9 +8,12 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,21 +22,35 @@ from harness.roofs.clock import median_s
 from harness.spec import BadInputError
 from systems.adam.cpu import cpu_kernel
 from systems.adam.kernel import AdamKernel, AdamRange, AdamTask
+from systems.device.memory.host import HostMapping, host_account
+from systems.device.watch.events import EventLog
 from systems.machine.durable import beside
+from systems.planning.layout import ALIGN_BYTES
 from systems.sizes import format_size
 from systems.substrate.bundle.poison import Poison
 from systems.substrate.bundle.storage import RebindableStorage
 
+STATES = ("master", "exp_avg", "exp_avg_sq")
 ADAM_BYTES = 28  # a parameter: fp32 master and two moments read and written, bf16 gradient read, bf16 parameter written
+STATE_AND_GRADIENT = 14  # bytes a parameter takes
+CORES_LEFT = 2  # by CPU Adam in an engine on a device: one launches kernels, one queues copies
+UPDATERS = 2  # threads of an engine that hand updates to the kernel
 MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
 class HostSizes:
-    """How much is moved, in bytes unless named otherwise. over_s: how long each thing is measured."""
+    """How much is moved, in bytes unless named otherwise. over_s: how long each thing is measured.
+
+    large_updates, small_updates: in how many a pass of Adam is done; small ones are still more than one core's work. rounds:
+    how often both are, in turn.
+    """
 
     memory: int = GIB
     adam_parameters: int = 64 * MIB
+    large_updates: int = 4
+    small_updates: int = 64
+    rounds: int = 5
     disk: int = GIB
     disk_block: int = 8 * MIB
     rebinds: int = 1000
@@ -42,7 +59,7 @@ class HostSizes:
     @property
     def need(self) -> int:
         """Host memory that the largest of the measurements takes."""
-        return max(2 * self.memory, 14 * self.adam_parameters)
+        return max(2 * self.memory, 2 * STATE_AND_GRADIENT * self.adam_parameters)
 
 
 def dram(sizes: HostSizes) -> dict[str, float]:
@@ -56,29 +73,69 @@ def dram(sizes: HostSizes) -> dict[str, float]:
 
 
 class AdamPass:
-    """State of `parameters` on the host, as a segment's: the gradient lies where the updated parameters go."""
+    """State of `parameters` on the host, as an engine's: in huge pages, the gradient where the updated parameters go.
 
-    def __init__(self, parameters: int) -> None:
-        self.nbytes = ADAM_BYTES * parameters
-        slot = torch.full((parameters,), 1e-3, dtype=torch.bfloat16)
-        state = [torch.zeros(parameters) for _ in range(3)]
-        whole = AdamRange(0, parameters, lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=1)
-        self._tasks = [AdamTask(state[0], state[1], state[2], slot, slot, [whole])]
+    pieces: updates of one pass, which two threads take in turn as an engine's CPU lane does, so that one always lies ready.
+    """
+
+    def __init__(self, parameters: int, pieces: int) -> None:
+        self.nbytes, self.pieces = ADAM_BYTES * parameters, pieces
+        size = STATE_AND_GRADIENT * parameters + (len(STATES) + 1) * ALIGN_BYTES
+        self._memory = HostMapping("roofs", size, host_account(2 * size, EventLog(keep=False)), pinned=False)
+        self._memory.touch()
+        slot = self._memory.take(torch.bfloat16, parameters)[0].fill_(1e-3)
+        state = [self._memory.take(torch.float32, parameters)[0].zero_() for _ in STATES]
+        cuts = [parameters * piece // pieces for piece in range(pieces + 1)]
+        tasks = []
+        for begin, end in pairwise(cuts):
+            master, exp_avg, exp_avg_sq, gradient = (tensor[begin:end] for tensor in (*state, slot))
+            tasks.append(AdamTask(master, exp_avg, exp_avg_sq, gradient, gradient, [_whole(end - begin)]))
+        self._shares = [tasks[first::UPDATERS] for first in range(UPDATERS)]
+        self._updaters = ThreadPoolExecutor(UPDATERS, thread_name_prefix="roof-updates")
 
     def by(self, kernel: AdamKernel) -> Callable[[], None]:
         """One pass over all of it."""
-        return lambda: kernel.update_all(self._tasks, factor=1.0)
+
+        def take(tasks: Sequence[AdamTask]) -> None:
+            for task in tasks:
+                kernel.update_all([task], factor=1.0)
+
+        def update() -> None:
+            for _ in self._updaters.map(take, self._shares):
+                pass
+
+        return update
+
+
+def _whole(numel: int) -> AdamRange:
+    return AdamRange(0, numel, lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=1)
 
 
 def adam_by_threads(sizes: HostSizes, threads: Sequence[int]) -> dict[int, float]:
     """Bytes a second of the project's CPU Adam by its number of threads."""
-    one = AdamPass(sizes.adam_parameters)
+    one = AdamPass(sizes.adam_parameters, sizes.large_updates)
     return {n: one.nbytes / median_s(one.by(cpu_kernel(threads=n)), over_s=sizes.over_s) for n in threads}
 
 
+def update_s(sizes: HostSizes, threads: int) -> float:
+    """Seconds that an update takes beside its bytes: what a pass in many small ones takes longer than one in few large ones."""
+    kernel = cpu_kernel(threads=threads)
+    few, many = (AdamPass(sizes.adam_parameters, pieces) for pieces in (sizes.large_updates, sizes.small_updates))
+    more = []
+    for _ in range(sizes.rounds):
+        large, small = (median_s(one.by(kernel), over_s=sizes.over_s / sizes.rounds) for one in (few, many))
+        more.append((small - large) / (many.pieces - few.pieces))
+    return max(statistics.median(more), 0.0)
+
+
 def thread_counts(cores: int) -> list[int]:
-    """1, 2, 4 and so on, and all cores."""
-    return [*(1 << k for k in range(cores.bit_length()) if 1 << k < cores), cores]
+    """1, 2, 4 and so on, those of an engine on a device, and all cores."""
+    return sorted({*(1 << k for k in range(cores.bit_length()) if 1 << k < cores), updating_threads(cores), cores})
+
+
+def updating_threads(cores: int) -> int:
+    """Those of CPU Adam in an engine on a device."""
+    return max(cores - CORES_LEFT, 1)
 
 
 def rebind_s(device: torch.device, sizes: HostSizes) -> float:

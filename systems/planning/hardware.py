@@ -8,13 +8,15 @@ Note [Bandwidths]
     per node     node_copy (all devices at once in one direction), node_both_ways (all devices, sum of both), network
                  (one direction), and the host's own: cpu_adam alone, and host_dram, what CPU Adam and copies reach
                  together. Both count a CPU Adam pass as the bytes it reads and writes, and a copy as its payload.
+                 contention, where there, says what each of them gets, of all devices' copies at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from itertools import pairwise
+from enum import StrEnum
+from functools import cache, cached_property
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -92,6 +94,44 @@ class ByWidth(_Points):
         return next((rate for known, rate in self.points if known >= width), self.points[-1][1])
 
 
+class Flow(StrEnum):
+    """What moves bytes through the host's DRAM side by side."""
+
+    CPU_ADAM = "cpu_adam"
+    H2D = "h2d"
+    D2H = "d2h"
+
+
+def sets_of_flows() -> list[tuple[Flow, ...]]:
+    """All that may run at a time: each alone first, all of them last."""
+    return list(chain.from_iterable(combinations(Flow, count) for count in range(1, len(Flow) + 1)))
+
+
+class Contention(_Sourced):
+    """Bytes a second that each of CPU Adam and copies either way reaches while all of a set run, for every set of them."""
+
+    rates: tuple[Mapping[Flow, float], ...]
+
+    @model_validator(mode="after")
+    def _every_set_once(self) -> Self:
+        if sorted(map(sorted, self.rates)) != sorted(map(sorted, sets_of_flows())):
+            raise ValueError(f"rates must have each set of {', '.join(Flow)} once, {len(sets_of_flows())} in all")
+        if any(rate <= 0 for rates in self.rates for rate in rates.values()):
+            raise ValueError("rates are bytes a second above 0")
+        return self
+
+    @cached_property
+    def most(self) -> float:
+        """Of all that run together, in the set in which that is most."""
+        return max(sum(rates.values()) for rates in self.rates)
+
+    @cached_property
+    def kept(self) -> Mapping[frozenset[str], Mapping[str, float]]:
+        """Of its rate alone, by what runs; never more than all of it."""
+        alone = {flow: rates[flow] for rates in self.rates if len(rates) == 1 for flow in rates}
+        return {frozenset(rates): {flow: min(1.0, rates[flow] / alone[flow]) for flow in rates} for rates in self.rates}
+
+
 class HardwareProfile(BaseModel):
     """One kind of machine, or several nodes of it. See Note [Bandwidths].
 
@@ -103,8 +143,10 @@ class HardwareProfile(BaseModel):
     copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
     device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
     cpu_adam_dram_share: what CPU Adam gets of host_dram while copies contend for it; None: in proportion to what each
-    would take alone. unit_event_s: time of the host for each unit event (hooks, issue of operations). kernel_launch_s: for
-    each operation of the model, which small ones cannot undercut; None: no time.
+    would take alone. contention: what each gets beside the others, measured; it then rules instead, scaled to the rates that
+    each has alone. cpu_update_s: fixed part of an update by CPU Adam, beside its bytes; None: no time. unit_event_s: time of
+    the host for each unit event (hooks, issue of operations). kernel_launch_s: for each operation of the model, which small
+    ones cannot undercut; None: no time.
     other: figures that nothing computes with, such as pageable copies, pinning, or Adam by number of threads.
     """
 
@@ -136,6 +178,8 @@ class HardwareProfile(BaseModel):
     host_dram_bytes_per_s: SourcedNumber
     cpu_adam_bytes_per_s: SourcedNumber
     cpu_adam_dram_share: Share | None = None
+    contention: Contention | None = None
+    cpu_update_s: SourcedNumber | None = None
     unit_event_s: SourcedNumber
     kernel_launch_s: SourcedNumber | None = None
     other: Mapping[str, SourcedNumber] = {}

@@ -29,6 +29,8 @@ def test_everything_measured_is_a_whole_profile(devices: int, tmp_path: Path) ->
     assert loaded.copies_by_size is not None and len(loaded.copies_by_size.points) == len(SIZES.copies)
     assert (loaded.device_link_bytes_per_s is None) == (devices == 1)
     assert loaded.cpu_adam_dram_share is not None
+    assert loaded.contention is not None and loaded.contention.most >= loaded.host_dram_bytes_per_s.value
+    assert loaded.cpu_adam_bytes_per_s.value == loaded.contention.rates[0][hardware.Flow.CPU_ADAM]
     missing = {name for name in type(loaded).model_fields if getattr(loaded, name) is None}
     alone = {"device_link_bytes_per_s"} if devices == 1 else set()
     assert missing == {"network_bytes_per_s"} | alone
@@ -58,6 +60,7 @@ def test_a_host_alone_is_a_profile_like_another(tmp_path: Path, capsys: pytest.C
     loaded = hardware.load(str(path))
     assert loaded.device_name == hardware.load("h100-80g-x1").device_name
     assert loaded.cpu_adam_bytes_per_s.value == content["cpu_adam_bytes_per_s"]["value"]
+    assert loaded.cpu_update_s is not None and loaded.contention is None
 
 
 def test_what_was_written_meanwhile_is_not_overwritten(

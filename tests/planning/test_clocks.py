@@ -51,6 +51,24 @@ def test_the_favoured_side_gets_its_share_and_what_the_others_leave() -> None:
     assert alone == [BusySpan(0, approx(10))]
 
 
+def test_where_flows_were_measured_together_each_keeps_what_it_kept_there() -> None:
+    """Alone 10 and 20 a second, together 6 and 18, though the capacity is 15: a has done its 60 at 10 s, b its 200 at 11."""
+    beside = {frozenset({"a"}): {"a": 1.0}, frozenset({"b"}): {"b": 1.0}, frozenset({"a", "b"}): {"a": 0.6, "b": 0.9}}
+    resources = {DRAM: SharedResource(15, beside=beside)}
+    one = TimedJob("a", flow_bytes=60, rate=10.0, claims=(Claim(DRAM, favoured=True, measured_as="a"),))
+    other = TimedJob("b", flow_bytes=200, rate=20.0, claims=(Claim(DRAM, measured_as="b"),))
+    assert run([one, other], resources) == [BusySpan(0, approx(10)), BusySpan(0, approx(11))]
+
+
+@pytest.mark.parametrize(("unmeasured", "seconds"), [(2.0, 60 / 6), (50.0, 60 / (10 * 15 / 60))])
+def test_beside_a_flow_that_was_not_measured_the_lower_rate_counts(unmeasured: float, seconds: float) -> None:
+    """Measured 6 of 10; with 50 more asked of 15 in all its part is 2.5, with 2 more it would be 10."""
+    known = {frozenset({"a"}): {"a": 0.6}}
+    one = TimedJob("a", flow_bytes=60, rate=10.0, claims=(Claim(DRAM, measured_as="a"),))
+    spans = run([one, flow("c", 1e6, unmeasured)], {DRAM: SharedResource(15, beside=known)})
+    assert spans[0] == BusySpan(0, approx(seconds))
+
+
 def test_a_flow_through_two_resources_moves_at_the_slowest() -> None:
     claims = (Claim("link"), Claim(DRAM, units=2.0))
     job = TimedJob("a", flow_bytes=90, rate=30.0, claims=claims)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from systems.planning import hardware
-from systems.planning.hardware import BySize, HardwareProfile
+from systems.planning.hardware import BySize, Contention, Flow, HardwareProfile
 
 ASKED_FOR = {
     "h100-80g-x1": 1,
@@ -69,6 +70,20 @@ def test_copies_take_what_was_measured_at_every_measured_size() -> None:
     for size, rate in profile.copies_by_size.points:
         assert size / best + profile.copy_overhead_s(size) == pytest.approx(size / rate)
     assert profile.copy_overhead_s(1 << 40) == 0.0
+
+
+def test_contention_has_every_set_of_flows_once() -> None:
+    rates = [dict.fromkeys(those, 8.0 / len(those)) for those in hardware.sets_of_flows()]
+    whole = Contention(rates=tuple(rates), source="test")
+    assert whole.most == 8.0
+    assert whole.kept[frozenset({"cpu_adam", "d2h"})] == {"cpu_adam": 0.5, "d2h": 0.5}
+    faster = [*rates[:-1], dict.fromkeys(rates[-1], 9.0)]
+    assert set(Contention(rates=tuple(faster), source="test").kept[frozenset(rates[-1])].values()) == {1.0}
+    for broken in (rates[1:], [*rates, rates[0]], [*rates[1:], {Flow.H2D: 1.0}]):
+        with pytest.raises(ValidationError, match="rates must have each set of cpu_adam, h2d, d2h once, 7 in all"):
+            Contention(rates=tuple(broken), source="test")
+    with pytest.raises(ValidationError, match="bytes a second above 0"):
+        Contention(rates=({Flow.CPU_ADAM: 0.0}, *rates[1:]), source="test")
 
 
 def test_overheads_between_points_lie_between() -> None:

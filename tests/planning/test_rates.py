@@ -9,7 +9,8 @@ import pytest
 
 from systems.planning import hardware
 from systems.planning.clock.clocks import TimedJob, run
-from systems.planning.clock.rates import Costs, Rates, default_queues
+from systems.planning.clock.rates import HOST_DRAM, Costs, Rates, default_queues
+from systems.planning.hardware import Contention, Flow, HardwareProfile
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import ScheduledOperation, Work
 from tests.planning.machines import machine
@@ -83,6 +84,47 @@ def test_the_contention_measured_on_one_device() -> None:
     """Measured on one H100: about 140 GB/s combined, CPU Adam between 100 and 124 of it."""
     adam, copies = contended("h100-80g-x1")
     assert 100 <= adam <= 124 and adam + copies == pytest.approx(140)
+
+
+def measured(devices: int = 1) -> HardwareProfile:
+    """CPU Adam 160 GB/s alone, 120 beside copies one way and 100 beside both; copies 50, 40 and 30, 45 without Adam."""
+    adam, h2d, d2h = Flow.CPU_ADAM, Flow.H2D, Flow.D2H
+    alone: list[dict[Flow, float]] = [{adam: 160.0}, {h2d: 50.0}, {d2h: 50.0}]
+    pairs: list[dict[Flow, float]] = [{adam: 120.0, h2d: 40.0}, {adam: 120.0, d2h: 40.0}, {h2d: 45.0, d2h: 45.0}]
+    rates = [*alone, *pairs, {adam: 100.0, h2d: 30.0, d2h: 30.0}]
+    figures = dict(
+        cpu_adam_bytes_per_s=80 * GB, h2d_bytes_per_s=50 * GB, d2h_bytes_per_s=50 * GB, host_dram_bytes_per_s=90 * GB
+    )
+    in_bytes = tuple({flow: rate * GB for flow, rate in those.items()} for those in rates)
+    return machine(devices=devices, **figures).model_copy(update={"contention": Contention(rates=in_bytes, source="test")})
+
+
+@pytest.mark.parametrize(("lanes", "gbs"), [((0,), [80]), ((0, 1), [60, 40]), ((1, 2), [45, 45]), ((0, 1, 2), [50, 30, 30])])
+def test_measured_contention_is_what_flows_get_scaled_to_their_rates_alone(lanes: tuple[int, ...], gbs: list[float]) -> None:
+    """The profile's Adam is half as fast as the measured one, and so it is beside copies."""
+    profile = measured()
+    made = Costs(layout_of([(1000, [0])]), context(), Rates(profile, 1), default_queues(profile))
+    operations = (
+        operation(Work.UPDATE, LaneKind.CPU),
+        operation(Work.FETCH, LaneKind.H2D, bytes=GB),
+        operation(Work.OFFLOAD, LaneKind.D2H, bytes=GB),
+    )
+    jobs = [made.job(operations[lane], ())._replace(fixed_s=0.0, flow_bytes=gbs[at] * GB) for at, lane in enumerate(lanes)]
+    ends = [span.end_s for span in run(jobs, made.rates.resources())]
+    assert ends == pytest.approx([1.0] * len(lanes))
+
+
+def test_contention_is_of_all_devices_of_a_node() -> None:
+    """With two devices a rank has half of everything; one rank of two devices shares by the capacity, as without."""
+    whole, alone = Rates(measured(devices=2), 2), Rates(measured(devices=2), 1)
+    assert whole.resources()[HOST_DRAM].beside and whole.host_dram == 160 * GB / 2
+    assert not alone.resources()[HOST_DRAM].beside and alone.host_dram == 90 * GB
+
+
+def test_an_update_takes_its_fixed_time() -> None:
+    update = operation(Work.UPDATE, LaneKind.CPU)
+    assert costs().job(update, ()).fixed_s == 0.0
+    assert costs(cpu_update_s=1e-4).job(update, ()).fixed_s == 1e-4
 
 
 def test_a_disk_is_shared_by_the_nodes_ranks_and_may_be_missing() -> None:

@@ -9,6 +9,9 @@ Note [Sharing]
     resource, and whatever the others leave; within each side proportion rules. A flow through several resources moves at the
     slowest. Rates change only when a flow begins or ends.
 
+    Where it was measured what flows do to each other, that rules instead (`beside`): which part of its own rate each keeps, by
+    which of them run. If others that nobody measured flow as well, the lower of both counts.
+
     More of a resource helps whoever shares it. A higher rate of one flow alone does so at the others' cost, as on a real
     machine: a step that waits for them can then take a little longer.
 """
@@ -21,22 +24,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+Beside = Mapping[frozenset[str], Mapping[str, float]]
+
 
 @dataclass(frozen=True)
 class SharedResource:
-    """capacity: units a second. favoured_share: of the flows that claim it as favoured, see Note [Sharing]; 0: nobody is."""
+    """capacity: units a second. favoured_share: of the flows that claim it as favoured, see Note [Sharing]; 0: nobody is.
+    beside: measured flows that run together, by name, and the part of its own rate that each keeps.
+    """
 
     capacity: float
     favoured_share: float = 0.0
+    beside: Beside = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """units: of the resource, for each byte that flows."""
+    """units: of the resource, for each byte that flows. measured_as: the flow's name in `beside`; empty: it has none."""
 
     resource: str
     units: float = 1.0
     favoured: bool = False
+    measured_as: str = ""
 
 
 class TimedJob(NamedTuple):
@@ -167,15 +176,27 @@ class _VirtualRun:
         """Of all that flows, see Note [Sharing]."""
         flows = [one for one in self._active if one.left > 0 and one.fixed_until_s <= self._now]
         demand: dict[tuple[str, bool], float] = {}
+        names: dict[str, set[str]] = {}
         for flow in flows:
             job = self._jobs[flow.number]
             for claim in job.claims:
                 side = (claim.resource, claim.favoured)
                 demand[side] = demand.get(side, 0.0) + job.rate * claim.units
+                names.setdefault(claim.resource, set()).add(claim.measured_as)
         factors = {side: self._factor(side, demand) for side in demand}
         for flow in flows:
             job = self._jobs[flow.number]
-            flow.rate = job.rate * min((factors[c.resource, c.favoured] for c in job.claims), default=1.0)
+            kept = (self._kept(c, names[c.resource], factors[c.resource, c.favoured]) for c in job.claims)
+            flow.rate = job.rate * min(kept, default=1.0)
+
+    def _kept(self, claim: Claim, names: set[str], factor: float) -> float:
+        """Of its own rate. names: of all that flows there now. factor: by the resource's capacity."""
+        beside = self._resources[claim.resource].beside
+        together = beside.get(frozenset(names - {""}))
+        if together is None:
+            return factor
+        measured = together.get(claim.measured_as, 1.0)
+        return min(measured, factor) if "" in names else measured
 
     def _factor(self, side: tuple[str, bool], demand: Mapping[tuple[str, bool], float]) -> float:
         name, favoured = side

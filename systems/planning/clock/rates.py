@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from systems.planning.clock.clocks import Claim, SharedResource, TimedJob
-from systems.planning.hardware import HardwareProfile
+from systems.planning.hardware import Contention, Flow, HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import ScheduledOperation, Work, before_updates
@@ -63,7 +63,18 @@ class Rates:
 
     @property
     def host_dram(self) -> float:
-        return self.profile.host_dram_bytes_per_s.value / self.on_node
+        most = self._contention.most if self._contention is not None else 0.0
+        return max(self.profile.host_dram_bytes_per_s.value, most) / self.on_node
+
+    @property
+    def _contention(self) -> Contention | None:
+        """What was measured with all devices of a node says nothing of fewer."""
+        return self.profile.contention if self.on_node == self.profile.devices_per_node.value else None
+
+    @property
+    def update_s(self) -> float:
+        """Of each operation of the CPU lane, whatever its size."""
+        return self.profile.cpu_update_s.value if self.profile.cpu_update_s is not None else 0.0
 
     @property
     def device_dram(self) -> float:
@@ -86,9 +97,10 @@ class Rates:
         return rate.value / self.on_node
 
     def resources(self) -> dict[str, SharedResource]:
-        share = self.profile.cpu_adam_dram_share
+        share, measured = self.profile.cpu_adam_dram_share, self._contention
+        beside = measured.kept if measured is not None else {}
         return {
-            HOST_DRAM: SharedResource(self.host_dram, share.value if share is not None else 0.0),
+            HOST_DRAM: SharedResource(self.host_dram, share.value if share is not None else 0.0, beside),
             HOST_LINK: SharedResource(self.both_ways),
         }
 
@@ -121,9 +133,9 @@ class Costs:
             return TimedJob(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value)
         queue = self.queues[operation.lane]
         if operation.lane is LaneKind.CPU:
-            claims = (Claim(HOST_DRAM, favoured=True),)
+            claims = (Claim(HOST_DRAM, favoured=True, measured_as=Flow.CPU_ADAM),)
             nbytes, priority = self.host_bytes(operation), self._priority(operation)
-            return TimedJob(queue, waits, 0.0, nbytes, self.rates.cpu_adam, claims, priority)
+            return TimedJob(queue, waits, self.rates.update_s, nbytes, self.rates.cpu_adam, claims, priority)
         if operation.lane is LaneKind.COMPUTE or operation.kind is Work.SQUARES:
             return TimedJob(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
         if operation.lane in (LaneKind.GATHER, LaneKind.REDUCE):
@@ -181,8 +193,10 @@ class Costs:
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
         if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
             return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
-        rate = self.rates.h2d if operation.lane is LaneKind.H2D else self.rates.d2h
-        return TimedJob(queue, waits, fixed, operation.bytes, rate, (Claim(HOST_DRAM), Claim(HOST_LINK)))
+        down = operation.lane is LaneKind.H2D
+        rate, flow = (self.rates.h2d, Flow.H2D) if down else (self.rates.d2h, Flow.D2H)
+        claims = (Claim(HOST_DRAM, measured_as=flow), Claim(HOST_LINK))
+        return TimedJob(queue, waits, fixed, operation.bytes, rate, claims)
 
     def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
