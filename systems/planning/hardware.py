@@ -9,6 +9,8 @@ Note [Bandwidths]
                  (one direction), and the host's own: cpu_adam alone, and host_dram, what CPU Adam and copies reach
                  together. Both count a CPU Adam pass as the bytes it reads and writes, and a copy as its payload.
                  contention, where there, says what each of them gets, of all devices' copies at once.
+    all devices  gathers_by_size, reductions_by_size: of all devices of a node at once, by the bytes that pass each device's
+                 port one way, which of N bytes over R devices are N (R - 1) / R
 """
 
 from __future__ import annotations
@@ -68,13 +70,18 @@ class _Points(_Sourced):
 
 
 class BySize(_Points):
-    """Rate of a copy by its size."""
+    """Rate of a copy or a collective by its size."""
 
     columns, sizes = "(bytes, bytes a second)", "sizes"
 
+    @property
+    def best(self) -> float:
+        """The highest rate."""
+        return max(rate for _, rate in self.points)
+
     def overhead_s(self, size: float) -> float:
-        """Seconds that a copy takes beyond its size at the highest rate: interpolated between points, constant outside."""
-        best = max(rate for _, rate in self.points)
+        """Seconds that it takes beyond its size at the highest rate: interpolated between points, constant outside."""
+        best = self.best
         known = [(s, s / rate - s / best) for s, rate in self.points]
         if size <= known[0][0]:
             return known[0][1]
@@ -142,6 +149,8 @@ class HardwareProfile(BaseModel):
     other operations, one kernel each; None: all of it, which flatters.
     copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
     device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
+    gathers_by_size, reductions_by_size: collectives as they are carried out; None: at the link's rate, with a copy's latency.
+    exchange_s: of all ranks telling each other a few bytes through the host; None: no time.
     cpu_adam_dram_share: what CPU Adam gets of host_dram while copies contend for it; None: in proportion to what each
     would take alone. contention: what each gets beside the others, measured; it then rules instead, scaled to the rates that
     each has alone. cpu_update_s: fixed part of an update by CPU Adam, beside its bytes; None: no time. unit_event_s: time of
@@ -175,6 +184,9 @@ class HardwareProfile(BaseModel):
     copies_by_size: BySize | None = None
     device_link_bytes_per_s: SourcedNumber | None = None
     network_bytes_per_s: SourcedNumber | None = None
+    gathers_by_size: BySize | None = None
+    reductions_by_size: BySize | None = None
+    exchange_s: SourcedNumber | None = None
     host_dram_bytes_per_s: SourcedNumber
     cpu_adam_bytes_per_s: SourcedNumber
     cpu_adam_dram_share: Share | None = None
