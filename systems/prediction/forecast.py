@@ -30,9 +30,10 @@ from systems.planning.step.residence import Residence, unmovable
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy, check_update_rule
 from systems.planning.trace import Trace
+from systems.prediction.baseline_policy import BaselinePolicy
 from systems.prediction.meta_step import observe
 from systems.prediction.needs import TierNeed, device_need, disk_need, host_need
-from systems.prediction.resident_policy import ResidentPolicy
+from systems.prediction.policies import policy_of
 from systems.prediction.running_ahead import AheadForecast
 from systems.settings import TORCH_DTYPE, DType
 from systems.sizes import format_size
@@ -139,6 +140,7 @@ class _Planned:
     blocks' inputs that may wait on the host, in whole pages. choice: of what runs ahead in the plan.
     """
 
+    policy: Any
     layout: Layout
     trace: Trace
     plan: Plan
@@ -147,14 +149,14 @@ class _Planned:
     warm_up_peak_bytes: int = 0
     inputs_away: int = 0
 
+    def schedule(self) -> Schedule:
+        if isinstance(self.policy, BaselinePolicy):
+            return self.policy.schedule(self.layout, self.trace, self.plan)
+        return expand(self.layout, self.trace, self.plan, self.context)
 
-def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
-    """What makes the plans of a system. ValueError for one that makes none (an outside package)."""
-    if isinstance(system, ManagedSystem):
-        return system.strategy
-    if system.name == "resident":
-        return ResidentPolicy
-    raise ValueError(f"{system.name} makes no plan that could be simulated: harness run measures it")
+    @property
+    def resting(self) -> Mapping[str, int]:
+        return self.policy.resting_bytes(self.layout) if isinstance(self.policy, BaselinePolicy) else {}
 
 
 def forecast(system: System, options: BaseModel, question: Question, observations: Observations) -> Forecast:
@@ -163,12 +165,17 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     least, refusal = _least_budget(planner)
     planned = planner.at(max(least, question.device_memory))
     assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
-    schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
-    simulation = simulation_of(schedule, planned.trace, planned.plan, question.profile)
+    schedule = planned.schedule()
+    simulation = simulation_of(schedule, planned.trace, planned.plan, question.profile, ranks=question.ranks)
     buffers = observations.of(question)[1].buffer_bytes
     kept = planned.context.memory_for(simulation.memory.total_peak) - simulation.memory.total_peak
     device = device_need(
-        schedule, simulation.memory, buffer_bytes=buffers, allocator_bytes=kept, have_bytes=question.device_memory
+        schedule,
+        simulation.memory,
+        buffer_bytes=buffers,
+        allocator_bytes=kept,
+        have_bytes=question.device_memory,
+        resting=planned.resting,
     )
     host = planner.host_need(planned, schedule)
     why_not = refusal
@@ -194,7 +201,7 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     planned = planner.at(question.device_memory, any_plan=True)
     if not isinstance(planned, _Planned):
         return False
-    host = planner.host_need(planned, expand(planned.layout, planned.trace, planned.plan, planned.context))
+    host = planner.host_need(planned, planned.schedule())
     if not host.fits or question.shared_memory is None:
         return host.fits
     left = question.shared_memory - planner.at_first(planned)
@@ -252,6 +259,8 @@ class _PlansByBudget:
         )
         self._overflows = False
         strategy = self._policy(self._options, context)
+        if isinstance(strategy, BaselinePolicy):
+            context = strategy.context
         check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
         index, work = self._observations.of(question)
         layout = self._layout(strategy, index, context)
@@ -264,7 +273,7 @@ class _PlansByBudget:
             warm_up = self._warm_up(strategy, layout, trace, context)
             choice = self._choice(strategy, strategy.plan(layout, trace), layout, trace, context)
             inputs = waiting_input_bytes(trace, away)
-            return _Planned(layout, trace, choice.made(), context, choice, warm_up, inputs)
+            return _Planned(strategy, layout, trace, choice.made(), context, choice, warm_up, inputs)
         return self._plan_with_switches(strategy, index, layout, context)
 
     def _plan_with_switches(self, strategy: Strategy, index: ModelIndex, layout: Layout, context: PlanningContext) -> _Planned:
@@ -283,7 +292,7 @@ class _PlansByBudget:
                 choice = self._choice(strategy, plan, layout, trace, context)
                 inputs = waiting_input_bytes(trace, strategy.offloaded_inputs)
                 peak = max(warm_up or 0, plan.provisional_peak_bytes)
-                return _Planned(layout, trace, choice.made(), context, choice, peak, inputs)
+                return _Planned(strategy, layout, trace, choice.made(), context, choice, peak, inputs)
             seen = self._warm_up(strategy, layout, trace, context)
             warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
             plan = strategy.plan(layout, trace)
@@ -329,7 +338,7 @@ class _PlansByBudget:
             schedule,
             ranks_on_node=question.ranks_on_node,
             have_bytes=question.host_memory,
-            copies=self._keeps_host_copies,
+            offloads=self._keeps_host_copies or planned.policy.offloads,
             inputs=planned.inputs_away,
         )
 

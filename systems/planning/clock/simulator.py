@@ -62,9 +62,14 @@ class Simulation:
         return max(self.bounds_s, key=lambda name: self.bounds_s[name])
 
 
-def simulation_of(schedule: Schedule, trace: Trace, plan: Plan, profile: HardwareProfile) -> Simulation:
-    """One steady step of a valid plan. One that can never end raises CircularWaitError; the validator says why."""
-    costs = costs_of(schedule, profile)
+def simulation_of(
+    schedule: Schedule, trace: Trace, plan: Plan, profile: HardwareProfile, *, ranks: int | None = None
+) -> Simulation:
+    """One steady step of a valid plan. One that can never end raises CircularWaitError; the validator says why.
+
+    ranks: that take part, where each has all states and the schedule was made as for one of them; None: the schedule's own.
+    """
+    costs = costs_of(schedule, profile, ranks)
     timed = clocked(schedule.operations, len(trace), costs)
     events = tuple(
         TimedEvent(_lane(operation), operation.label, span.start_s, span.end_s - span.start_s)
@@ -85,9 +90,9 @@ def step_time_of(schedule: Schedule, profile: HardwareProfile) -> float:
     return clocked(schedule.operations, len(schedule.demand), costs_of(schedule, profile)).step_time_s
 
 
-def costs_of(schedule: Schedule, profile: HardwareProfile) -> Costs:
+def costs_of(schedule: Schedule, profile: HardwareProfile, ranks: int | None = None) -> Costs:
     residence = schedule.residence
-    rates = Rates(profile, residence.context.ranks)
+    rates = Rates(profile, residence.context.ranks if ranks is None else ranks)
     updates = in_order_of_use((b.index for b in residence.layout.bundles if b.trainable), schedule.demand)
     return Costs(
         residence.layout,
