@@ -9,8 +9,8 @@ Note [Bandwidths]
                  (one direction), and the host's own: cpu_adam alone, and host_dram, what CPU Adam and copies reach
                  together. Both count a CPU Adam pass as the bytes it reads and writes, and a copy as its payload.
                  contention, where there, says what each of them gets, of all devices' copies at once.
-    all devices  gathers_by_size, reductions_by_size: of all devices of a node at once, by the bytes that pass each device's
-                 port one way, which of N bytes over R devices are N (R - 1) / R
+    all devices  gathers, reductions and native_reductions_by_size: of all devices of a node at once, by the bytes that pass
+                 each device's port one way, which of N bytes over R devices are N (R - 1) / R
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class HardwareProfile(BaseModel):
     other operations, one kernel each; None: all of it, which flatters.
     copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
     device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
-    gathers_by_size, reductions_by_size: collectives as they are carried out; None: at the link's rate, with a copy's latency.
+    gathers_by_size, reductions_by_size: collectives as they are carried out, reductions by the ordered sum of ranks/link.py;
+    native_reductions_by_size: by the library's own; None: at the link's rate, with a copy's latency.
     exchange_s: of all ranks telling each other a few bytes through the host; None: no time.
     cpu_adam_dram_share: what CPU Adam gets of host_dram while copies contend for it; None: in proportion to what each
     would take alone. contention: what each gets beside the others, measured; it then rules instead, scaled to the rates that
@@ -186,6 +187,7 @@ class HardwareProfile(BaseModel):
     network_bytes_per_s: SourcedNumber | None = None
     gathers_by_size: BySize | None = None
     reductions_by_size: BySize | None = None
+    native_reductions_by_size: BySize | None = None
     exchange_s: SourcedNumber | None = None
     host_dram_bytes_per_s: SourcedNumber
     cpu_adam_bytes_per_s: SourcedNumber
@@ -207,6 +209,10 @@ class HardwareProfile(BaseModel):
     @property
     def devices(self) -> int:
         return self.nodes.value * self.devices_per_node.value
+
+    def summing_natively(self) -> HardwareProfile:
+        """The same where ranks add gradients in the library's own way."""
+        return self.model_copy(update={"reductions_by_size": self.native_reductions_by_size or self.reductions_by_size})
 
     def matmul_rate(self, dtype: str) -> float:
         """Operations a second that training reaches. ValueError if the device does not multiply in this type."""

@@ -33,7 +33,7 @@ from systems.planning.trace import Trace
 from systems.prediction.baseline_policy import BaselinePolicy
 from systems.prediction.meta_step import observe
 from systems.prediction.needs import TierNeed, device_need, disk_need, host_need
-from systems.prediction.policies import policy_of
+from systems.prediction.policies import policy_of, sums_natively
 from systems.prediction.running_ahead import AheadForecast
 from systems.settings import TORCH_DTYPE, DType
 from systems.sizes import format_size
@@ -165,8 +165,8 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     least, refusal = _least_budget(planner)
     planned = planner.at(max(least, question.device_memory))
     assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
-    schedule = planned.schedule()
-    simulation = simulation_of(schedule, planned.trace, planned.plan, question.profile, ranks=question.ranks)
+    schedule, profile = planned.schedule(), planner.question.profile
+    simulation = simulation_of(schedule, planned.trace, planned.plan, profile, ranks=question.ranks)
     buffers = observations.of(question)[1].buffer_bytes
     kept = planned.context.memory_for(simulation.memory.total_peak) - simulation.memory.total_peak
     device = device_need(
@@ -210,11 +210,17 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     )
 
 
+def as_summed(question: Question, system: System, options: BaseModel) -> Question:
+    """On a profile whose reductions are this system's."""
+    profile = question.profile
+    return replace(question, profile=profile.summing_natively()) if sums_natively(system, options) else question
+
+
 class _PlansByBudget:
     """A system's plans by device budget, each made once; host memory is looked at apart."""
 
     def __init__(self, system: System, options: BaseModel, question: Question, observations: Observations) -> None:
-        self.question = question
+        self.question = question = as_summed(question, system, options)
         self._policy, self._options, self._observations = policy_of(system), options, observations
         self._keeps_host_copies = isinstance(system, ManagedSystem)
         self._overflows = False  # the layout asked for last has bundles that stay on the device for want of host memory

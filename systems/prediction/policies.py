@@ -7,6 +7,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import BaseModel
+
 from systems.planning.strategy import PlanningContext
 from systems.prediction.baseline_policy import BaselinePolicy
 from systems.prediction.replicas import DdpPolicy, ResidentPolicy
@@ -39,3 +41,8 @@ def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
 def runs_as_planned(system: System) -> bool:
     """A run does what is planned: not so of other packages, of which there are rules alone."""
     return isinstance(system, ManagedSystem) or system.name == RESIDENT
+
+
+def sums_natively(system: System, options: BaseModel) -> bool:
+    """Ranks add gradients in the library's own way, as all other packages do: not by the ordered sum."""
+    return not runs_as_planned(system) or getattr(options, "reduction", "ordered") == "native"

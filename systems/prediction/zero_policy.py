@@ -35,9 +35,7 @@ PREFETCH = 500_000_000
 class ZeroPolicy(BaselinePolicy):
     """See Note [Static partition]."""
 
-    def __init__(
-        self, name: str, stage: Literal[2, 3], offloads: bool, options: BaseModel, context: PlanningContext
-    ) -> None:
+    def __init__(self, name: str, stage: Literal[2, 3], offloads: bool, options: BaseModel, context: PlanningContext) -> None:
         super().__init__(options, context)
         self.name, self.stage, self.offloads = name, stage, offloads
 
