@@ -29,6 +29,7 @@ from systems.messages import invalid_value, one_line, unknown_name
 
 FOLDER = Path(__file__).with_name("hardware")
 MAX_CHAIN = 4  # profiles that one is like, one through the other
+ASSUMED = ("assumed", "not measured")  # how a source begins that is none
 DTypeName = Literal["bf16", "fp16", "fp32"]
 
 
@@ -209,6 +210,12 @@ class HardwareProfile(BaseModel):
     @property
     def devices(self) -> int:
         return self.nodes.value * self.devices_per_node.value
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Fields that say of themselves that nobody measured or published them."""
+        fields = ((name, getattr(self, name)) for name in sorted(type(self).model_fields))
+        return tuple(name for name, found in fields if isinstance(found, _Sourced) and found.source.startswith(ASSUMED))
 
     def summing_natively(self) -> HardwareProfile:
         """The same where ranks add gradients in the library's own way."""

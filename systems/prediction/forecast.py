@@ -110,7 +110,8 @@ class Forecast:
     """One system's answer. tiers: device and host.
 
     device_peak_bytes: what the device's allocator will have reserved. warm_up_peak_bytes: already before there is a plan.
-    least_device_bytes: the smallest device budget in which there is a plan. why_not: one line; None if it fits. Where the
+    least_device_bytes: the smallest device budget in which there is a plan, where a node's host has least_device_host_bytes,
+    which may be more than there is: what that lacks a larger device may have. why_not: one line; None if it fits. Where the
     device is too small, tiers and simulation are of that smallest budget. ahead: of updates that run ahead of the norm; None
     where none can.
     """
@@ -122,6 +123,7 @@ class Forecast:
     device_peak_bytes: int
     warm_up_peak_bytes: int
     least_device_bytes: int
+    least_device_host_bytes: int
     why_not: str | None
     ahead: AheadForecast | None = None
 
@@ -192,7 +194,10 @@ def forecast(system: System, options: BaseModel, question: Question, observation
         on_node = question.ranks_on_node
         tiers["disk"] = disk_need(planned.layout, ranks_on_node=on_node, have_bytes=question.disk_memory)
     ahead = AheadForecast.of(planned.choice, planned.plan, question.ranks_on_node)
-    return Forecast(system.name, question, tiers, simulation, *peaks, least, why_not, ahead)
+    smallest = planner.at(least, any_plan=True)
+    assert isinstance(smallest, _Planned), "there is a plan for the least"
+    on_host = planner.host_need(smallest, smallest.schedule()).need_bytes
+    return Forecast(system.name, question, tiers, simulation, *peaks, least, on_host, why_not, ahead)
 
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:

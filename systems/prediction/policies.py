@@ -43,6 +43,17 @@ def runs_as_planned(system: System) -> bool:
     return isinstance(system, ManagedSystem) or system.name == RESIDENT
 
 
+def left_out(system: str, ranks: int) -> tuple[str, ...]:
+    """What a forecast of this system does not know, in words; nothing of what is planned and run here on one rank."""
+    found = []
+    if ranks > 1:
+        found.append("what collectives take from compute on a device, and in buffers of the library that carries them out")
+        found.append("waits for a rank that is slower than the others")
+    if system in BASELINES and system != RESIDENT:
+        found.append(f"what {system} takes in time and memory beyond its rules: a run may be slower")
+    return tuple(found)
+
+
 def sums_natively(system: System, options: BaseModel) -> bool:
     """Ranks add gradients in the library's own way, as all other packages do: not by the ordered sum."""
     return not runs_as_planned(system) or getattr(options, "reduction", "ordered") == "native"
