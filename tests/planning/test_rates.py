@@ -103,7 +103,7 @@ def measured(devices: int = 1) -> HardwareProfile:
 def test_measured_contention_is_what_flows_get_scaled_to_their_rates_alone(lanes: tuple[int, ...], gbs: list[float]) -> None:
     """The profile's Adam is half as fast as the measured one, and so it is beside copies."""
     profile = measured()
-    made = Costs(layout_of([(1000, [0])]), context(), Rates(profile, 1), default_queues(profile))
+    made = Costs(layout_of([(1000, [0])]), context(), Rates(profile, 1), default_queues())
     operations = (
         operation(Work.UPDATE, LaneKind.CPU),
         operation(Work.FETCH, LaneKind.H2D, bytes=GB),

@@ -38,6 +38,47 @@ UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bu
 
 
 @dataclass(frozen=True)
+class LinkRates:
+    """Of what ranks do together: see Note [Collectives]. host: bytes a second of the host link, both ways at once."""
+
+    profile: HardwareProfile
+    ranks: int
+    host: float
+
+    def rate(self, lane: LaneKind) -> float:
+        """Bytes a second that pass a port."""
+        profile, measured = self.profile, self._measured(lane)
+        if measured is not None:
+            rate = measured.best
+        else:
+            rate = self.host if profile.device_link_bytes_per_s is None else profile.device_link_bytes_per_s.value
+        if self.ranks > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
+            rate = min(rate, profile.network_bytes_per_s.value)
+        return rate
+
+    def overhead_s(self, lane: LaneKind, size: float) -> float:
+        """Seconds of a collective of so many bytes a port beside them at that rate."""
+        measured = self._measured(lane)
+        if measured is not None:
+            return measured.overhead_s(size)
+        return math.ceil(math.log2(self.ranks)) * self.profile.copy_overhead_s(size / max(1, self.ranks - 1))
+
+    def _measured(self, lane: LaneKind) -> BySize | None:
+        return self.profile.gathers_by_size if lane is LaneKind.GATHER else self.profile.reductions_by_size
+
+    @property
+    def exchange_s(self) -> float:
+        """See Note [Exchanges]."""
+        told = self.profile.exchange_s
+        return told.value if told is not None and self.ranks > 1 else 0.0
+
+    @property
+    def through_host(self) -> bool:
+        """Collectives share the host link with copies."""
+        return self.ranks > 1 and self.profile.device_link_bytes_per_s is None
+
+
+@dataclass(frozen=True)
 class Rates:
     """One rank's part of a profile, see Note [One rank stands for all]. Bytes a second."""
 
@@ -87,39 +128,9 @@ class Rates:
     def device_dram(self) -> float:
         return self.profile.device_dram_bytes_per_s.value
 
-    def collective(self, lane: LaneKind) -> float:
-        """See Note [Collectives]."""
-        profile, measured = self.profile, self.measured(lane)
-        if measured is not None:
-            rate = measured.best
-        elif profile.device_link_bytes_per_s is not None:
-            rate = profile.device_link_bytes_per_s.value
-        else:
-            rate = min(self.h2d, self.d2h, self.both_ways / 2)
-        if self.ranks > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
-            rate = min(rate, profile.network_bytes_per_s.value)
-        return rate
-
-    def collective_overhead_s(self, lane: LaneKind, size: float) -> float:
-        """Seconds of a collective of so many bytes a port beside them at full bandwidth."""
-        measured = self.measured(lane)
-        if measured is not None:
-            return measured.overhead_s(size)
-        return math.ceil(math.log2(self.ranks)) * self.profile.copy_overhead_s(size / max(1, self.ranks - 1))
-
-    def measured(self, lane: LaneKind) -> BySize | None:
-        return self.profile.gathers_by_size if lane is LaneKind.GATHER else self.profile.reductions_by_size
-
     @property
-    def exchange_s(self) -> float:
-        """See Note [Exchanges]."""
-        told = self.profile.exchange_s
-        return told.value if told is not None and self.ranks > 1 else 0.0
-
-    @property
-    def through_host(self) -> bool:
-        """Collectives share the host link with copies."""
-        return self.ranks > 1 and self.profile.device_link_bytes_per_s is None
+    def link(self) -> LinkRates:
+        return LinkRates(self.profile, self.ranks, min(self.h2d, self.d2h, self.both_ways / 2))
 
     def disk(self, lane: LaneKind) -> float:
         profile = self.profile
@@ -161,7 +172,7 @@ class Costs:
         """waits: job numbers. The operation is on a lane."""
         assert operation.lane is not None
         if operation.kind is Work.NORM:  # the host reads it and goes on: it belongs to the host's own order
-            return TimedJob(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value + self.rates.exchange_s)
+            return TimedJob(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value + self.rates.link.exchange_s)
         queue = self.queues[operation.lane]
         if operation.lane is LaneKind.CPU:
             claims = (Claim(HOST_DRAM, favoured=True, measured_as=Flow.CPU_ADAM),)
@@ -226,14 +237,14 @@ class Costs:
             return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
         down = operation.lane is LaneKind.H2D
         rate, flow = (self.rates.h2d, Flow.H2D) if down else (self.rates.d2h, Flow.D2H)
-        way = (Claim(TO_DEVICE if down else FROM_DEVICE),) if self.rates.through_host else ()
+        way = (Claim(TO_DEVICE if down else FROM_DEVICE),) if self.rates.link.through_host else ()
         claims = (Claim(HOST_DRAM, measured_as=flow), Claim(HOST_LINK), *way)
         return TimedJob(queue, waits, fixed, operation.bytes, rate, claims)
 
     def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
-        rates, size = self.rates, self.payload(operation)
+        link, size = self.rates.link, self.payload(operation)
         through = Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK, units=2.0), Claim(TO_DEVICE), Claim(FROM_DEVICE)
-        claims = through if rates.through_host else ()
-        fixed = rates.collective_overhead_s(operation.lane, size)
-        return TimedJob(queue, waits, fixed, size, rates.collective(operation.lane), claims)
+        claims = through if link.through_host else ()
+        fixed = link.overhead_s(operation.lane, size)
+        return TimedJob(queue, waits, fixed, size, link.rate(operation.lane), claims)

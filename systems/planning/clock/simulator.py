@@ -141,7 +141,7 @@ class _Steps:
         self._operations = [(o, costs.job(o, ())) for o in operations if o.lane is not None]
         event_s, heard = costs.rates.profile.unit_event_s.value, exchanged(operations)
         self._events = [TimedJob(HOST_QUEUE, fixed_s=event_s)] * (moments - 1)
-        self._events.append(TimedJob(HOST_QUEUE, fixed_s=event_s + heard * costs.rates.exchange_s))
+        self._events.append(TimedJob(HOST_QUEUE, fixed_s=event_s + heard * costs.rates.link.exchange_s))
         self.jobs: list[TimedJob] = []
         self._shown: list[tuple[int, ScheduledOperation]] = []  # (job, operation) of the last step
         self._firsts: list[int] = []
@@ -270,7 +270,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
         "pcie": max([shared.get(HOST_LINK, 0.0), *copied.values()]),
         "disk": max(stored.values(), default=0.0),
         "link": collected,
-        "issue": len(trace) * costs.rates.profile.unit_event_s.value + EXCHANGES * costs.rates.exchange_s,
+        "issue": len(trace) * costs.rates.profile.unit_event_s.value + EXCHANGES * costs.rates.link.exchange_s,
     }
     if plan.update_rule is UpdateRule.AFTER_NORM and after_norm:
         turn = next((m for m, entering in enumerate(trace.moments) if entering.phase is Phase.BACKWARD_ENTER), 0)
