@@ -47,7 +47,7 @@ def left_out(system: str, ranks: int) -> tuple[str, ...]:
     """What a forecast of this system does not know, in words; nothing of what is planned and run here on one rank."""
     found = []
     if ranks > 1:
-        found.append("what collectives take from compute on a device, and in buffers of the library that carries them out")
+        found.append("what collectives take from compute on a device, and in staging and buffers of their library")
         found.append("waits for a rank that is slower than the others")
     if system in BASELINES and system != RESIDENT:
         found.append(f"what {system} takes in time and memory beyond its rules: a run may be slower")
