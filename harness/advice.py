@@ -17,7 +17,8 @@ from systems.errors import UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning import hardware
 from systems.planning.layout import PAGE, round_up
-from systems.prediction.forecast import Observations, Question, fits, forecast, policy_of
+from systems.prediction.forecast import Observations, Question, fits, forecast
+from systems.prediction.policies import runs_as_planned
 from systems.prediction.remedies import DiskRoom, Remedy, remedies
 
 PROFILE = "h100-80g-x1"  # for the times of a plan, on a machine that has no profile of its own
@@ -28,9 +29,7 @@ MAPPINGS = 5  # of host memory, each of whole pages
 def advise(spec: RunSpec, request: Request) -> list[str]:
     """Lines "what: command". The first plans what was asked for; the others would train here."""
     asked = _as_plan(spec, request)
-    try:
-        policy_of(request.system)
-    except ValueError:
+    if not runs_as_planned(request.system):
         every = asked.model_copy(update={"system": ALL, "option": ()})
         return [f"what this project's own systems need: {command('plan', every)}"]
     question, observations = question_of(asked)

@@ -29,6 +29,7 @@ from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.meta_step import Unfilled
+from systems.prediction.policies import left_out
 from systems.prediction.remedies import LAYERS, Depths, DiskRoom, Remedy, remedies
 from systems.system import System
 
@@ -187,6 +188,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "fits": found.fits,
         "why_not": None if found.why_not is None else in_flags(found.why_not),
         "least_device_bytes": found.least_device_bytes,
+        "least_device_host_bytes": found.least_device_host_bytes,
         "tokens_per_s": found.tokens_per_s,
         "bound": simulation.bound,
         "bounds_s": dict(simulation.bounds_s),
@@ -201,6 +203,8 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
             }
             for tier, need in found.tiers.items()
         },
+        "assumed": list(found.question.profile.assumed),
+        "left_out": list(left_out(found.system, found.question.ranks)),
         "ahead": None if found.ahead is None else asdict(found.ahead),
         "remedies": [
             {"what": r.what, "changes": dict(r.changes), "command": command("plan", spec, r.changes)} for r in helpful

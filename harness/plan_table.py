@@ -13,6 +13,7 @@ from harness.command import flags
 from harness.spec import in_flags
 from systems.prediction.forecast import Forecast
 from systems.prediction.needs import TierNeed
+from systems.prediction.policies import left_out
 from systems.prediction.remedies import Remedy
 from systems.prediction.running_ahead import AheadForecast
 from systems.sizes import format_size
@@ -29,6 +30,16 @@ LIMITS: Mapping[str, str] = MappingProxyType(
         "norm": "updates on the host that wait for the norm: they lie between a backward and the next forward's end",
     }
 )
+MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "h2d": "from the host",
+        "d2h": "to the host",
+        "gather": "gathered through the link",
+        "reduce": "reduced through it",
+        "disk-read": "read from the disk",
+        "disk-write": "written to it",
+    }
+)
 NEAR = 1.05  # a step this close to its bound is limited by it
 
 
@@ -43,13 +54,20 @@ def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title:
     for tier, need in found.tiers.items():
         console.print(f"{tier}: {_verdict(need)}", markup=False)
     if found.why_not is None:
-        console.print(f"fits: a device of {format_size(found.least_device_bytes)} would be enough", markup=False)
+        enough = f"{format_size(found.least_device_bytes)} would be enough{_with_host(found)}"
+        console.print(f"fits: a device of {enough}", markup=False)
     else:
         console.print(f"does not fit: {in_flags(found.why_not)}", markup=False)
     _show_speed(found, console)
+    for line in _ranks(found):
+        console.print(line, markup=False)
     if found.ahead is not None:
         for line in _ahead(found.ahead, clips=found.question.clip > 0):
             console.print(line, markup=False)
+    if found.question.profile.assumed:
+        console.print(f"assumed by the profile: {', '.join(found.question.profile.assumed)}", markup=False)
+    for what in left_out(found.system, found.question.ranks):
+        console.print(f"left out: {what}", markup=False)
     for remedy in helpful:
         console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
 
@@ -58,6 +76,12 @@ def _verdict(need: TierNeed) -> str:
     if need.fits:
         return f"{format_size(need.need_bytes)} of {format_size(need.have_bytes)}, {format_size(need.spare_bytes)} to spare"
     return f"{format_size(need.need_bytes)} of {format_size(need.have_bytes)}, {format_size(-need.spare_bytes)} too much"
+
+
+def _with_host(found: Forecast) -> str:
+    """Where a larger device has what the host lacks."""
+    needed, there = found.least_device_host_bytes, found.tiers["host"].have_bytes
+    return f" with {format_size(needed)} of host memory a node" if needed > there else ""
 
 
 def _show_speed(found: Forecast, console: Console) -> None:
@@ -72,6 +96,16 @@ def _show_speed(found: Forecast, console: Console) -> None:
         console.print(f"limited by {limit}", markup=False)
     else:
         console.print(f"highest bound: {limit}; the step takes {step / highest:.2f} times that, waiting in turn", markup=False)
+
+
+def _ranks(found: Forecast) -> Iterator[str]:
+    """What each of several does."""
+    question, moved = found.question, found.simulation.bytes
+    if question.ranks == 1:
+        return
+    yield f"each rank: {found.tokens_per_s / question.ranks:.4g} tokens/s, and in a step " + (
+        ", ".join(f"{format_size(moved[lane])} {what}" for lane, what in MOVED.items() if lane in moved) or "nothing moves"
+    )
 
 
 def _ahead(ahead: AheadForecast, *, clips: bool) -> Iterator[str]:

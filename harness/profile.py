@@ -1,7 +1,8 @@
 """`harness profile`: this machine's roofs, measured into a hardware profile (systems/planning/hardware.py).
 
 Each number says when and by what it was measured. Without a CUDA device only the host's part is measured and the file has no
-device: give it a line such as "like": "h100-80g-x1" to have the rest from another profile.
+device: give it a line such as "like": "h100-80g-x1" to have the rest from another profile. With --ranks the collectives of so
+many processes are measured too, on devices or on the host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from harness.output import progress_console, say
 from harness.roofs import device as on_device
 from harness.roofs import host
 from harness.roofs.clock import nothing
+from harness.roofs.collectives import Collectives, CollectiveSizes, collectives
 from harness.roofs.contention import Moving, contention
 from harness.roofs.device import Devices, DeviceSizes
 from harness.roofs.host import HostSizes
@@ -33,6 +35,7 @@ from systems.planning.hardware import Flow, HardwareProfile
 from systems.sizes import format_size
 
 SHORTEST_S = 1e-9  # of what took no time that could be seen: a profile's figures are above 0
+COPIES = 4  # of the largest tensor of a collective, in each of the processes on a host
 LATENCY_AT = 4 << 20  # bytes of the copy whose time beyond its bytes is called the latency
 
 
@@ -44,6 +47,7 @@ class ProfileSpec(BaseModel):
     out: str | None = Field(None, description="file to write the profile to; one that is there is never overwritten")
     device: Device | None = Field(None, description="cuda, or cpu for the host's part alone; default: cuda if there is one")
     disk: str | None = Field(None, description="folder on the disk to measure; default: no disk")
+    ranks: int | None = Field(None, ge=2, le=64, description="processes whose collectives to measure; default: none")
 
 
 @dataclass
@@ -193,6 +197,23 @@ def _put_copies(figures: Figures, found: on_device.Copies, devices: int) -> None
     figures.put("node_both_ways_bytes_per_s", found.both_ways_all, f"{devices} devices at once, sum of both ways, {pinned}")
 
 
+def put_collectives(figures: Figures, found: Collectives, ranks: int, device: Device) -> None:
+    """What a gather and a reduction take, by what passes a port, and what ranks take to tell each other something."""
+    way = "NCCL, a device each" if device == "cuda" else "gloo, through the host's memory"
+    how = f"{ranks} ranks, {way}, in place, back to back, of bf16"
+    for name, points, what in (
+        ("gathers_by_size", found.gathers, "all-gather"),
+        ("reductions_by_size", found.reductions, "ordered sum"),
+        ("native_reductions_by_size", found.native, "reduce-scatter"),
+    ):
+        if points is not None:
+            figures.fields[name] = {
+                "points": list(points),
+                "source": figures.source(f"{what}, {how}; by bytes that pass a port"),
+            }
+    figures.put("exchange_s", found.exchange_s, f"{ranks} ranks tell each other a list of numbers over gloo")
+
+
 def _prepare(spec: ProfileSpec, limits: MachineLimits, sizes: HostSizes) -> None:
     """What can be found wrong before any measurement. Raises BadInputError."""
     try:
@@ -204,9 +225,14 @@ def _prepare(spec: ProfileSpec, limits: MachineLimits, sizes: HostSizes) -> None
 def _check(spec: ProfileSpec, limits: MachineLimits, sizes: HostSizes) -> None:
     if spec.device == "cuda" and not torch.cuda.is_available():
         raise BadInputError("--device cuda: torch finds no CUDA device here: see harness doctor, or use --device cpu")
+    on_host = spec.device == "cpu" or not torch.cuda.is_available()
+    devices = 0 if on_host else torch.cuda.device_count()
+    if spec.ranks is not None and devices and spec.ranks > devices:
+        raise BadInputError(f"--ranks {spec.ranks}: NCCL needs a device for each, {devices} are visible: lower it")
+    need = max(sizes.need, COPIES * max(CollectiveSizes().wholes) * spec.ranks if spec.ranks and on_host else 0)
     room = limits.available_memory_bytes
-    if room is not None and room < sizes.need:
-        raise BadInputError(f"harness profile needs {format_size(sizes.need)} of host memory, {format_size(room)} are free")
+    if room is not None and room < need:
+        raise BadInputError(f"harness profile needs {format_size(need)} of host memory, {format_size(room)} are free")
     if spec.disk is not None and not Path(spec.disk).is_dir():
         raise BadInputError(f"--disk {spec.disk} is no folder: name one on the disk to measure")
     if spec.disk is not None and (memory := in_memory(spec.disk)) is not None:
@@ -227,7 +253,12 @@ def _behind_links(out: Path) -> Path:
     return Path(os.path.realpath(out))
 
 
-def take_profile(spec: ProfileSpec, host_sizes: HostSizes | None = None, device_sizes: DeviceSizes | None = None) -> int:
+def take_profile(
+    spec: ProfileSpec,
+    host_sizes: HostSizes | None = None,
+    device_sizes: DeviceSizes | None = None,
+    collective_sizes: CollectiveSizes | None = None,
+) -> int:
     """Measure, write and print. The exit code. Raises BadInputError."""
     host_sizes, device_sizes = host_sizes or HostSizes(), device_sizes or DeviceSizes()
     limits = read_limits()
@@ -250,6 +281,10 @@ def take_profile(spec: ProfileSpec, host_sizes: HostSizes | None = None, device_
         console.print('there is no device in this profile: add a line such as "like": "h100-80g-x1" to have one from another')
     else:
         measure_devices(figures, kind, limits, host_sizes, device_sizes, console.print)
+    if spec.ranks is not None:
+        console.print("collectives")
+        at: Device = "cpu" if kind is None else "cuda"
+        put_collectives(figures, collectives(spec.ranks, at, collective_sizes or CollectiveSizes()), spec.ranks, at)
     content = figures.content()
     if kind is not None:
         HardwareProfile.model_validate(content)

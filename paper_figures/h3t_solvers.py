@@ -80,7 +80,7 @@ def model_costs(cell: SolverCase) -> ModelCosts:
         return nbytes / (rate * copies) + profile.copy_overhead_s(nbytes)
 
     def collective_s(lane: LaneKind) -> float:
-        return size * (ranks - 1) / ranks / (rates.collective(lane) * (1.0 if link else copies))
+        return size * (ranks - 1) / ranks / (rates.link.rate(lane) * (1.0 if link else copies))
 
     layer = LayerCosts(
         "block",

@@ -97,7 +97,7 @@ def drawn(case: Case) -> Diagram:
     step.build()
     profile = machine(case)
     context = PlanningContext(1 << 50, 1 << 50, itemsize=ITEM, ranks=RANKS, accumulate=1, seed=0)
-    costs = Costs(_layout(case.layers), context, Rates(profile, RANKS), {**default_queues(profile), **streams(case.link)})
+    costs = Costs(_layout(case.layers), context, Rates(profile, RANKS), {**default_queues(), **streams(case.link)})
     timed = clocked(with_waits(step.operations), step.segment + 1, costs)
     spans = {operation.ticket: span for operation, span in timed.operations}
     shown = [

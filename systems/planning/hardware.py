@@ -9,6 +9,8 @@ Note [Bandwidths]
                  (one direction), and the host's own: cpu_adam alone, and host_dram, what CPU Adam and copies reach
                  together. Both count a CPU Adam pass as the bytes it reads and writes, and a copy as its payload.
                  contention, where there, says what each of them gets, of all devices' copies at once.
+    all devices  gathers, reductions and native_reductions_by_size: of all devices of a node at once, by the bytes that pass
+                 each device's port one way, which of N bytes over R devices are N (R - 1) / R
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from systems.messages import invalid_value, one_line, unknown_name
 
 FOLDER = Path(__file__).with_name("hardware")
 MAX_CHAIN = 4  # profiles that one is like, one through the other
+ASSUMED = ("assumed", "not measured")  # how a source begins that is none
 DTypeName = Literal["bf16", "fp16", "fp32"]
 
 
@@ -68,13 +71,18 @@ class _Points(_Sourced):
 
 
 class BySize(_Points):
-    """Rate of a copy by its size."""
+    """Rate of a copy or a collective by its size."""
 
     columns, sizes = "(bytes, bytes a second)", "sizes"
 
+    @property
+    def best(self) -> float:
+        """The highest rate."""
+        return max(rate for _, rate in self.points)
+
     def overhead_s(self, size: float) -> float:
-        """Seconds that a copy takes beyond its size at the highest rate: interpolated between points, constant outside."""
-        best = max(rate for _, rate in self.points)
+        """Seconds that it takes beyond its size at the highest rate: interpolated between points, constant outside."""
+        best = self.best
         known = [(s, s / rate - s / best) for s, rate in self.points]
         if size <= known[0][0]:
             return known[0][1]
@@ -142,6 +150,9 @@ class HardwareProfile(BaseModel):
     other operations, one kernel each; None: all of it, which flatters.
     copy_latency_s: fixed part of a copy of any size; copies_by_size, where there, is used instead.
     device_link_bytes_per_s: None if devices have no link of their own, so that collectives share the host link.
+    gathers_by_size, reductions_by_size: collectives as they are carried out, reductions by the ordered sum of ranks/link.py;
+    native_reductions_by_size: by the library's own; None: at the link's rate, with a copy's latency.
+    exchange_s: of all ranks telling each other a few bytes through the host; None: no time.
     cpu_adam_dram_share: what CPU Adam gets of host_dram while copies contend for it; None: in proportion to what each
     would take alone. contention: what each gets beside the others, measured; it then rules instead, scaled to the rates that
     each has alone. cpu_update_s: fixed part of an update by CPU Adam, beside its bytes; None: no time. unit_event_s: time of
@@ -175,6 +186,10 @@ class HardwareProfile(BaseModel):
     copies_by_size: BySize | None = None
     device_link_bytes_per_s: SourcedNumber | None = None
     network_bytes_per_s: SourcedNumber | None = None
+    gathers_by_size: BySize | None = None
+    reductions_by_size: BySize | None = None
+    native_reductions_by_size: BySize | None = None
+    exchange_s: SourcedNumber | None = None
     host_dram_bytes_per_s: SourcedNumber
     cpu_adam_bytes_per_s: SourcedNumber
     cpu_adam_dram_share: Share | None = None
@@ -195,6 +210,16 @@ class HardwareProfile(BaseModel):
     @property
     def devices(self) -> int:
         return self.nodes.value * self.devices_per_node.value
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Fields that say of themselves that nobody measured or published them."""
+        fields = ((name, getattr(self, name)) for name in sorted(type(self).model_fields))
+        return tuple(name for name, found in fields if isinstance(found, _Sourced) and found.source.startswith(ASSUMED))
+
+    def summing_natively(self) -> HardwareProfile:
+        """The same where ranks add gradients in the library's own way."""
+        return self.model_copy(update={"reductions_by_size": self.native_reductions_by_size or self.reductions_by_size})
 
     def matmul_rate(self, dtype: str) -> float:
         """Operations a second that training reaches. ValueError if the device does not multiply in this type."""

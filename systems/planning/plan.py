@@ -34,7 +34,14 @@ class LaneKind(Enum):
     DISK_WRITE = "disk-write"
 
 
+LINK = "link"  # the one queue of the lanes of collectives, on paper as in a run
+COLLECTIVE = (LaneKind.GATHER, LaneKind.REDUCE)
 DEVICE_LANES = (LaneKind.COMPUTE, LaneKind.H2D, LaneKind.D2H, LaneKind.GATHER, LaneKind.REDUCE)  # what a barrier joins
+
+
+def queue_of(lane: LaneKind) -> str:
+    """Operations of one queue are carried out in the order of their issue."""
+    return LINK if lane in COLLECTIVE else lane.value
 
 
 class OpKind(Enum):

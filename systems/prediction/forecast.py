@@ -30,9 +30,10 @@ from systems.planning.step.residence import Residence, unmovable
 from systems.planning.step.schedule import Schedule, expand
 from systems.planning.strategy import UNLIMITED, PlanningContext, Strategy, check_update_rule
 from systems.planning.trace import Trace
+from systems.prediction.baseline_policy import BaselinePolicy
 from systems.prediction.meta_step import observe
 from systems.prediction.needs import TierNeed, device_need, disk_need, host_need
-from systems.prediction.resident_policy import ResidentPolicy
+from systems.prediction.policies import policy_of, sums_natively
 from systems.prediction.running_ahead import AheadForecast
 from systems.settings import TORCH_DTYPE, DType
 from systems.sizes import format_size
@@ -109,7 +110,8 @@ class Forecast:
     """One system's answer. tiers: device and host.
 
     device_peak_bytes: what the device's allocator will have reserved. warm_up_peak_bytes: already before there is a plan.
-    least_device_bytes: the smallest device budget in which there is a plan. why_not: one line; None if it fits. Where the
+    least_device_bytes: the smallest device budget in which there is a plan, where a node's host has least_device_host_bytes,
+    which may be more than there is: what that lacks a larger device may have. why_not: one line; None if it fits. Where the
     device is too small, tiers and simulation are of that smallest budget. ahead: of updates that run ahead of the norm; None
     where none can.
     """
@@ -121,6 +123,7 @@ class Forecast:
     device_peak_bytes: int
     warm_up_peak_bytes: int
     least_device_bytes: int
+    least_device_host_bytes: int
     why_not: str | None
     ahead: AheadForecast | None = None
 
@@ -139,6 +142,7 @@ class _Planned:
     blocks' inputs that may wait on the host, in whole pages. choice: of what runs ahead in the plan.
     """
 
+    policy: Any
     layout: Layout
     trace: Trace
     plan: Plan
@@ -147,14 +151,14 @@ class _Planned:
     warm_up_peak_bytes: int = 0
     inputs_away: int = 0
 
+    def schedule(self) -> Schedule:
+        if isinstance(self.policy, BaselinePolicy):
+            return self.policy.schedule(self.layout, self.trace, self.plan)
+        return expand(self.layout, self.trace, self.plan, self.context)
 
-def policy_of(system: System) -> Callable[[Any, PlanningContext], Any]:
-    """What makes the plans of a system. ValueError for one that makes none (an outside package)."""
-    if isinstance(system, ManagedSystem):
-        return system.strategy
-    if system.name == "resident":
-        return ResidentPolicy
-    raise ValueError(f"{system.name} makes no plan that could be simulated: harness run measures it")
+    @property
+    def resting(self) -> Mapping[str, int]:
+        return self.policy.resting_bytes(self.layout) if isinstance(self.policy, BaselinePolicy) else {}
 
 
 def forecast(system: System, options: BaseModel, question: Question, observations: Observations) -> Forecast:
@@ -163,12 +167,17 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     least, refusal = _least_budget(planner)
     planned = planner.at(max(least, question.device_memory))
     assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
-    schedule = expand(planned.layout, planned.trace, planned.plan, planned.context)
-    simulation = simulation_of(schedule, planned.trace, planned.plan, question.profile)
+    schedule, profile = planned.schedule(), planner.question.profile
+    simulation = simulation_of(schedule, planned.trace, planned.plan, profile, ranks=question.ranks)
     buffers = observations.of(question)[1].buffer_bytes
     kept = planned.context.memory_for(simulation.memory.total_peak) - simulation.memory.total_peak
     device = device_need(
-        schedule, simulation.memory, buffer_bytes=buffers, allocator_bytes=kept, have_bytes=question.device_memory
+        schedule,
+        simulation.memory,
+        buffer_bytes=buffers,
+        allocator_bytes=kept,
+        have_bytes=question.device_memory,
+        resting=planned.resting,
     )
     host = planner.host_need(planned, schedule)
     why_not = refusal
@@ -185,7 +194,10 @@ def forecast(system: System, options: BaseModel, question: Question, observation
         on_node = question.ranks_on_node
         tiers["disk"] = disk_need(planned.layout, ranks_on_node=on_node, have_bytes=question.disk_memory)
     ahead = AheadForecast.of(planned.choice, planned.plan, question.ranks_on_node)
-    return Forecast(system.name, question, tiers, simulation, *peaks, least, why_not, ahead)
+    smallest = planner.at(least, any_plan=True)
+    assert isinstance(smallest, _Planned), "there is a plan for the least"
+    on_host = planner.host_need(smallest, smallest.schedule()).need_bytes
+    return Forecast(system.name, question, tiers, simulation, *peaks, least, on_host, why_not, ahead)
 
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:
@@ -194,7 +206,7 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     planned = planner.at(question.device_memory, any_plan=True)
     if not isinstance(planned, _Planned):
         return False
-    host = planner.host_need(planned, expand(planned.layout, planned.trace, planned.plan, planned.context))
+    host = planner.host_need(planned, planned.schedule())
     if not host.fits or question.shared_memory is None:
         return host.fits
     left = question.shared_memory - planner.at_first(planned)
@@ -203,11 +215,17 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     )
 
 
+def as_summed(question: Question, system: System, options: BaseModel) -> Question:
+    """On a profile whose reductions are this system's."""
+    profile = question.profile
+    return replace(question, profile=profile.summing_natively()) if sums_natively(system, options) else question
+
+
 class _PlansByBudget:
     """A system's plans by device budget, each made once; host memory is looked at apart."""
 
     def __init__(self, system: System, options: BaseModel, question: Question, observations: Observations) -> None:
-        self.question = question
+        self.question = question = as_summed(question, system, options)
         self._policy, self._options, self._observations = policy_of(system), options, observations
         self._keeps_host_copies = isinstance(system, ManagedSystem)
         self._overflows = False  # the layout asked for last has bundles that stay on the device for want of host memory
@@ -252,6 +270,8 @@ class _PlansByBudget:
         )
         self._overflows = False
         strategy = self._policy(self._options, context)
+        if isinstance(strategy, BaselinePolicy):
+            context = strategy.context
         check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
         index, work = self._observations.of(question)
         layout = self._layout(strategy, index, context)
@@ -264,7 +284,7 @@ class _PlansByBudget:
             warm_up = self._warm_up(strategy, layout, trace, context)
             choice = self._choice(strategy, strategy.plan(layout, trace), layout, trace, context)
             inputs = waiting_input_bytes(trace, away)
-            return _Planned(layout, trace, choice.made(), context, choice, warm_up, inputs)
+            return _Planned(strategy, layout, trace, choice.made(), context, choice, warm_up, inputs)
         return self._plan_with_switches(strategy, index, layout, context)
 
     def _plan_with_switches(self, strategy: Strategy, index: ModelIndex, layout: Layout, context: PlanningContext) -> _Planned:
@@ -283,7 +303,7 @@ class _PlansByBudget:
                 choice = self._choice(strategy, plan, layout, trace, context)
                 inputs = waiting_input_bytes(trace, strategy.offloaded_inputs)
                 peak = max(warm_up or 0, plan.provisional_peak_bytes)
-                return _Planned(layout, trace, choice.made(), context, choice, peak, inputs)
+                return _Planned(strategy, layout, trace, choice.made(), context, choice, peak, inputs)
             seen = self._warm_up(strategy, layout, trace, context)
             warm_up = seen if warm_up is None else min(warm_up, seen)  # a run opens layers one by one, not all as here
             plan = strategy.plan(layout, trace)
@@ -329,7 +349,7 @@ class _PlansByBudget:
             schedule,
             ranks_on_node=question.ranks_on_node,
             have_bytes=question.host_memory,
-            copies=self._keeps_host_copies,
+            offloads=self._keeps_host_copies or planned.policy.offloads,
             inputs=planned.inputs_away,
         )
 

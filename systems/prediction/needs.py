@@ -44,18 +44,28 @@ class TierNeed:
 
 
 def device_need(
-    schedule: Schedule, memory: MemTimeline, *, buffer_bytes: int, allocator_bytes: int, have_bytes: int
+    schedule: Schedule,
+    memory: MemTimeline,
+    *,
+    buffer_bytes: int,
+    allocator_bytes: int,
+    have_bytes: int,
+    resting: Mapping[str, int] | None = None,
 ) -> TierNeed:
-    """At the moment of the highest total. allocator_bytes: kept free for the allocator."""
+    """At the moment of the highest total. allocator_bytes: kept free for the allocator. resting: by kind, what is always there
+    though the schedule's residence has it on the host.
+    """
+    resting = resting or {}
     need = memory.total_peak
     moment = memory.device_total_bytes.index(need)
     residence, demand = schedule.residence, schedule.demand
     layout = residence.layout
     parameters, ranges = _contents(schedule, memory, moment)
+    parameters -= sum(resting.values())
     fixed = sum(map(layout.bundle_bytes, residence.on_device))
     held = sum(layout.bundle_bytes(b) for b in demand.held[moment] if b not in residence.on_device)
     weights = min(parameters, fixed + held)
-    other = need - parameters - ranges - sum(map(residence.state_bytes, residence.on_device))
+    other = need - parameters - ranges - sum(map(residence.state_bytes, residence.on_device)) - sum(resting.values())
     adopted = sum(
         layout.bundle_bytes(b)
         for b in filter(residence.adopted, demand.gradient_spans)
@@ -72,6 +82,7 @@ def device_need(
         "working space": parameters - weights,
         "allocator": allocator_bytes,
     }
+    parts = {kind: size + resting.get(kind, 0) for kind, size in parts.items()}
     return TierNeed(need + allocator_bytes, have_bytes, _present(parts))
 
 
@@ -97,11 +108,13 @@ def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int
     return found
 
 
-def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, copies: bool, inputs: int = 0) -> TierNeed:
-    """copies: False for a system that keeps no parameters on the host at all. inputs: bytes of a rank's that wait there."""
+def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, offloads: bool, inputs: int = 0) -> TierNeed:
+    """offloads: False for a system that keeps nothing on the host at all. inputs: bytes of a rank's that wait there."""
+    if not offloads:
+        return TierNeed(0, have_bytes, {})
     residence = schedule.residence
     layout = residence.layout
-    slots = slot_bytes(layout) if copies else 0
+    slots = slot_bytes(layout)
     bundles = [b.index for b in layout.bundles if b.index not in residence.on_device]
     states = sum(residence.optimizer_bytes(b) for b in bundles if b not in layout.on_disk)
     parts = {"weights": slots, **_states(states, residence.context.accumulator_itemsize)}

@@ -14,6 +14,7 @@ from harness import cli
 from harness.plan_spec import PlanSpec
 from harness.spec import RunSpec, flag
 from systems import registry
+from systems.planning import hardware
 from tests.planning.chrome import read_chrome_trace
 
 TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device", "cpu")
@@ -119,11 +120,41 @@ def test_all_ranks_every_system_that_plans(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_system_that_cannot_do_it_anywhere_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    code, found, shown = told(capsys, "plan", "--system", "resident", "--model", "opt-tiny", "--hardware", "h100-80g-x4")
+    code, found, shown = told(capsys, *TINY, "--system", "torch-ddp", "--option", "weights=compute")
     assert code == 1 and found["plan"]["predicted_step_time_s"] is None
-    assert "one rank" in found["why_not"] and "one rank" in shown
+    assert "has no forecast" in found["why_not"] and "has no forecast" in shown
     refused = told(capsys, *TINY, "--system", "elixir", "--option", "nonfinite=stop", "--clip", "1.0")
     assert refused[0] == 1 and "clip" in refused[1]["why_not"]
+
+
+RANKS = ("plan", "--model", "opt-tiny", "--hardware", "h200-141g-x2", "--device", "cpu", "--ranks", "2")
+
+
+def test_a_plan_of_several_ranks_says_what_each_moves_and_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *RANKS, "--system", "elixir", "--device-memory", "6MiB")
+    lines = " ".join(shown.split())
+    assert code == 0 and found["resolved"]["ranks"] == 2 and {"gather", "reduce"} <= set(found["bytes"])
+    assert f"each rank: {found['tokens_per_s'] / 2:.4g} tokens/s, and in a step" in lines
+    assert "gathered through the link" in lines and "reduced through it" in lines
+    assert found["assumed"] == list(hardware.load("h200-141g-x2").assumed) and "exchange_s" in found["assumed"]
+    assert f"assumed by the profile: {', '.join(found['assumed'])}" in lines
+    assert [f"left out: {what}" in lines for what in found["left_out"]] == [True, True]
+    code, alone, shown = told(capsys, *RANKS[:-1], "1", "--system", "elixir", "--device-memory", "6MiB")
+    assert code == 0 and alone["left_out"] == [] and "each rank" not in shown and "left out" not in shown
+
+
+def test_what_other_packages_would_do_is_by_their_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *RANKS, "--system", "deepspeed-zero3-offload")
+    assert code == 0 and found["bytes"].keys() == {"h2d", "d2h", "gather", "reduce"}
+    assert "what deepspeed-zero3-offload takes in time and memory beyond its rules" in " ".join(shown.split())
+
+
+def test_the_least_device_may_need_more_of_the_host_than_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (*RANKS, "--system", "elixir", "--device-memory", "12MiB")
+    host = told(capsys, *asked[:-1], "4MiB")[1]["tiers"]["host"]["need_bytes"]
+    code, found, shown = told(capsys, *asked, "--host-memory", str(host * 3 // 4))
+    assert code == 0 and found["least_device_host_bytes"] > host * 3 // 4
+    assert "would be enough with" in shown and "of host memory a node" in shown
 
 
 FULL = ("--batch-size", "2", "--seq-len", "512", "--recompute", "full")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from harness import cli, profile
-from harness.profile import Figures, ProfileSpec, measure_devices, measure_host, take_profile
+from harness.profile import Figures, ProfileSpec, measure_devices, measure_host, put_collectives, take_profile
+from harness.roofs.collectives import Collectives, CollectiveSizes
 from systems.machine.limits import read_limits
 from systems.planning import hardware
 from tests.harness.roofs.test_roofs import HOST_SIZES, SIZES, host_as_devices
@@ -33,7 +35,8 @@ def test_everything_measured_is_a_whole_profile(devices: int, tmp_path: Path) ->
     assert loaded.cpu_adam_bytes_per_s.value == loaded.contention.rates[0][hardware.Flow.CPU_ADAM]
     missing = {name for name in type(loaded).model_fields if getattr(loaded, name) is None}
     alone = {"device_link_bytes_per_s"} if devices == 1 else set()
-    assert missing == {"network_bytes_per_s"} | alone
+    ranks = {"gathers_by_size", "reductions_by_size", "native_reductions_by_size", "exchange_s"}
+    assert missing == {"network_bytes_per_s"} | ranks | alone
     expected = f"measured {figures.made_at:%Y-%m-%d} by harness profile, torch {torch.__version__}, a machine: "
     assert loaded.unit_event_s.source.startswith(expected)
     assert all(figure.source.startswith(expected) for figure in loaded.other.values())
@@ -63,6 +66,30 @@ def test_a_host_alone_is_a_profile_like_another(tmp_path: Path, capsys: pytest.C
     assert loaded.cpu_update_s is not None and loaded.contention is None
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_collectives_of_ranks_are_in_the_profile(device: Literal["cpu", "cuda"], tmp_path: Path) -> None:
+    figures, points = Figures("a machine"), ((1 << 19, 1e9), (1 << 27, 2e9))
+    found = Collectives(points, points[:1], points[1:] if device == "cuda" else None, 1e-4)
+    put_collectives(figures, found, 2, device)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"like": "h100-80g-x2", **figures.content()}))
+    loaded = hardware.load(str(path))
+    assert loaded.gathers_by_size is not None and loaded.gathers_by_size.points == points
+    assert loaded.reductions_by_size is not None and loaded.reductions_by_size.points == points[:1]
+    natively = loaded.summing_natively().reductions_by_size
+    assert natively is not None and natively.points == (points[1:] if device == "cuda" else points[:1])
+    assert loaded.exchange_s is not None and loaded.exchange_s.value == 1e-4
+    assert ("NCCL" in loaded.gathers_by_size.source) == (device == "cuda")
+
+
+def test_a_profile_of_ranks_without_a_device(tmp_path: Path) -> None:
+    path, sizes = tmp_path / "host.json", CollectiveSizes(wholes=(1 << 12,), over_s=0.0, rounds=1)
+    assert take_profile(ProfileSpec(out=str(path), device="cpu", ranks=2), HOST_SIZES, SIZES, sizes) == 0
+    content = json.loads(path.read_text())
+    assert [size for size, _ in content["gathers_by_size"]["points"]] == [1 << 11]
+    assert content["exchange_s"]["value"] > 0 and "native_reductions_by_size" not in content
+
+
 def test_what_was_written_meanwhile_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +115,7 @@ def test_what_was_written_meanwhile_is_not_overwritten(
         (("--out", "profile.txt"), "a hardware profile is a file that ends in .json"),
         (("--out", "/no/such/folder/p.json"), "is no folder that this user may write to"),
         (("--out", "{here}/there.json"), "is there already, and measured numbers are never overwritten"),
+        (("--ranks", "1"), "--ranks 1: input should be greater than or equal to 2"),
         (("--device", "tpu"), "--device tpu: input should be 'cuda' or 'cpu'"),
     ],
 )

@@ -21,7 +21,7 @@ from systems.planning.step.residence import second_version_bytes
 from systems.planning.step.validator import validate
 from systems.planning.strategy import UNLIMITED, PlanningContext
 from systems.planning.trace import Trace
-from systems.prediction.forecast import policy_of
+from systems.prediction.policies import policy_of
 from tests.planning.machines import machine, simulate
 from tests.planning.reference import can_run_ahead
 from tests.planning.synthetic import Case, cases, context, layout_of, trace_of, transformer

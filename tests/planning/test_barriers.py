@@ -46,7 +46,7 @@ def test_a_barrier_changes_waits_and_nothing_else(case: Case, choices: dict[str,
 def spans_by_side(schedule: Schedule, case: Case, barrier: int, speeds: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Ends of what the device's lanes were given before the barrier, and starts of what they are given after."""
     profile = machine(devices=case.context.ranks, **speeds)
-    costs = Costs(case.layout, case.context, Rates(profile, case.context.ranks), default_queues(profile))
+    costs = Costs(case.layout, case.context, Rates(profile, case.context.ranks), default_queues())
     timed = clocked(schedule.operations, len(case.trace), costs)
     mine = [(o.ticket, span) for o, span in timed.operations if o.lane in DEVICE_LANES and o.kind is not Work.NORM]
     ends = [span.end_s for ticket, span in mine if ticket < barrier]

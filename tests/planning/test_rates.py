@@ -23,7 +23,7 @@ GB = 10**9
 def costs(accumulate: int = 1, **figures: Any) -> Costs:
     profile = machine(**figures)
     layout = layout_of([(1000, [0])])
-    return Costs(layout, context(accumulate=accumulate), Rates(profile, 1), default_queues(profile))
+    return Costs(layout, context(accumulate=accumulate), Rates(profile, 1), default_queues())
 
 
 def operation(kind: Work, lane: LaneKind, **more: Any) -> ScheduledOperation:
@@ -61,7 +61,7 @@ def contended(name: str) -> tuple[float, float]:
     profile = hardware.load(name)
     rates, size = Rates(profile, profile.devices), 100 * GB
     layout = layout_of([(1000, [0])])
-    made = Costs(layout, context(ranks=profile.devices), rates, default_queues(profile))
+    made = Costs(layout, context(ranks=profile.devices), rates, default_queues())
     adam = made.job(operation(Work.UPDATE, LaneKind.CPU), ())._replace(flow_bytes=size)
     copies = [made.job(operation(Work.FETCH, LaneKind.H2D, bytes=size), ())]
     copies += [made.job(operation(Work.OFFLOAD, LaneKind.D2H, bytes=size), ())]
@@ -103,7 +103,7 @@ def measured(devices: int = 1) -> HardwareProfile:
 def test_measured_contention_is_what_flows_get_scaled_to_their_rates_alone(lanes: tuple[int, ...], gbs: list[float]) -> None:
     """The profile's Adam is half as fast as the measured one, and so it is beside copies."""
     profile = measured()
-    made = Costs(layout_of([(1000, [0])]), context(), Rates(profile, 1), default_queues(profile))
+    made = Costs(layout_of([(1000, [0])]), context(), Rates(profile, 1), default_queues())
     operations = (
         operation(Work.UPDATE, LaneKind.CPU),
         operation(Work.FETCH, LaneKind.H2D, bytes=GB),
@@ -130,7 +130,7 @@ def test_an_update_takes_its_fixed_time() -> None:
 def test_a_disk_is_shared_by_the_nodes_ranks_and_may_be_missing() -> None:
     profile = hardware.load("angel-a100-40g-x8")
     layout = layout_of([(1000, [0])])
-    made = Costs(layout, context(ranks=8), Rates(profile, 8), default_queues(profile))
+    made = Costs(layout, context(ranks=8), Rates(profile, 8), default_queues())
     read = made.job(operation(Work.FETCH, LaneKind.DISK_READ, bytes=GB), (3,))
     assert (read.queue, read.waits, read.flow_bytes) == ("disk-read", (3,), GB)
     assert read.rate == pytest.approx(3.5e9 / 8)

@@ -11,7 +11,7 @@ import pytest
 
 from systems import registry
 from systems.planning.step.schedule import expand
-from systems.prediction.forecast import policy_of
+from systems.prediction.policies import policy_of
 from tests.planning.schedule_text import text_of
 from tests.planning.synthetic import context, trace_of, transformer
 from tests.systems import every

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from systems.planning import hardware
 from systems.planning.clock import simulator
-from systems.planning.clock.rates import default_queues
+from systems.planning.clock.rates import Rates, default_queues
 from systems.planning.clock.simulator import Simulation, step_time_of
+from systems.planning.hardware import BySize
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
 from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import timeline
 from systems.planning.trace import Trace
-from tests.planning.machines import BANDWIDTHS, machine, scaled, simulate
+from tests.planning.machines import BANDWIDTHS, figure, machine, scaled, simulate
 from tests.planning.synthetic import Case, cases, context, layout_of, trace_of
 from tests.planning.test_timeline import planned, plans
 
@@ -115,7 +116,8 @@ def test_the_norm_bounds_what_waits_for_it_and_no_accumulator_that_is_cleared() 
 
 @pytest.mark.parametrize("name", ["h100-80g-x1", "h100-80g-x4", "hai-pcie-a100-40g-x8", "h3t-a100-40g-x64"])
 def test_the_more_runs_ahead_the_faster_and_never_slower_than_waiting(name: str) -> None:
-    """Of one micro-batch, where as many bytes are moved either way; and no faster than where no update waits at all."""
+    """Of one micro-batch, where as many bytes are moved either way; and no faster than where no update waits at all. Where
+    collectives pass through the host they bind, and the norm holds nothing back."""
     profile, faster = hardware.load(name), 0
     ranks = min(profile.devices, 8)
     layout = layout_of([(200_000, [unit]) for unit in range(8)], ranks=ranks)
@@ -128,7 +130,7 @@ def test_the_more_runs_ahead_the_faster_and_never_slower_than_waiting(name: str)
         assert all(b <= a * (1 + 1e-6) for a, b in pairwise(times))
         assert times[-1] >= min(times[0], simulate(layout, case.trace, early, case.context, profile).step_time_s) * (1 - 1e-6)
         faster += times[-1] < 0.99 * times[0]
-    assert faster, "void: the norm never held anything back"
+    assert faster or Rates(profile, ranks).link.through_host, "void: the norm never held anything back"
 
 
 def test_copies_and_adam_share_the_hosts_dram() -> None:
@@ -176,16 +178,65 @@ def test_collectives_go_by_the_link_or_the_network(link: float, nodes: int, netw
     found = simulated(by_hand(ranks=4), ranks=4, devices=4 // nodes, nodes=nodes, **figures)
     assert found.busy_s["gather"] == pytest.approx(seconds, rel=1e-6)
     assert found.busy_s["reduce"] == pytest.approx(seconds, rel=1e-6)
-    assert found.bytes["gather"] == part and found.bounds_s["link"] == pytest.approx(seconds)
+    assert found.bytes["gather"] == part and found.bounds_s["link"] == pytest.approx(2 * seconds)  # which is one queue
 
 
-def test_without_a_link_collectives_queue_with_copies_and_pass_the_host_twice() -> None:
+def test_without_a_link_collectives_pass_the_host_twice() -> None:
     part = BYTES * 3 / 4
     given: dict[str, Any] = {"h2d_bytes_per_s": part, "host_dram_bytes_per_s": 4 * part}  # a quarter each
     found = simulated(by_hand(ranks=4), ranks=4, devices=4, device_link_bytes_per_s=None, **given)
     assert found.busy_s["gather"] == pytest.approx(2.0, rel=1e-6)
+    narrow = simulated(by_hand(ranks=4), ranks=4, devices=4, device_link_bytes_per_s=None, both_ways_bytes_per_s=part)
+    assert narrow.busy_s["gather"] == pytest.approx(2.0, rel=1e-6)  # what comes in and what goes out share it
+
+
+def test_a_fetch_beside_a_gather_without_a_link_shares_the_way_to_the_device() -> None:
+    """Of two units of one shape: the second is fetched while the first is gathered, each at half of the rate."""
+    layout = layout_of([(1000, [0]), (1000, [1])], ranks=2)
+    trace = trace_of(layout, seconds=1e-6)
+    fetches = [PlannedOperation(1, place, Operation(OpKind.FETCH, place)) for place in range(2)]
+    plan = Plan(trace.signature, tuple(fetches), (Tier.HOST, Tier.HOST), frozenset(), UpdateRule.WHEN_REDUCED)
+    profile = machine(devices=2, device_link_bytes_per_s=None, h2d_bytes_per_s=BYTES / 2, d2h_bytes_per_s=BYTES / 2)
+    found = simulate(layout, trace, plan, context(ranks=2), profile)
     at = {e.label: (e.start_s, e.start_s + e.duration_s) for e in found.events}
-    assert at["gather bundle 0 (unit 0)"][0] >= at["fetch bundle 0 (unit 0)"][1] - 1e-9
+    gathered, fetched = list(at["gather bundle 0 (unit 0)"]), list(at["fetch bundle 1 (unit 1)"])
+    assert gathered == pytest.approx(fetched)
+    assert found.busy_s["gather"] == pytest.approx(2.0 + 1.0, rel=1e-5)
+
+
+def test_gathers_and_reductions_are_one_queue() -> None:
+    layout = layout_of([(1000, [unit]) for unit in range(4)], ranks=2)
+    case = Case(layout, trace_of(layout, seconds=0.1), context(ranks=2))
+    plan = planned(case, prefetch=2, spare=BYTES, rule=UpdateRule.WHEN_REDUCED)
+    found = simulate(layout, case.trace, plan, case.context, machine(devices=2, device_link_bytes_per_s=BYTES / 2))
+    spans = sorted((e.start_s, e.start_s + e.duration_s) for e in found.events if e.lane in ("gather", "reduce"))
+    assert len(spans) > 6 and all(one[1] <= other[0] + 1e-9 for one, other in pairwise(spans))
+    assert found.step_time_s >= found.busy_s["gather"] + found.busy_s["reduce"] - 1e-9
+
+
+def test_collectives_take_what_was_measured_at_their_size() -> None:
+    """Two ranks: half of a bundle passes a port. Gathers and reductions apart, whatever the link could."""
+    half = BYTES // 2
+    curves = [BySize(points=((half, half / seconds), (16 * half, half)), source="test") for seconds in (3.0, 4.0)]
+    profile = machine(devices=2).model_copy(update=dict(zip(("gathers_by_size", "reductions_by_size"), curves, strict=True)))
+    layout, trace = one_bundle(2)
+    found = simulate(layout, trace, by_hand(ranks=2), context(ranks=2), profile)
+    assert [found.busy_s["gather"], found.busy_s["reduce"]] == pytest.approx([3.0, 4.0])
+    assert found.bounds_s["link"] == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("rule", "waited_for"), [(UpdateRule.AFTER_NORM, 1), (UpdateRule.WHEN_REDUCED, 0)])
+def test_ranks_tell_each_other_twice_a_step(rule: UpdateRule, waited_for: int) -> None:
+    """The update waits for what is told behind the norm; what is told before is the host's, which is ahead of the device."""
+    layout, trace = one_bundle(2)
+    plain = machine(devices=2, **rates(device_dram_bytes_per_s=BYTES / 4.0))  # squares end after the offload
+    told = plain.model_copy(update={"exchange_s": figure(0.5)})
+    times = [simulate(layout, trace, by_hand(rule, ranks=2), context(ranks=2), profile) for profile in (told, plain)]
+    for label, later in (("update bundle 0 (unit 0)", 0.5 * waited_for), ("offload bundle 0 (unit 0)", 0.0)):
+        begun = [next(e.start_s for e in found.events if e.label == label) for found in times]
+        assert begun[0] - begun[1] == pytest.approx(later, abs=1e-6)
+    assert times[0].bounds_s["issue"] - times[1].bounds_s["issue"] == pytest.approx(1.0)
+    assert simulated(by_hand(rule), **rates()).events == simulated(by_hand(rule), **rates(exchange_s=0.5)).events  # alone
 
 
 def test_what_the_node_shares_is_divided_by_its_ranks() -> None:
@@ -203,8 +254,8 @@ def test_lanes_may_share_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(Case(layout, trace, context()), prefetch=2, spare=2 * BYTES, rule=UpdateRule.WHEN_REDUCED)
     slow = machine(h2d_bytes_per_s=BYTES, d2h_bytes_per_s=BYTES)
     apart = simulate(layout, trace, plan, context(), slow)
-    one = default_queues(slow) | {LaneKind.H2D: "pcie", LaneKind.D2H: "pcie"}
-    monkeypatch.setattr(simulator, "default_queues", lambda _: one)
+    one = default_queues() | {LaneKind.H2D: "pcie", LaneKind.D2H: "pcie"}
+    monkeypatch.setattr(simulator, "default_queues", lambda: one)
     together = simulate(layout, trace, plan, context(), slow)
     copies = sorted((e.start_s, e.start_s + e.duration_s) for e in together.events if e.lane in ("h2d", "d2h"))
     assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(copies))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systems.planning.layout import Layout
-from systems.planning.plan import Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
+from systems.planning.plan import LaneKind, Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
+from systems.planning.step.operations import ScheduledOperation, Work
 from systems.planning.step.schedule import expand
 from systems.planning.step.validator import PlanError, check_waits, circular_wait, validate
 from systems.planning.trace import Moment, Phase, Trace
@@ -108,6 +109,14 @@ def test_fetch_of_an_outdated_bundle_closes_a_circle() -> None:
     cycle = circular_wait(schedule.operations)
     assert {o.bundle for o in cycle} >= {2}
     assert circular_wait(expand(LAYOUT, TRACE, plan, context()).operations) == []
+
+
+def test_gathers_and_reductions_wait_in_one_queue() -> None:
+    """A gather cannot wait for a reduction behind it; one that reads what another queue makes can."""
+    gather = ScheduledOperation(0, 0, Work.GATHER, LaneKind.GATHER, waits=(1,))
+    behind = ScheduledOperation(1, 0, Work.REDUCE, LaneKind.REDUCE)
+    assert {o.ticket for o in circular_wait([gather, behind])} == {0, 1}
+    assert circular_wait([gather, behind._replace(kind=Work.OFFLOAD, lane=LaneKind.D2H)]) == []
 
 
 def test_nothing_waits_for_an_update_ahead_of_the_last_fetch() -> None:

@@ -320,6 +320,12 @@ def test_what_the_host_cannot_hold_is_planned_on_the_device_as_it_is_run(system:
     need = asked(system, "opt-tiny", question(device_memory=roomy.least_device_bytes)).tiers["host"].need_bytes
     both = asked(system, "opt-tiny", question(device_memory=12 << 20, host_memory=need * 3 // 4))
     assert both.fits and both.tiers["host"].need_bytes <= need * 3 // 4
+    assert both.least_device_host_bytes > need * 3 // 4, "the least device keeps nothing of it"
+    assert roomy.least_device_host_bytes <= roomy.tiers["host"].have_bytes
+    with_that = replace(both.question, device_memory=both.least_device_bytes, host_memory=both.least_device_host_bytes)
+    chosen, seen = registry.get(system), observations("opt-tiny")
+    assert fits(chosen, chosen.Options(), with_that, seen)
+    assert not fits(chosen, chosen.Options(), replace(with_that, host_memory=need * 3 // 4), seen)
 
 
 @pytest.mark.parametrize("system", STRATEGIES)

@@ -5,10 +5,16 @@ Note [One rank stands for all]
     of CPU Adam, of the disk, and of the host link where all devices together reach less than each alone.
 
 Note [Collectives]
-    A bundle of N bytes over R ranks moves N (R - 1) / R bytes in and out of every device, in a ring: at the rate of the
-    devices' link, or of the host link without one (H3T's figure 8), and, over several nodes, no faster than the node's
-    network. Its fixed time is a copy's for each of log2(R) hops. Without a link it takes its turn with host copies, gathers
-    with those to the device and reductions with those from it, and passes through the host's DRAM twice.
+    A bundle of N bytes over R ranks moves N (R - 1) / R bytes in and out of every device. One at a time, for a rank has one
+    queue for all of them. Where they were measured by size they take what was measured, reductions with the staging and the
+    additions of the ordered sum (ranks/link.py) in it; else the rate is that of the devices' link, or of the host link without
+    one, and the fixed time a copy's for each of log2(R) hops. Over several nodes they are no faster than the node's network.
+    Without a link they share the host link with copies, in both directions at once, and pass through the host's DRAM twice.
+
+Note [Exchanges]
+    What ranks tell each other once a step (substrate/agreement.py) is the host's: it hears which gradients came when it has
+    issued the step, and then the norm's parts, for which it has waited for the device. Where no update waits for the norm,
+    both are heard when the step is issued.
 """
 
 from __future__ import annotations
@@ -18,16 +24,58 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from systems.planning.clock.clocks import Claim, SharedResource, TimedJob
-from systems.planning.hardware import Contention, Flow, HardwareProfile
+from systems.planning.hardware import BySize, Contention, Flow, HardwareProfile
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind
+from systems.planning.plan import COLLECTIVE, LaneKind, queue_of
 from systems.planning.step.operations import ScheduledOperation, Work, before_updates
 from systems.planning.strategy import PlanningContext
 
 HOST_DRAM, HOST_LINK = "host-dram", "host-link"
+TO_DEVICE, FROM_DEVICE = "to-device", "from-device"  # the host link's two directions
 STATE_BYTES = 24  # master and both moments of a parameter, read and written
 HOST_QUEUE = "host"
 UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bundles' next uses
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Of what ranks do together: see Note [Collectives]. host: bytes a second of the host link, both ways at once."""
+
+    profile: HardwareProfile
+    ranks: int
+    host: float
+
+    def rate(self, lane: LaneKind) -> float:
+        """Bytes a second that pass a port."""
+        profile, measured = self.profile, self._measured(lane)
+        if measured is not None:
+            rate = measured.best
+        else:
+            rate = self.host if profile.device_link_bytes_per_s is None else profile.device_link_bytes_per_s.value
+        if self.ranks > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
+            rate = min(rate, profile.network_bytes_per_s.value)
+        return rate
+
+    def overhead_s(self, lane: LaneKind, size: float) -> float:
+        """Seconds of a collective of so many bytes a port beside them at that rate."""
+        measured = self._measured(lane)
+        if measured is not None:
+            return measured.overhead_s(size)
+        return math.ceil(math.log2(self.ranks)) * self.profile.copy_overhead_s(size / max(1, self.ranks - 1))
+
+    def _measured(self, lane: LaneKind) -> BySize | None:
+        return self.profile.gathers_by_size if lane is LaneKind.GATHER else self.profile.reductions_by_size
+
+    @property
+    def exchange_s(self) -> float:
+        """See Note [Exchanges]."""
+        told = self.profile.exchange_s
+        return told.value if told is not None and self.ranks > 1 else 0.0
+
+    @property
+    def through_host(self) -> bool:
+        """Collectives share the host link with copies."""
+        return self.ranks > 1 and self.profile.device_link_bytes_per_s is None
 
 
 @dataclass(frozen=True)
@@ -80,14 +128,9 @@ class Rates:
     def device_dram(self) -> float:
         return self.profile.device_dram_bytes_per_s.value
 
-    def collective(self, lane: LaneKind) -> float:
-        """See Note [Collectives]."""
-        profile = self.profile
-        host = self.h2d if lane is LaneKind.GATHER else self.d2h
-        rate = profile.device_link_bytes_per_s.value if profile.device_link_bytes_per_s is not None else host
-        if self.ranks > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
-            rate = min(rate, profile.network_bytes_per_s.value)
-        return rate
+    @property
+    def link(self) -> LinkRates:
+        return LinkRates(self.profile, self.ranks, min(self.h2d, self.d2h, self.both_ways / 2))
 
     def disk(self, lane: LaneKind) -> float:
         profile = self.profile
@@ -102,15 +145,14 @@ class Rates:
         return {
             HOST_DRAM: SharedResource(self.host_dram, share.value if share is not None else 0.0, beside),
             HOST_LINK: SharedResource(self.both_ways),
+            TO_DEVICE: SharedResource(self.h2d),
+            FROM_DEVICE: SharedResource(self.d2h),
         }
 
 
-def default_queues(profile: HardwareProfile) -> dict[LaneKind, str]:
-    """A queue for every lane; without a link of their own collectives queue with the host copies."""
-    queues = {lane: lane.value for lane in LaneKind}
-    if profile.device_link_bytes_per_s is None:
-        queues |= {LaneKind.GATHER: LaneKind.H2D.value, LaneKind.REDUCE: LaneKind.D2H.value}
-    return queues
+def default_queues() -> dict[LaneKind, str]:
+    """Those that a run has."""
+    return {lane: queue_of(lane) for lane in LaneKind}
 
 
 @dataclass(frozen=True)
@@ -130,7 +172,7 @@ class Costs:
         """waits: job numbers. The operation is on a lane."""
         assert operation.lane is not None
         if operation.kind is Work.NORM:  # the host reads it and goes on: it belongs to the host's own order
-            return TimedJob(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value)
+            return TimedJob(HOST_QUEUE, waits, self.rates.profile.unit_event_s.value + self.rates.link.exchange_s)
         queue = self.queues[operation.lane]
         if operation.lane is LaneKind.CPU:
             claims = (Claim(HOST_DRAM, favoured=True, measured_as=Flow.CPU_ADAM),)
@@ -138,14 +180,14 @@ class Costs:
             return TimedJob(queue, waits, self.rates.update_s, nbytes, self.rates.cpu_adam, claims, priority)
         if operation.lane is LaneKind.COMPUTE or operation.kind is Work.SQUARES:
             return TimedJob(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
-        if operation.lane in (LaneKind.GATHER, LaneKind.REDUCE):
+        if operation.lane in COLLECTIVE:
             return self._collective(operation, queue, waits)
         return self._copy(operation, queue, waits)
 
     def payload(self, operation: ScheduledOperation) -> int:
         """Bytes that pass a device's port: of a collective all but the rank's own part."""
-        if operation.lane in (LaneKind.GATHER, LaneKind.REDUCE):
-            return operation.bytes * (self.context.ranks - 1) // self.context.ranks
+        if operation.lane in COLLECTIVE:
+            return operation.bytes * (self.rates.ranks - 1) // self.rates.ranks
         return operation.bytes
 
     def host_bytes(self, operation: ScheduledOperation) -> int:
@@ -195,14 +237,14 @@ class Costs:
             return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
         down = operation.lane is LaneKind.H2D
         rate, flow = (self.rates.h2d, Flow.H2D) if down else (self.rates.d2h, Flow.D2H)
-        claims = (Claim(HOST_DRAM, measured_as=flow), Claim(HOST_LINK))
+        way = (Claim(TO_DEVICE if down else FROM_DEVICE),) if self.rates.link.through_host else ()
+        claims = (Claim(HOST_DRAM, measured_as=flow), Claim(HOST_LINK), *way)
         return TimedJob(queue, waits, fixed, operation.bytes, rate, claims)
 
     def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
-        profile, size = self.rates.profile, self.payload(operation)
-        hops = math.ceil(math.log2(self.context.ranks))
-        fixed = hops * profile.copy_overhead_s(size / max(1, self.context.ranks - 1))
-        own_link = profile.device_link_bytes_per_s is not None
-        claims = () if own_link else (Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK))
-        return TimedJob(queue, waits, fixed, size, self.rates.collective(operation.lane), claims)
+        link, size = self.rates.link, self.payload(operation)
+        through = Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK, units=2.0), Claim(TO_DEVICE), Claim(FROM_DEVICE)
+        claims = through if link.through_host else ()
+        fixed = link.overhead_s(operation.lane, size)
+        return TimedJob(queue, waits, fixed, size, link.rate(operation.lane), claims)

@@ -7,11 +7,12 @@ one takes as long as the one before: that is the steady step.
 Note [The host]
     The host issues what belongs to a moment when it gets there, each moment taking the profile's unit_event_s; it runs ahead
     of the device and waits once a step, for the norm, if updates wait for it. What it issues after the norm starts after it.
+    Of several ranks it waits for the others too: Note [Exchanges] in rates.py.
 
 Note [Bounds]
     No order of work can beat these. compute: what the compute lane does. host-dram: what CPU Adam and copies take of it;
     cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together. disk: reads, or writes. link:
-    collectives. issue: unit events on the host. norm: updates that wait for the norm lie between one backward and the next
+    all collectives. issue: unit events on the host. norm: updates that wait for the norm lie between one backward and the next
     forward's end, so a step is at least the backward and all of these host updates; those that run ahead, and accumulators that
     are cleared for them, are no part of it.
 """
@@ -27,7 +28,7 @@ from systems.planning.clock.clocks import BusySpan, TimedJob, run
 from systems.planning.clock.perfetto import TimedEvent
 from systems.planning.clock.rates import HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
 from systems.planning.hardware import HardwareProfile
-from systems.planning.plan import LaneKind, Plan, UpdateRule
+from systems.planning.plan import COLLECTIVE, LaneKind, Plan, UpdateRule
 from systems.planning.step.demand import in_order_of_use
 from systems.planning.step.operations import ScheduledOperation, Work
 from systems.planning.step.schedule import Schedule
@@ -35,8 +36,8 @@ from systems.planning.step.timeline import MemTimeline, timeline_of
 from systems.planning.trace import Phase, Trace
 
 STEPS = (3, 6, 12)  # in a row, until the last two take equally long
+EXCHANGES = 2  # a step
 STEADY = 1e-6  # relative difference of two steps that are equally long
-COLLECTIVE = (LaneKind.GATHER, LaneKind.REDUCE)
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,14 @@ class Simulation:
         return max(self.bounds_s, key=lambda name: self.bounds_s[name])
 
 
-def simulation_of(schedule: Schedule, trace: Trace, plan: Plan, profile: HardwareProfile) -> Simulation:
-    """One steady step of a valid plan. One that can never end raises CircularWaitError; the validator says why."""
-    costs = costs_of(schedule, profile)
+def simulation_of(
+    schedule: Schedule, trace: Trace, plan: Plan, profile: HardwareProfile, *, ranks: int | None = None
+) -> Simulation:
+    """One steady step of a valid plan. One that can never end raises CircularWaitError; the validator says why.
+
+    ranks: that take part, where each has all states and the schedule was made as for one of them; None: the schedule's own.
+    """
+    costs = costs_of(schedule, profile, ranks)
     timed = clocked(schedule.operations, len(trace), costs)
     events = tuple(
         TimedEvent(_lane(operation), operation.label, span.start_s, span.end_s - span.start_s)
@@ -84,15 +90,15 @@ def step_time_of(schedule: Schedule, profile: HardwareProfile) -> float:
     return clocked(schedule.operations, len(schedule.demand), costs_of(schedule, profile)).step_time_s
 
 
-def costs_of(schedule: Schedule, profile: HardwareProfile) -> Costs:
+def costs_of(schedule: Schedule, profile: HardwareProfile, ranks: int | None = None) -> Costs:
     residence = schedule.residence
-    rates = Rates(profile, residence.context.ranks)
+    rates = Rates(profile, residence.context.ranks if ranks is None else ranks)
     updates = in_order_of_use((b.index for b in residence.layout.bundles if b.trainable), schedule.demand)
     return Costs(
         residence.layout,
         residence.context,
         rates,
-        default_queues(profile),
+        default_queues(),
         {bundle: place for place, bundle in enumerate(updates)},
     )
 
@@ -133,7 +139,9 @@ class _Steps:
 
     def __init__(self, operations: Sequence[ScheduledOperation], moments: int, costs: Costs, steps: int) -> None:
         self._operations = [(o, costs.job(o, ())) for o in operations if o.lane is not None]
-        self._moments, self._event = moments, TimedJob(HOST_QUEUE, fixed_s=costs.rates.profile.unit_event_s.value)
+        event_s, heard = costs.rates.profile.unit_event_s.value, exchanged(operations)
+        self._events = [TimedJob(HOST_QUEUE, fixed_s=event_s)] * (moments - 1)
+        self._events.append(TimedJob(HOST_QUEUE, fixed_s=event_s + heard * costs.rates.link.exchange_s))
         self.jobs: list[TimedJob] = []
         self._shown: list[tuple[int, ScheduledOperation]] = []  # (job, operation) of the last step
         self._firsts: list[int] = []
@@ -148,12 +156,12 @@ class _Steps:
         self._firsts.append(len(self.jobs))
         now: dict[int, int] = {}
         self._shown = []
-        moment, host, last = -1, -1, self._moments - 1
+        moment, host, last = -1, -1, len(self._events) - 1
         for operation, job in self._operations:
             while moment < operation.moment:
                 moment += 1
                 host = len(self.jobs)
-                self.jobs.append(self._event)
+                self.jobs.append(self._events[moment])
             waits = [now[t] for t in (*operation.waits, *operation.room_waits) if t in now]
             waits += [before[t] for t in operation.previous_waits if t in before]
             number = len(self.jobs)
@@ -166,7 +174,7 @@ class _Steps:
             self._shown.append((number, operation))
         while moment < last:
             moment += 1
-            self.jobs.append(self._event)
+            self.jobs.append(self._events[moment])
         return now
 
     def _on_cpu(self, operation: ScheduledOperation, number: int) -> list[int]:
@@ -203,6 +211,11 @@ class _Steps:
                 yield operation, BusySpan(span.start_s - first, span.end_s - first)
 
 
+def exchanged(operations: Sequence[ScheduledOperation]) -> int:
+    """How often ranks tell each other something when a step is issued: see Note [Exchanges] in rates.py."""
+    return EXCHANGES - any(operation.kind is Work.NORM for operation in operations)
+
+
 def _lane(operation: ScheduledOperation) -> str:
     assert operation.lane is not None
     return HOST_QUEUE if operation.kind is Work.NORM else operation.lane.value
@@ -230,9 +243,8 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
     compute: list[float] = [0.0] * len(trace)
     claimed: dict[str, float] = {}
     copied: dict[LaneKind, float] = {}
-    collected: dict[LaneKind, float] = {}
     stored: dict[LaneKind, float] = {}
-    updated = after_norm = 0.0
+    updated = after_norm = collected = 0.0
     for operation, job in work:
         lane = operation.lane
         if lane is LaneKind.COMPUTE:
@@ -241,7 +253,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
             claimed[claim.resource] = claimed.get(claim.resource, 0.0) + job.flow_bytes * claim.units
         alone_s = job.flow_bytes / job.rate if job.rate else 0.0
         if lane in COLLECTIVE:
-            collected[lane] = collected.get(lane, 0.0) + alone_s
+            collected += job.fixed_s + alone_s
         elif lane in (LaneKind.H2D, LaneKind.D2H):
             copied[lane] = copied.get(lane, 0.0) + alone_s
         elif lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
@@ -257,8 +269,8 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
         "cpu-adam": updated,
         "pcie": max([shared.get(HOST_LINK, 0.0), *copied.values()]),
         "disk": max(stored.values(), default=0.0),
-        "link": max(collected.values(), default=0.0),
-        "issue": len(trace) * costs.rates.profile.unit_event_s.value,
+        "link": collected,
+        "issue": len(trace) * costs.rates.profile.unit_event_s.value + EXCHANGES * costs.rates.link.exchange_s,
     }
     if plan.update_rule is UpdateRule.AFTER_NORM and after_norm:
         turn = next((m for m, entering in enumerate(trace.moments) if entering.phase is Phase.BACKWARD_ENTER), 0)

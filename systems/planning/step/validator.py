@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from systems.planning.layout import Layout
-from systems.planning.plan import Plan, Tier, UpdateRule
+from systems.planning.plan import Plan, Tier, UpdateRule, queue_of
 from systems.planning.step.operations import ScheduledOperation, Work
 from systems.planning.step.running_ahead import hindrance, last_flushes
 from systems.planning.step.schedule import Schedule, expand
@@ -139,18 +139,20 @@ def check_waits(trace: Trace, schedule: Schedule) -> None:
 
 
 def circular_wait(operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
-    """Operations of one cycle of lane order, data dependences and waits for room; empty if there is none.
+    """Operations of one cycle of the queues' order, data dependences and waits for room; empty if there is none.
 
     waits may point forward: to an operation that is issued later.
     """
     before: dict[int, set[int]] = {}
-    tail: dict[object, int] = {}
+    tail: dict[str, int] = {}
     by_ticket = {o.ticket: o for o in operations if o.lane is not None}
     for o in by_ticket.values():
+        assert o.lane is not None
+        queue = queue_of(o.lane)
         before[o.ticket] = {t for t in (*o.waits, *o.room_waits) if t in by_ticket}
-        if o.lane in tail:
-            before[o.ticket].add(tail[o.lane])
-        tail[o.lane] = o.ticket
+        if queue in tail:
+            before[o.ticket].add(tail[queue])
+        tail[queue] = o.ticket
     after: dict[int, list[int]] = {ticket: [] for ticket in before}
     for ticket, others in before.items():
         for other in others:

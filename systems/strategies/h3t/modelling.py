@@ -60,7 +60,7 @@ class Modeller:
             return size / rate + self.hardware.copy_overhead_s(size) if size else 0.0
 
         def collective_s(size: int, lane: LaneKind) -> float:
-            return size * (ranks - 1) / ranks / rates.collective(lane) if ranks > 1 else 0.0
+            return size * (ranks - 1) / ranks / rates.link.rate(lane) if ranks > 1 else 0.0
 
         return LayerCosts(
             self.unit_name(unit),
