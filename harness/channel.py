@@ -18,6 +18,8 @@ from harness.spec import RunSpec
 
 PROGRESS_PERIOD_S = 0.5
 RANK_TIMEOUT_S, STUCK_S = 1800.0, 20.0
+LISTEN_S = 2.0  # to the other ranks, after the first that ended badly
+LAUNCHED = "env://"  # where ranks meet that a launcher started
 
 
 class WorkerJob(BaseModel):

@@ -14,6 +14,7 @@ import io
 import os
 import signal
 import sys
+import time
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from harness import comparison, scale, store, trace
+from harness.channel import LISTEN_S
 from harness.compare import CompareSpec, Contender, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, fill_standard_streams, progress_console, say
@@ -272,7 +274,7 @@ def run(spec: RunSpec) -> int:
         for replicate in range(spec.repeat):
             record = launch(spec, replicate=replicate, console=console, stop=stop, advise=replicate == 0)
             if told is not None and told.rank > 0:  # the first rank keeps and prints
-                return stop.code or (OK if record.status == "ok" else FAILED)
+                return stop.code or _end_behind(record)
             kept = _keep(record, spec, console, tracker)
             say(to_json(record))
             if record.status != "ok" or not kept:
@@ -280,6 +282,16 @@ def run(spec: RunSpec) -> int:
             if not kept or stop.number is not None:
                 break
     return stop.code or code
+
+
+def _end_behind(record: Record) -> int:
+    """Of a rank that is not the first: where it failed its launcher ends all as soon as this command ends, so the first one
+    gets the time to keep its record."""
+    if record.reason is None:
+        return OK
+    complain(record.reason.message)
+    time.sleep(2 * LISTEN_S)
+    return FAILED
 
 
 def compare(spec: CompareSpec) -> int:

@@ -33,7 +33,7 @@ from typing import Any
 from rich.console import Console
 
 from harness import trace
-from harness.channel import RANK_TIMEOUT_S, STUCK_S, Lines, WorkerJob
+from harness.channel import LAUNCHED, LISTEN_S, RANK_TIMEOUT_S, STUCK_S, Lines, WorkerJob
 from harness.doubts import Evidence, judge
 from harness.failures import LOG_LINES, Death, from_death, from_exception
 from harness.output import fill_standard_streams
@@ -47,7 +47,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _EXIT_GRACE_S = 30.0
-_LISTEN_S = 2.0  # to the other ranks, after the first that ended badly
 WORKER = ("-P", "-m", "harness.worker")  # -P: the folder it starts in comes last, it may have a models or harness of its own
 _GUARD = (
     "import os, signal, sys; sys.stdin.read(); import shutil; [shutil.rmtree(each, True) for each in sys.argv[1:]]; "
@@ -112,7 +111,7 @@ class Worker:
         self._held_back: list[str] | None = []  # until the input is known to be good: bad input is one line
         read_end, write_end = os.pipe()
         try:
-            self.process = _start(write_end, group)
+            self.process = _start(write_end, group, among=job.ranks)
         except OSError:
             os.close(read_end)
             raise
@@ -275,13 +274,13 @@ class Crew:
         return codes
 
 
-def _start(write_end: int, group: int) -> subprocess.Popen[bytes]:
+def _start(write_end: int, group: int, among: int) -> subprocess.Popen[bytes]:
     """A worker, with one end of the pipe for its messages."""
     root = str(Path(__file__).resolve().parents[1])
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")]), os.curdir])
     environment["PYTHONUNBUFFERED"] = "1"
-    if launched() is None:
+    if among > 1 and launched() is None:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of several ranks, which are all here
     return subprocess.Popen(
         [sys.executable, *WORKER],
@@ -338,7 +337,7 @@ def launch(
     )
     if told is not None:
         who = {"rank": told.rank, "ranks": told.size, "local_rank": told.local_rank, "local_ranks": told.local_size}
-        return _run([job.model_copy(update={**who, "meet": "env://"})], console, stop or Stop(), started_s, None)
+        return _run([job.model_copy(update={**who, "meet": LAUNCHED})], console, stop or Stop(), started_s, None)
     if spec.ranks == 1:
         return _run([job], console, stop or Stop(), started_s, None)
     with tempfile.TemporaryDirectory(prefix="harness-ranks-", ignore_cleanup_errors=True) as folder:
@@ -392,7 +391,7 @@ def _run(jobs: list[WorkerJob], console: Console, stop: Stop, started_s: float, 
         for worker, code, gone in zip(crew.workers, codes, exited, strict=True)
     ]
     badly = [crew.workers.index(worker) for worker in crew.ended_badly]
-    if len(ends) == 1:
+    if jobs[0].ranks == 1:
         return _finish(jobs[0], ends[0], wall_s=time.monotonic() - started_s)
     return _finish_ranks(jobs[0], ends, badly, wall_s=time.monotonic() - started_s)
 
@@ -407,7 +406,7 @@ def _watch(crew: Crew, timeout_s: float | None, stop: Stop) -> bool:
         now = time.monotonic()
         if crew.ended_badly and len(crew.workers) > 1:
             alone_s = alone_s or now
-            if now - alone_s > _LISTEN_S:
+            if now - alone_s > LISTEN_S:
                 return False
         if crew.told:
             told_s = told_s or now

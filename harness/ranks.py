@@ -6,7 +6,10 @@ figures are the maximum over ranks, those of a host's memory and disk the sum ov
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +19,9 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from harness.channel import Channel, WorkerJob
+from harness.channel import LAUNCHED, LISTEN_S, Channel, WorkerJob
 from harness.measure import RawResults
-from harness.record import MemoryPeaks, Traffic
+from harness.record import MemoryPeaks, Reason, Status, Traffic
 from harness.spec import MAX_SEED, Device
 from models.counter import stream_key
 from systems.ranks.ranks import Ranks
@@ -50,6 +53,28 @@ def _tell_stuck(channel: Channel, told: str) -> None:
     """From a thread of its own, while all others wait: nobody would be there to make a record."""
     channel.stuck(told)
     os._exit(1)
+
+
+def share_end(job: WorkerJob, ranks: Ranks, status: Status, reason: Reason) -> tuple[Status, Reason]:
+    """Of a rank that a launcher started, on a host of its own maybe: no parent hears all of them, so they tell each other.
+
+    One that only saw that another was gone takes that one's end for its own, if it finds it.
+    """
+    from systems.ranks.processes import Processes
+
+    if job.meet != LAUNCHED or not isinstance(ranks, Processes):
+        return status, reason
+    with contextlib.suppress(RuntimeError):  # whoever keeps what they tell is gone too
+        if not reason.follows:
+            ranks.ends.write(json.dumps({"status": status, "reason": reason.model_dump(mode="json")}))
+            return status, reason
+        until = time.monotonic() + LISTEN_S
+        while time.monotonic() < until:
+            for told in filter(None, ranks.ends.read()):
+                found = json.loads(told)
+                return found["status"], Reason.model_validate(found["reason"])
+            time.sleep(LISTEN_S / 20)
+    return status, reason
 
 
 def initialize(system: System, model: torch.nn.Module, settings: Settings, options: BaseModel, ranks: Ranks) -> Engine:

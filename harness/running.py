@@ -130,6 +130,8 @@ def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
             reason = reason.model_copy(update={"log": traceback.format_exc().splitlines()})
         else:
             traceback.print_exc()
+    if reason is not None and job.ranks > 1:
+        status, reason = ranks.share_end(job, known.ranks, status, reason)
     try:
         _close(channel, known, broke_off)
     except Exception as error:  # noqa: BLE001 - whatever it is becomes the record's reason
