@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from harness import cli, launch, ranks
@@ -305,3 +306,14 @@ def test_each_way_to_end_among_real_ranks(options: tuple[str, ...], status: str,
         assert all(f"rank {each} in {waits}" in record.reason.message for each, waits in expected.items())
     assert record.wall_s is not None and record.wall_s < END_S
     assert nothing_is_left(mark)
+
+
+def test_dropout_differs_from_rank_to_rank_and_repeats() -> None:
+    def drawn(seed: int, rank: int) -> list[float]:
+        ranks.seed_dropout(seed, rank)
+        return list(torch.rand(4).tolist())
+
+    assert drawn(7, 1) == drawn(7, 1)
+    draws = {tuple(drawn(seed, rank)) for seed in (7, 8) for rank in range(3)}
+    assert len(draws) == 6
+    assert drawn(7, 0) == torch.rand(4, generator=torch.Generator().manual_seed(7)).tolist()

@@ -112,7 +112,7 @@ from systems.ranks.processes import Processes
 from tests.ranks.test_link import *
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size={size})
-ranks = Processes()
+ranks = Processes(stuck_s=0.5)
 try:
     found = {what}
 except RuntimeError as error:
