@@ -262,18 +262,17 @@ class Measurement:
         self.measured.eval_step.append(step + 1)
 
     def _validation_loss(self) -> float:
-        """Mean over the label tokens of a few fixed batches, of which ranks take turns. All take as many."""
+        """Mean over the label tokens of a few fixed batches, of which ranks take turns. All take as many, and what is too many
+        does not count.
+        """
         self.engine.eval()
         found = []
         with torch.no_grad():
             for index in range(self._ranks.rank, EVAL_BATCHES + -EVAL_BATCHES % self._ranks.size, self._ranks.size):
-                batch = self.work.batch(index, 0, "validation")
+                batch = self.work.batch(index % EVAL_BATCHES, 0, "validation")
                 count = self.work.count_labels(batch)
                 found.append((float(self.work.loss(self.engine, batch, count)), count))
         self.engine.train()
-        total, labels = 0.0, 0
-        for in_turn in zip(*self._ranks.exchange("validation", found), strict=True):
-            for loss, count in in_turn:
-                total += loss * count
-                labels += count
-        return total / labels
+        turns = zip(*self._ranks.exchange("validation", found), strict=True)
+        counted = [each for turn in turns for each in turn][:EVAL_BATCHES]
+        return sum(loss * count for loss, count in counted) / sum(count for _, count in counted)
