@@ -17,10 +17,17 @@ from harness.record import Record, to_json
 from harness.spec import RunSpec
 
 PROGRESS_PERIOD_S = 0.5
+RANK_TIMEOUT_S, STUCK_S = 1800.0, 20.0
+LISTEN_S = 2.0  # to the other ranks, after the first that ended badly
+LAUNCHED = "env://"  # where ranks meet that a launcher started
 
 
 class WorkerJob(BaseModel):
     """What the parent hands to the process of a run, on its standard input.
+
+    rank, ranks: which of how many processes this is; local_rank, local_ranks: among those of this host. meet: where they find
+    each other, as torch.distributed writes it. rank_timeout_s: how long one waits for another.
+    stuck_s: how long a wait is, before it is looked at whether all of them wait.
 
     host_budget_bytes: the smallest limit in force, for a spec that gives none. cgroup_root: where limits are read.
     advise: look for what would train here where memory is short.
@@ -37,10 +44,17 @@ class WorkerJob(BaseModel):
     host_budget_bytes: int | None
     cgroup_root: str
     advise: bool = False
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    meet: str | None = None
+    rank_timeout_s: float = RANK_TIMEOUT_S
+    stuck_s: float = STUCK_S
 
 
 class Channel:
-    """The worker's end. Message kinds: phase, step, partial (record fields known so far), bad_input, record."""
+    """The worker's end. Message kinds: phase, step, partial (record fields known so far), bad_input, stuck, record."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)  # a process that outlives the run must not keep the pipe open
@@ -64,6 +78,10 @@ class Channel:
 
     def bad_input(self, message: str) -> None:
         self._send({"kind": "bad_input", "message": message})
+
+    def stuck(self, message: str) -> None:
+        """Ranks wait for each other, and this one will end."""
+        self._send({"kind": "stuck", "message": message})
 
     def record(self, record: Record) -> None:
         self._write(b'{"kind": "record", "record": ' + to_json(record).encode() + b"}\n", wait=True)

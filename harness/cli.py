@@ -14,6 +14,7 @@ import io
 import os
 import signal
 import sys
+import time
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from harness import comparison, scale, store, trace
+from harness.channel import LISTEN_S
 from harness.compare import CompareSpec, Contender, StoredSpec, check_options, collect, entries, read_runs
 from harness.launch import Stop, launch, stop_signals
 from harness.output import complain, fill_standard_streams, progress_console, say
@@ -38,7 +40,7 @@ from harness.wandb_log import Tracker
 from systems import registry
 from systems.errors import UnsupportedError
 from systems.messages import invalid_value, one_line, printable, unknown_name
-from systems.ranks.launchers import launched
+from systems.ranks.launchers import Launched, launched
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 INTERRUPTED = 128 + signal.SIGINT
@@ -204,14 +206,40 @@ def _one_line_errors() -> Iterator[list[int]]:
         code.append(BAD_INPUT)
 
 
-def _check_before_work(spec: RunSpec) -> None:
-    """What can be found wrong without torch, before any process is started."""
+def _refuse_launcher() -> None:
+    """For commands that start runs of their own."""
+    told = _launched()
+    if told is not None:
+        raise BadInputError(
+            f"WORLD_SIZE is {told.size}: of all commands torchrun starts harness run alone: start this one without it, with "
+            f"--ranks {told.size}"
+        )
+
+
+def _launched() -> Launched | None:
     try:
-        told = launched()
+        return launched()
     except UnsupportedError as error:
         raise BadInputError(str(error)) from None
-    if told is not None:
-        raise BadInputError(f"WORLD_SIZE is {told.size}: start one process, without torchrun")
+
+
+def _as_launched(spec: RunSpec, arguments: Sequence[str]) -> RunSpec:
+    """With the ranks of the launcher that started this process as one of them."""
+    told = _launched()
+    if told is None:
+        return spec
+    if spec.ranks != told.size and any(token.partition("=")[0] == flag("ranks") for token in arguments):
+        raise BadInputError(f"--ranks {spec.ranks}: WORLD_SIZE is {told.size}: leave --ranks out under torchrun")
+    if spec.repeat > 1:
+        raise BadInputError(f"--repeat {spec.repeat}: torchrun starts one run: call it as often instead")
+    try:
+        return RunSpec.model_validate(spec.model_dump() | {"ranks": told.size})
+    except ValidationError as error:
+        raise BadInputError(invalid_value(error, lambda field, given: f"{flag(field)} {given}")) from None
+
+
+def _check_before_work(spec: RunSpec) -> None:
+    """What can be found wrong without torch, before any process is started."""
     known = registry.find()
     if spec.system not in known:
         raise BadInputError(unknown_name("system", spec.system, known))
@@ -241,9 +269,12 @@ def run(spec: RunSpec) -> int:
     _check_before_work(spec)
     console = progress_console()
     tracker, code = _tracker(spec, console), OK
+    told = launched()
     with stop_signals() as stop:
         for replicate in range(spec.repeat):
             record = launch(spec, replicate=replicate, console=console, stop=stop, advise=replicate == 0)
+            if told is not None and told.rank > 0:  # the first rank keeps and prints
+                return stop.code or _end_behind(record)
             kept = _keep(record, spec, console, tracker)
             say(to_json(record))
             if record.status != "ok" or not kept:
@@ -253,8 +284,19 @@ def run(spec: RunSpec) -> int:
     return stop.code or code
 
 
+def _end_behind(record: Record) -> int:
+    """Of a rank that is not the first: where it failed its launcher ends all as soon as this command ends, so the first one
+    gets the time to keep its record."""
+    if record.reason is None:
+        return OK
+    complain(record.reason.message)
+    time.sleep(2 * LISTEN_S)
+    return FAILED
+
+
 def compare(spec: CompareSpec) -> int:
     """Run all systems interleaved, then compare. The exit code: 1 if a run failed, else 3 if a pair is refused, else 0."""
+    _refuse_launcher()
     found = entries(spec)
     for entry in found:
         _check_before_work(entry.spec)
@@ -288,6 +330,7 @@ def _execute(
 
 def search(spec: ScaleSpec | BatchSpec) -> int:
     """Try sizes, each in its own process. The exit code: 0 if one fits."""
+    _refuse_launcher()
     _check_before_work(spec)
     console = progress_console()
     tracker = _tracker(spec, console)
@@ -381,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _one_line_errors() as code:
         _check_text(given)
         if command == "run":
-            return run(parse(RunSpec, rest, prog="harness run"))
+            return run(_as_launched(parse(RunSpec, rest, prog="harness run"), rest))
         if command == "compare":
             if any(token.partition("=")[0] == flag("runs") for token in rest):
                 return compare_kept(parse(StoredSpec, rest, prog="harness compare"))

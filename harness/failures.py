@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.record import Reason, Status
 from harness.spec import in_flags
-from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
+from systems.errors import BudgetError, DivergedError, OutOfMemoryError, PeerGoneError, UnavailableError, UnsupportedError
 from systems.messages import one_line
 from systems.sizes import format_size, parse_size
 
@@ -90,6 +90,17 @@ def _missing_package(error: BaseException) -> str | None:
     return None if package in OWN_PACKAGES else package
 
 
+def _follows(error: BaseException | None) -> bool:
+    """Whether it is that another rank is gone, or only comes of that."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerGoneError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def from_exception(error: BaseException, phase: str, rank: int, *, host_room: int | None = None) -> tuple[Status, Reason]:
     """Status and reason of a run whose own process caught `error` in `phase`. host_room: bytes the host could still give."""
     message = in_flags(one_line(str(error))) or type(error).__name__
@@ -114,23 +125,26 @@ def from_exception(error: BaseException, phase: str, rank: int, *, host_room: in
         message = f"{message}: this process may have {soft} open at once: raise that with ulimit -n (its hard limit is {hard})"
     if status == "failed" or isinstance(error, MemoryError):
         message = f"{type(error).__name__}: {message}" if message != type(error).__name__ else message
-    return status, Reason.model_validate({"message": message, "phase": phase, "rank": rank, **more})
+    return status, Reason.model_validate({"message": message, "phase": phase, "rank": rank, "follows": _follows(error), **more})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
     """How the process of a run ended without a record of its own.
 
-    exit_code: as subprocess gives it, negative for a signal. stopped_by: the signal that the parent itself received.
+    rank: which process. exit_code: as subprocess gives it, negative for a signal. stopped_by: the signal that the parent itself
+    received. stuck: what it said when ranks waited for each other.
     oom_kills: processes the kernel killed for memory meanwhile, None if nothing counts them. host_bytes: resident
     memory when last looked at. host_budget: in bytes.
     """
 
     exit_code: int
     phase: str
+    rank: int = 0
     log: list[str] = field(default_factory=list)
     timed_out_s: float | None = None
     stopped_by: int | None = None
+    stuck: str | None = None
     oom_kills: int | None = None
     host_bytes: int | None = None
     host_budget: int | None = None
@@ -144,6 +158,8 @@ def from_death(death: Death) -> tuple[Status, Reason]:
     if death.stopped_by is not None:
         status, killed_by = "interrupted", signal.Signals(death.stopped_by).name
         message = f"the run was stopped by {killed_by} in phase {death.phase}"
+    elif death.stuck is not None:
+        message = death.stuck
     elif death.timed_out_s is not None:
         status, killed_by = "timeout", None
         message = f"no end within {death.timed_out_s:g} s: stopped in phase {death.phase}; raise --timeout or do less"
@@ -166,7 +182,7 @@ def from_death(death: Death) -> tuple[Status, Reason]:
             "message": message,
             "phase": death.phase,
             **room,
-            "rank": 0,
+            "rank": death.rank if death.stuck is None else None,
             "signal": killed_by,
             "exit_code": death.exit_code if death.exit_code >= 0 else None,
             "last_known_bytes": death.host_bytes,

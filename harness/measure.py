@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from harness.spec import Schedule
+from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import StepOutcome
 from systems.system import Engine
 
@@ -105,7 +106,8 @@ class Measurement:
 
     taken: steps that a resumed run had taken; skipped: those of them that changed nothing. save: writes a checkpoint, every
     save_every steps. enter: told the phase (warm-up, step, eval, save). on_step: told (steps done, the last loss that is
-    known). energy: joules the device has used so far, None if not known.
+    known). energy: joules the device has used so far, None if not known. ranks: this one and the others, each of which measures
+    its own batches: losses are everybody's, and known a step later.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Measurement:
         energy: Callable[[], float | None] = lambda: None,
         enter: Callable[[str], None] = lambda phase: None,
         on_step: Callable[[int, float | None], None] = lambda done, loss: None,
+        ranks: Ranks | None = None,
     ) -> None:
         if warmup >= steps - taken:
             raise ValueError(f"a warm-up of {warmup} leaves nothing to time in {steps - taken} steps")
@@ -132,6 +135,8 @@ class Measurement:
         self.measured = RawResults()
         self._clock, self._energy, self._enter, self._on_step = clock, energy, enter, on_step
         self._late = LateReader()
+        self._ranks = SingleRank() if ranks is None else ranks
+        self._untold: list[list[float]] = []  # losses of this rank's micro-batches, a list a step
         self._boundary_s = self._span_start_s = 0.0
         self._span_counters: Mapping[str, int] = {}
         self._span_joules: float | None = None
@@ -154,6 +159,7 @@ class Measurement:
         if self.measured.eval_step[-1:] != [self.steps]:
             self._stop_span()
         self._read_losses()
+        self._tell(0)
         self.measured.outcomes = list(self.engine.outcomes)
         self.measured.complete = True
         return self.measured
@@ -199,7 +205,7 @@ class Measurement:
     def _forward_backward(self, step: int) -> list[torch.Tensor]:
         """Every micro-batch of the step; the loss of each, on the device."""
         batches = [self.work.batch(step, micro, "train") for micro in range(self.work.accumulate)]
-        label_count = sum(self.work.count_labels(batch) for batch in batches)
+        label_count = self._tell(sum(self.work.count_labels(batch) for batch in batches))
         return [self.engine.forward_backward(self.work.loss, batch, label_count) for batch in batches]
 
     def _set_learning_rate(self, step: int) -> float:
@@ -212,8 +218,22 @@ class Measurement:
 
     def _read_losses(self) -> None:
         values = self._late.take()
-        if values is not None:
+        if values is None:
+            return
+        if self._ranks.size == 1:
             self.measured.micro_batch_loss.append(values)
+        else:
+            self._untold.append(values)
+
+    def _tell(self, labels: int) -> int:
+        """Label tokens of all ranks. Losses not told yet are, the ranks' by turns, as one rank would have its micro-batches."""
+        if self._ranks.size == 1:
+            return labels
+        told = self._ranks.exchange("label tokens and losses", (labels, self._untold))
+        self._untold = []
+        for of_ranks in zip(*(losses for _, losses in told), strict=True):
+            self.measured.micro_batch_loss.append([loss for micro in zip(*of_ranks, strict=True) for loss in micro])
+        return sum(count for count, _ in told)
 
     def _pause(self, step: int, phase: str, act: Callable[[int], None]) -> None:
         """Do something outside the region: its time and traffic are no training step's."""
@@ -242,14 +262,17 @@ class Measurement:
         self.measured.eval_step.append(step + 1)
 
     def _validation_loss(self) -> float:
-        """Mean over the label tokens of a few fixed batches."""
+        """Mean over the label tokens of a few fixed batches, of which ranks take turns. All take as many, and what is too many
+        does not count.
+        """
         self.engine.eval()
-        total, labels = 0.0, 0
+        found = []
         with torch.no_grad():
-            for index in range(EVAL_BATCHES):
-                batch = self.work.batch(index, 0, "validation")
+            for index in range(self._ranks.rank, EVAL_BATCHES + -EVAL_BATCHES % self._ranks.size, self._ranks.size):
+                batch = self.work.batch(index % EVAL_BATCHES, 0, "validation")
                 count = self.work.count_labels(batch)
-                total += float(self.work.loss(self.engine, batch, count)) * count
-                labels += count
+                found.append((float(self.work.loss(self.engine, batch, count)), count))
         self.engine.train()
-        return total / labels
+        turns = zip(*self._ranks.exchange("validation", found), strict=True)
+        counted = [each for turn in turns for each in turn][:EVAL_BATCHES]
+        return sum(loss * count for loss, count in counted) / sum(count for _, count in counted)

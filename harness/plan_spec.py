@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from harness.spec import RunSpec
 
@@ -29,12 +29,6 @@ class PlanSpec(RunSpec):
     ranks: int | None = Field(None, ge=1, description="data-parallel ranks; default: all devices of the profile")  # type: ignore[assignment]
     hardware: str = Field(description="a hardware profile: a name of systems/planning/hardware, or a path ending in .json")
     trace: str | None = Field(None, description=".json or .json.gz file for the simulated step, to open in ui.perfetto.dev")
-
-    @field_validator("ranks")
-    @classmethod
-    def _one_rank(cls, ranks: int | None) -> int | None:  # type: ignore[override]
-        """Plans are made for any number, unlike runs."""
-        return ranks
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> PlanSpec:

@@ -33,11 +33,14 @@ class Reason(Part):
     """Why a run did not end well. tier, need and have are of a memory budget, in bytes."""
 
     message: str
-    phase: str | None = Field(None, description="start, resolve, room, build, initialize, warm-up, step, eval, trace or close")
+    phase: str | None = Field(
+        None, description="start, resolve, join, room, build, initialize, warm-up, step, eval, trace or close"
+    )
     tier: Literal["device", "host", "disk"] | None = None
     need: int | None = None
     have: int | None = None
     rank: int | None = None
+    follows: bool = Field(False, description="all that the rank knows is that another one was gone")
     signal: str | None = Field(None, description="the signal that ended the process, such as SIGKILL")
     exit_code: int | None = None
     last_known_bytes: int | None = Field(None, description="resident memory of the process when last looked at")
@@ -115,7 +118,9 @@ class Samples(Part):
     """Raw, one entry per optimizer step in order, warm-up included. norm is null where the system computed none."""
 
     step_time_s: list[float] = Field([], description="between undrained step boundaries; validation left out")
-    micro_batch_loss: list[list[float | None]] = Field([], description="each a micro-batch's share of the step's loss")
+    micro_batch_loss: list[list[float | None]] = Field(
+        [], description="each a micro-batch's share of the step's loss; the ranks' in turn"
+    )
     norm: list[float | None] = []
     clip_factor: list[float | None] = []
     loss_scale: list[float | None] = []
@@ -153,7 +158,7 @@ class Metrics(Part):
 
 
 class Traffic(Part):
-    """Payload bytes per step, averaged over the timed region."""
+    """Payload bytes per step, averaged over the timed region, of the rank with the most."""
 
     h2d_bytes: int | float | None = None
     d2h_bytes: int | float | None = None
@@ -164,7 +169,10 @@ class Traffic(Part):
 
 
 class MemoryPeaks(Part):
-    """Peaks over the whole run in bytes, maximum over ranks. The first eight are the system's own accounts."""
+    """Peaks over the whole run in bytes. The first eight are the system's own accounts.
+
+    Of several ranks: of devices the maximum; of host and disk the sum over a host's ranks, of the host with the most.
+    """
 
     device_peak_bytes: int | None = None
     device_budget_bytes: int | None = None
@@ -182,6 +190,7 @@ class MemoryPeaks(Part):
     device_reserved_peak_bytes: int | None = Field(None, description="torch's CUDA allocator: reserved")
     device_used_bytes: int | None = Field(None, description="whole device at the end, contexts and other processes too")
     host_rss_peak_bytes: int | None = Field(None, description="resident memory of the process")
+    host: int | None = Field(None, description="of one rank among several: the number of its host")
 
 
 class PlanFigures(Part):
@@ -219,11 +228,12 @@ class Record(Part):
     metrics: Metrics = Metrics()
     phases_s: dict[str, float] = Field(
         {},
-        description="import, resolve, build, initialize, warm_up, timed, eval, trace, phases, close; a system's start-up as "
-        "startup.*; with --phases those of one more step as phase.*",
+        description="import, resolve, join, build, initialize, warm_up, timed, eval, trace, phases, close; a system's start-up "
+        "as startup.*; with --phases those of one more step as phase.*",
     )
     traffic: Traffic = Traffic()
     memory: MemoryPeaks = MemoryPeaks()
+    memory_by_rank: list[MemoryPeaks] = Field([], description="of several ranks: what each has, its share of host budgets too")
     counters: dict[str, int] = Field({}, description="the system's own, over the whole run")
     timed_counters: dict[str, int] = Field({}, description="the same, over the timed region")
     plan: PlanFigures = PlanFigures()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,8 @@ from systems import checkpoint, registry
 from systems.checkpoint import LoopState
 from systems.errors import UnavailableError
 from systems.machine.limits import MachineLimits
+from systems.machine.threads import cores_each
+from systems.ranks.launchers import chosen_threads
 from systems.settings import AdamSettings, Settings
 from systems.system import System
 
@@ -51,10 +52,9 @@ def choose_device(asked: Device | None) -> Device:
     return asked or ("cuda" if found else "cpu")
 
 
-def set_threads(limits: MachineLimits) -> None:
-    """As many as there are usable cores, unless the user's OMP_NUM_THREADS asks for another number."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 0 else limits.cores)
+def set_threads(limits: MachineLimits, ranks: int) -> None:
+    """A rank's part of the usable cores, unless the user's OMP_NUM_THREADS asks for another number. ranks: of this host."""
+    torch.set_num_threads(chosen_threads() or cores_each(ranks, limits))
 
 
 def _check_steps(spec: RunSpec, device: Device, shape: ModelShape, taken: int) -> tuple[int, int]:
@@ -110,11 +110,12 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         clip=spec.clip,
         recompute=spec.recompute,
         seed=spec.seed,
-        ranks=spec.ranks,
+        ranks=job.ranks,
+        local_ranks=job.local_ranks,
         adam=AdamSettings(lr=spec.lr, weight_decay=spec.weight_decay),
         initial_weights=models_registry.initial_weights(shape, spec.seed),
     )
-    samples = batch_size * spec.accumulate * spec.ranks
+    samples = batch_size * spec.accumulate * job.ranks
     resolved = build_part(
         Resolved,
         device=device,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness import derive, doubts, environment, record, trace
+from harness import derive, doubts, environment, ranks, record, trace
 from harness.channel import Channel, WorkerJob
 from harness.failures import from_exception
 from harness.measure import Batch, Measurement, RawResults, Workload
@@ -31,8 +31,10 @@ from models.flops import count
 from models.loss import count_labels, token_loss
 from systems import checkpoint
 from systems.machine.limits import MachineLimits, process_memory, raise_open_files, read_limits
+from systems.machine.threads import cores_each
 from systems.messages import one_line
 from systems.prediction.meta_step import Unfilled
+from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.system import Engine
 
@@ -59,6 +61,8 @@ class Known:
     seen_memory: dict[str, Any] = field(default_factory=dict)  # by torch and the operating system
     found: dict[str, Any] = field(default_factory=dict)  # of `Resolved`: what the model turned out to be
     notes: list[str] = field(default_factory=list)
+    ranks: Ranks = field(default_factory=SingleRank)
+    memory_by_rank: list[MemoryPeaks] = field(default_factory=list)
 
     @property
     def resolved(self) -> record.Resolved:
@@ -94,17 +98,17 @@ def _judge(job: WorkerJob, known: Known) -> tuple[Status, Reason | None]:
     """Status of a run that reached its end."""
     why = derive.diverged(known.measured, known.resolved.warmup_steps or 0, known.resolved.steps_before or 0)
     if why:
-        return "diverged", Reason(message=why, phase="step", rank=0)
+        return "diverged", Reason(message=why, phase="step", rank=job.rank)
     why = derive.impossible(derive.utilisation(_metrics(job, known), known.resolved), known.resolved)
     if why:
-        return "failed", Reason(message=why, phase="step", rank=0)
+        return "failed", Reason(message=why, phase="step", rank=job.rank)
     return "ok", None
 
 
 def _metrics(job: WorkerJob, known: Known) -> dict[str, object]:
     if known.request is None:
         return {}
-    return derive.metrics(known.measured, known.resolved, known.work, job.spec.ranks)
+    return derive.metrics(known.measured, known.resolved, known.work, job.ranks)
 
 
 def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
@@ -121,18 +125,20 @@ def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is becomes the record's reason
         broke_off = error
-        status, reason = from_exception(error, channel.phase, rank=0, host_room=host_room(known.limits))
+        status, reason = from_exception(error, channel.phase, rank=job.rank, host_room=host_room(known.limits))
         if status in SAID_IN_ONE_LINE or isinstance(error, checkpoint.SaveError):
             reason = reason.model_copy(update={"log": traceback.format_exc().splitlines()})
         else:
             traceback.print_exc()
+    if reason is not None and job.ranks > 1:
+        status, reason = ranks.share_end(job, known.ranks, status, reason)
     try:
         _close(channel, known, broke_off)
     except Exception as error:  # noqa: BLE001 - whatever it is becomes the record's reason
         traceback.print_exc()
         if status == "ok":
-            status, reason = from_exception(error, channel.phase, rank=0)
-    if reason is not None and reason.tier is not None and job.advise:
+            status, reason = from_exception(error, channel.phase, rank=job.rank)
+    if reason is not None and reason.tier is not None and job.advise and job.ranks == 1:
         reason = reason.model_copy(update={"advice": _advice(job, channel, known)})
     return _record(job, known, status, reason)
 
@@ -154,7 +160,7 @@ def _advice(job: WorkerJob, channel: Channel, known: Known) -> list[str]:
 
 def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
     channel.enter("resolve")
-    set_threads(known.limits)
+    set_threads(known.limits, job.local_ranks)
     device = choose_device(job.spec.device)
     with known.timing("resolve"):
         try:
@@ -163,10 +169,14 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
             raise BadInputError(in_flags(one_line(str(error)))) from error
     if job.spec.device is None and device == "cpu":
         complain(EMULATED)
+    if job.ranks > 1:
+        channel.enter("join")
+        with known.timing("join"):
+            known.ranks = ranks.meet(job, device, request.system, channel)
     device_nvml = environment.open_nvml() if device == "cuda" else None
     known.watch = Watch(device_nvml)
     known.environment = environment.describe(device, known.limits, job.spec.seed, device_nvml)
-    torch.manual_seed(job.spec.seed)
+    ranks.seed_dropout(job.spec.seed, job.rank)
 
     channel.enter("room")
     with known.timing("room"):
@@ -182,7 +192,7 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
 
     channel.enter("initialize")
     with known.timing("initialize"):
-        known.engine = engine = request.system.initialize(model, settings, request.options)
+        known.engine = engine = ranks.initialize(request.system, model, settings, request.options, known.ranks)
     known.found = _look_at_model(engine.module, request.resolved)
     if job.spec.checkpoint is not None:
         engine.training_state()  # where there is none, that is told before the work and not after
@@ -198,6 +208,9 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
     known.measured = measurement.measured
     measurement.run()
     known.watch.look()
+    if job.ranks > 1:
+        known.take_figures()
+        known.memory_by_rank = ranks.join_figures(known.ranks, _memory(job, known), known.measured)
     if job.spec.checkpoint is not None:
         known.take_figures()
         channel.enter("save")
@@ -250,6 +263,9 @@ def _set_random_states(beside: dict[str, torch.Tensor]) -> None:
 
 def _trace(job: WorkerJob, measurement: Measurement, known: Known) -> None:
     """See harness/trace.py. Every figure of the record is taken before."""
+    if job.rank > 0:
+        measurement.extra_step()
+        return
     path = Path(str(job.spec.trace))
     trace.take(measurement.extra_step, path, known.resolved.device or "cpu")
     known.notes.append(f"a trace of one more step is in {path}")
@@ -318,7 +334,8 @@ def _work(job: WorkerJob, request: Request) -> Workload:
         on_host = request.dataset.batch(
             step,
             micro_step=micro_step,
-            ranks=spec.ranks,
+            rank=job.rank if split == "train" else 0,
+            ranks=job.ranks,
             batch_size=resolved.batch_size or 1,
             seq_len=resolved.seq_len or 1,
             split="validation" if split == "validation" else "train",
@@ -352,7 +369,7 @@ def _measurement(
     return Measurement(
         engine, work, steps=steps, warmup=warmup, taken=taken, skipped=0 if resumed is None else resumed.skipped_steps,
         eval_every=job.spec.eval_every, save_every=job.spec.save_every, save=partial(_save, job, engine),
-        energy=energy, enter=channel.enter, on_step=on_step,
+        energy=energy, enter=channel.enter, on_step=on_step, ranks=known.ranks,
     )  # fmt: skip
 
 
@@ -368,10 +385,13 @@ def _close(channel: Channel, known: Known, broke_off: BaseException | None) -> N
         if known.measured.complete:
             raise
         known.notes.append(one_line(f"the engine's figures are missing: {type(error).__name__}: {error}"))
+    if broke_off is not None and known.ranks.size > 1:
+        return  # others may be where they wait for this one: the process ends, and with it all that it has
     channel.enter("close")
     with known.timing("close"):
         if broke_off is None:
             engine.close(keep=False)
+            known.ranks.close()
         else:
             engine.__exit__(type(broke_off), broke_off, broke_off.__traceback__)
 
@@ -392,15 +412,17 @@ def _engine_fields(engine: Engine, known: Known) -> dict[str, Any]:
     }
 
 
-def _memory(known: Known) -> MemoryPeaks:
+def _memory(job: WorkerJob, known: Known) -> MemoryPeaks:
     """The engine's accounts and, beside them, what torch and the operating system saw.
 
-    The host's budget holds for every system alike: one that keeps no account of the host has none to tell of it.
+    The host's budget holds for every system alike: one that keeps no account of the host has none to tell of it. All of it is
+    this rank's.
     """
     accounts = known.engine_fields.get("memory", {})
     seen = known.seen_memory or _seen_memory(known.resolved)
     if accounts.get("host_budget_bytes") is None:
-        seen = seen | {"host_budget_bytes": known.resolved.host_budget_bytes}
+        budget = known.resolved.host_budget_bytes
+        seen = seen | {"host_budget_bytes": None if budget is None else budget // job.local_ranks}
     return record.build_part(MemoryPeaks, **(accounts | seen))
 
 
@@ -428,7 +450,7 @@ def _record(job: WorkerJob, known: Known, status: Status, reason: Reason | None)
     seen = doubts.Evidence(
         timed_step_s=measured.step_time_s[warmup:] if measured.complete else (),
         threads=torch.get_num_threads(),
-        cores=known.limits.cores,
+        cores=cores_each(job.local_ranks, known.limits),
         steps_without_plan=measured.timed_counters["steps_without_plan"],
         swap_bytes=process_memory("self").get("VmSwap"),
         other_processes=known.watch.other_processes,
@@ -451,7 +473,8 @@ def _record(job: WorkerJob, known: Known, status: Status, reason: Reason | None)
             "metrics": metrics,
             "phases_s": phases,
             "traffic": derive.traffic(measured, warmup),
-            "memory": _memory(known),
+            "memory": ranks.together(known.memory_by_rank) if known.memory_by_rank else _memory(job, known),
+            "memory_by_rank": known.memory_by_rank,
             "counters": fields.get("counters", {}),
             "timed_counters": {k: v for k, v in measured.timed_counters.items() if k not in derive.TRAFFIC_KEYS},
             "plan": PlanFigures(**fields.get("plan", {})),

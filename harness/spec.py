@@ -62,7 +62,7 @@ class RunSpec(BaseModel):
     host_memory: Size | None = Field(None, description="host budget; default: smallest of cgroup, ulimit and machine")
     disk: str | None = Field(None, min_length=1, description="folder for optimizer states that the host has no room for")
     disk_memory: Size | None = Field(None, description="budget of the files there; default: what is free")
-    ranks: int = Field(1, ge=1, description="data-parallel processes; this version runs one")
+    ranks: int = Field(1, ge=1, description="data-parallel processes, each with a device and batches of its own")
     batch_size: int | None = Field(None, ge=1, description="samples per rank and micro-batch; default: the model's")
     seq_len: int | None = Field(None, ge=1, description="tokens per sample; default: the model's")
     accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
@@ -95,13 +95,6 @@ class RunSpec(BaseModel):
     phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
     wandb: Literal["off", "offline", "online"] = Field("off", description="also log the finished record to Weights & Biases")
 
-    @field_validator("ranks")
-    @classmethod
-    def _one_rank(cls, ranks: int) -> int:
-        if ranks > 1:
-            raise ValueError("several ranks are not supported in this version: use 1")
-        return ranks
-
     @field_validator("set", "option")
     @classmethod
     def _assignments(cls, texts: tuple[str, ...], info: Any) -> tuple[str, ...]:
@@ -132,6 +125,14 @@ class RunSpec(BaseModel):
             raise ValueError(f"--save-every {self.save_every} needs a folder: name it with --checkpoint")
         if self.checkpoint is not None and self.repeat > 1:
             raise ValueError(f"--checkpoint is of one run: leave out --repeat {self.repeat}")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_keep_no_checkpoint(self) -> RunSpec:
+        if (self.ranks or 1) > 1:
+            for name in ("checkpoint", "resume"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--{name} is of one rank so far: leave it out, or use --ranks 1")
         return self
 
     def resolve_steps(self, device: Device, taken: int = 0) -> tuple[int, int]:

@@ -41,6 +41,10 @@ class DivergedError(RuntimeError):
     """Too many steps in a row were skipped for a non-finite gradient, or one that may not be skipped was seen."""
 
 
+class PeerGoneError(RuntimeError):
+    """Another rank ended, or does not answer: all that this one knows. What befell that one is the cause."""
+
+
 class UnavailableError(RuntimeError):
     """A known system that cannot run on this machine: its module, or a package or device it needs, is not there.
 

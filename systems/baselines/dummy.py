@@ -24,6 +24,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
+from systems.ranks.ranks import Ranks, SingleRank
 from systems.reports import MemoryReport
 from systems.settings import Settings, StepOutcome
 from systems.sizes import Size, format_size
@@ -69,6 +70,8 @@ class DummyOptions(BaseModel):
     child_at: int | None = Field(None, ge=1, description="this step starts a process that outlives it")
     host_need: Size = Field(0, description="refused if the host budget is smaller")
     refuse: Literal["never", "budget", "unsupported", "unavailable", "missing-package"] = "never"
+    rank: int | None = Field(None, ge=0, description="of several ranks the one that all this is of; null is all of them")
+    extra_exchange_at: int | None = Field(None, ge=1, description="in this step something is told that other ranks do not")
     odd_statistics: bool = Field(False, description="statistics() holds what no record can hold")
 
 
@@ -77,9 +80,20 @@ class OddStatistics(BaseModel):
 
 
 class DummyEngine(Engine):
-    """Sleeps through the steps that its options describe. sleep: stands in for time.sleep in tests."""
+    """Sleeps through the steps that its options describe. sleep: stands in for time.sleep in tests.
 
-    def __init__(self, options: DummyOptions, settings: Settings, sleep: Callable[[float], None] = time.sleep) -> None:
+    On several ranks each step waits for all of them, as a real one does.
+    """
+
+    def __init__(
+        self,
+        options: DummyOptions,
+        settings: Settings,
+        sleep: Callable[[float], None] = time.sleep,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks or SingleRank()
+        self._scripted = options.rank in (None, self._ranks.rank)
         self.module = torch.nn.Module()
         self.outcomes: list[StepOutcome] = []
         self.learning_rates: list[float] = []  # as set, for tests of the schedule
@@ -115,6 +129,7 @@ class DummyEngine(Engine):
 
     def step(self) -> None:
         self._misbehave(self._done + 1)
+        self._ranks.link.gather(f"step {self._done + 1}", torch.zeros(self._ranks.size))
         self._sleep(self._options.step_time_s * self._pace)
         if self._options.drain_time_s:
             self._background.put(self._options.drain_time_s)
@@ -131,6 +146,10 @@ class DummyEngine(Engine):
 
     def _misbehave(self, step: int) -> None:
         options = self._options
+        if not self._scripted:
+            return
+        if options.extra_exchange_at == step:
+            self._ranks.exchange("what others do not", None)
         if options.oom_at == step:
             raise OutOfMemoryError("the script says so", tier=options.oom_tier, need=1 << 30, have=1 << 20)
         if options.disk_full_at == step:
@@ -186,10 +205,14 @@ class Dummy(System):
     name = "dummy"
     summary = "scripted times and failures, trains nothing; for testing the harness"
     Options = DummyOptions
-    abilities = Abilities(model=False)
+    abilities = Abilities(model=False, ranks=True)
 
-    def initialize(self, model: torch.nn.Module, settings: Settings, options: BaseModel) -> DummyEngine:
+    def initialize(
+        self, model: torch.nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None
+    ) -> DummyEngine:
         assert isinstance(options, DummyOptions)
+        if ranks is not None and options.rank not in (None, ranks.rank):
+            return DummyEngine(options, settings, ranks=ranks)
         have = settings.host_memory
         if options.refuse == "budget" or (have is not None and options.host_need > have):
             need, have = options.host_need, have or 0
@@ -202,7 +225,7 @@ class Dummy(System):
         if options.refuse == "missing-package":
             importlib.import_module("offload_parts")
         time.sleep(options.startup_time_s)
-        return DummyEngine(options, settings)
+        return DummyEngine(options, settings, ranks=ranks)
 
 
 SYSTEM = Dummy()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from systems.machine.limits import read_limits
+from systems.machine.limits import MachineLimits, read_limits
 
 
-def cores_each(ranks: int) -> int:
-    """Usable cores of each of so many ranks on this host, one at least."""
-    return max(1, read_limits().cores // ranks)
+def cores_each(ranks: int, limits: MachineLimits | None = None) -> int:
+    """Usable cores of each of so many ranks on this host, one at least. limits: where they were read already."""
+    return max(1, (limits or read_limits()).cores // ranks)
 
 
 def share_cores(ranks: int, asked: int | None) -> None:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from systems.errors import PeerGoneError
 from systems.messages import one_line
-from systems.ranks.link import Link, PeerGoneError, check_tags, ordered_sum, pieces_for_all, shard_of
+from systems.ranks.link import Link, check_tags, ordered_sum, pieces_for_all, shard_of
+from systems.ranks.stuck import Waits
 
 TAG_BYTES = 128
 
@@ -17,8 +19,8 @@ TAG_BYTES = 128
 class GlooLink(Link):
     """Over a group of its own, which no other thread uses. What is on a device goes through host memory, and is waited for."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size, self._group = dist.get_rank(group), dist.get_world_size(group), group
+    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+        self.rank, self.size, self._group, self._waits = dist.get_rank(group), dist.get_world_size(group), group, waits
 
     def _check(self, tag: str) -> None:
         mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
@@ -29,6 +31,10 @@ class GlooLink(Link):
         check_tags([bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found])
 
     def gather(self, tag: str, *wholes: torch.Tensor) -> None:
+        with self._waits.of("link", tag):
+            self._gather(tag, *wholes)
+
+    def _gather(self, tag: str, *wholes: torch.Tensor) -> None:
         self._check(tag)
         for whole in wholes:
             places = [shard_of(whole, rank, self.size) for rank in range(self.size)]
@@ -41,6 +47,10 @@ class GlooLink(Link):
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Piece by piece, every rank sends each its shard and adds up what comes."""
+        with self._waits.of("link", tag):
+            self._reduce(tag, *wholes)
+
+    def _reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         self._check(tag)
         for whole in wholes:
             for outgoing, into in pieces_for_all(whole, self.rank, self.size):
@@ -58,7 +68,7 @@ def with_peers(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
-            told = one_line(str(error))
+            told = one_line(str(error)).partition(". ")[0]
             raise PeerGoneError(f"another rank is gone, or has let wait too long, at {what!r}: {told}") from error
         raise
 

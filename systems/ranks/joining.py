@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from systems.errors import UnsupportedError
 from systems.ranks.launchers import launched
 from systems.ranks.processes import TIMEOUT_S, Processes
+from systems.ranks.stuck import STUCK_S, end_process
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -40,8 +42,12 @@ def begun(
     local_rank: int,
     meet: str = "env://",
     timeout_s: float = TIMEOUT_S,
+    stuck_s: float = STUCK_S,
+    on_stuck: Callable[[str], None] = end_process,
 ) -> Processes:
     """A default group of `size` processes, which ends with these ranks. meet: where they find each other, as torch writes it.
+
+    The rest is as in Processes.
 
     Raises UnsupportedError where torch cannot, and where there are fewer devices than ranks.
     """
@@ -58,7 +64,7 @@ def begun(
         torch.cuda.set_device(chosen)
     dist.init_process_group(BACKENDS[device], init_method=meet, rank=rank, world_size=size, device_id=chosen)
     try:
-        return Processes(device, timeout_s=timeout_s, end_default=True)
+        return Processes(device, timeout_s=timeout_s, end_default=True, stuck_s=stuck_s, on_stuck=on_stuck)
     except BaseException:
         dist.destroy_process_group()
         raise

@@ -31,10 +31,6 @@ class RanksDifferError(RuntimeError):
         super().__init__(f"ranks are at different collectives ({told}): does the model do the same on all of them?")
 
 
-class PeerGoneError(RuntimeError):
-    """Another rank ended, or does not answer: all that this one knows. What befell that one is the cause."""
-
-
 class Link(ABC):
     """rank, size: as in Ranks."""
 

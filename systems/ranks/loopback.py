@@ -75,7 +75,7 @@ class Loopback(Ranks):
         self._meetings = meetings
         self.link = _LoopbackLink(rank, size, meetings[1])
 
-    def exchange_bytes(self, told: bytes) -> list[bytes]:
+    def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         with self._meetings[0].of(self.rank, told) as found:
             return found
 

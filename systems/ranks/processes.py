@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from systems.ranks.gloo import GlooLink, gather_on_host
 from systems.ranks.link import Link
 from systems.ranks.nccl import NcclLink
 from systems.ranks.ranks import Ranks
+from systems.ranks.stuck import STUCK_S, Board, StuckWatch, Waits, end_process
 
 TIMEOUT_S = 1800.0  # for a rank that others wait for: it may save, or compile
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -20,46 +22,72 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Device = Literal["cuda", "cpu"]
 
 
-def link_of(device: Device, timeout: timedelta, *, shared: bool) -> tuple[Link, list[dist.ProcessGroup]]:
+def link_of(device: Device, timeout: timedelta, waits: Waits, *, shared: bool) -> tuple[Link, list[dist.ProcessGroup]]:
     """What collectives of devices of this kind go through, and the groups that were made for it, on all ranks alike.
 
     shared: some ranks have one device together, which NCCL refuses.
     """
     host = dist.new_group(backend="gloo", timeout=timeout)
     if device == "cpu" or shared:
-        return GlooLink(host), [host]
+        return GlooLink(host, waits), [host]
     devices = dist.new_group(backend="nccl", timeout=timeout)
-    return NcclLink(devices, GlooLink(host)), [host, devices]
+    return NcclLink(devices, GlooLink(host, waits)), [host, devices]
+
+
+def _board(name: str, rank: int, size: int) -> Board:
+    """In the store of the default group."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+    def write(text: str) -> None:
+        store.set(str(rank), text)
+
+    write("")
+    return Board(write=write, read=lambda: [store.get(str(each)).decode() for each in range(size)])
 
 
 class Processes(Ranks):
     """Of torch.distributed's default group, which is there already. Groups of our own are made here, on all ranks alike.
 
     device: of all ranks. timeout_s: how long a rank waits for others. end_default: the default group ends with these.
+    stuck_s, on_stuck: see StuckWatch; called from a thread of its own. ends: how each rank's work ended, if it says so.
     """
 
-    def __init__(self, device: Device = "cpu", *, timeout_s: float = TIMEOUT_S, end_default: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device = "cpu",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        end_default: bool = False,
+        stuck_s: float = STUCK_S,
+        on_stuck: Callable[[str], None] = end_process,
+    ) -> None:
         self.rank, self.size, self._end_default = dist.get_rank(), dist.get_world_size(), end_default
         timeout = timedelta(seconds=timeout_s)
+        self._waits, self.ends = Waits(), _board("ends", self.rank, self.size)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else str(self.rank)
         places = self.exchange("places", (BOOT_ID.read_text(), own))
-        here = [rank for rank, (host, _) in enumerate(places) if host == places[self.rank][0]]
+        hosts = [host for host, _ in places]
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
-        self.link, more = link_of(device, timeout, shared=len(set(places)) < self.size)
+        self.host = list(dict.fromkeys(hosts)).index(hosts[self.rank])
+        self.link, more = link_of(device, timeout, self._waits, shared=len(set(places)) < self.size)
         self._groups = [self._control, *more]
+        self._watch = StuckWatch(self._waits, _board("waits", self.rank, self.size), stuck_s, on_stuck)
 
-    def exchange_bytes(self, told: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        gather_on_host(sizes, torch.tensor([len(told)]), self._control, "what ranks tell each other")
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
-        mine[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else mine[:0]
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        gather_on_host(found, mine, self._control, "what ranks tell each other")
+    def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
+        with self._waits.of("control", about):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            gather_on_host(sizes, torch.tensor([len(told)]), self._control, about)
+            longest = max(int(size) for size in sizes)
+            mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
+            mine[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else mine[:0]
+            found = [torch.empty_like(mine) for _ in range(self.size)]
+            gather_on_host(found, mine, self._control, about)
         return [each[: int(size)].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
 
     def close(self) -> None:
+        self._watch.close()
         groups, self._groups = self._groups, []
         for group in groups:
             dist.destroy_process_group(group)

@@ -22,7 +22,8 @@ Told = TypeVar("Told")
 
 
 class Ranks(ABC):
-    """rank: this one's number, from 0. size: of all. local_rank, local_size: the same among those of its host.
+    """rank: this one's number, from 0. size: of all. local_rank, local_size: the same among those of its host, which is number
+    `host` of all that there are.
 
     link: for tensors; one thread of each rank calls it. Everything else is called by the thread that runs the steps, on all
     ranks alike. devices: kinds of device whose tensors the link takes.
@@ -32,18 +33,19 @@ class Ranks(ABC):
     size: int
     local_rank: int
     local_size: int
+    host: int = 0
     link: Link
     devices: tuple[str, ...] = ("cpu", "cuda")
 
     @abstractmethod
-    def exchange_bytes(self, told: bytes) -> list[bytes]:
-        """What each rank tells, by rank."""
+    def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
+        """What each rank tells, by rank. about: for whoever waits too long."""
 
     def exchange(self, about: str, told: Told) -> list[Told]:
         """The same of any value that can be pickled. RanksDifferError where ranks tell about different things."""
         if self.size == 1:
             return [told]
-        found = [pickle.loads(each) for each in self.exchange_bytes(pickle.dumps((about, told)))]
+        found = [pickle.loads(each) for each in self.exchange_bytes(about, pickle.dumps((about, told)))]
         check_tags([theirs for theirs, _ in found])
         return [value for _, value in found]
 
@@ -59,7 +61,7 @@ class SingleRank(Ranks):
         self.rank, self.size, self.link = 0, 1, Alone()
         self.local_rank, self.local_size = 0, 1
 
-    def exchange_bytes(self, told: bytes) -> list[bytes]:
+    def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         return [told]
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Stands in for the process of a run in tests of its parent: the same entry and messages, a script in place of training.
 
 It imports no torch, so it is there in a moment. Its options are some of the scripted system's, steps counted from 1; 0 is
-initialize, the number after the last a save.
+initialize, the number after the last a save. With `rank` they are of one of several ranks, and the others wait for ever, or
+with `others=follow` tell that one is gone.
 """
 
 from __future__ import annotations
@@ -61,7 +62,17 @@ def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
     )
     channel.enter("initialize")
     importlib.import_module(script.get("import", "sys"))
+    identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": spec}
+    if int(script.get("rank", job.rank)) != job.rank:
+        if script.get("others") != "follow":
+            time.sleep(_HOUR_S)
+        reason = {"message": "another rank is gone", "phase": "step", "rank": job.rank, "follows": True}
+        return build({**identity, "status": "failed", "reason": reason})
     misbehave(0, script)
+    if script.get("tell_at") == "0":
+        time.sleep(0.3)  # after those who follow
+        reason = {"message": "the script finds no room", "phase": "initialize", "rank": job.rank, "tier": "host"}
+        return build({**identity, "status": "oom", "reason": reason})
     for step in range(1, steps + 1):
         if step in (1, warmup + 1):
             channel.enter("step" if step > warmup else "warm-up")
@@ -72,7 +83,6 @@ def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
         channel.enter("save")
         (Path(spec.checkpoint) / "data-0123456789abcdef").mkdir(parents=True)
         misbehave(steps + 1, script)
-    identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": spec}
     return build({**identity, "status": "ok"})
 
 

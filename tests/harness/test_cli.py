@@ -89,7 +89,7 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         ((*GOOD, "--dtype=fp8"), "--dtype fp8: input should be 'bf16', 'fp16' or 'fp32'; did you mean fp"),
         ((*GOOD, "--device-memory", "4QiB"), "--device-memory 4QiB: '4QiB' is not a size: write it as 40GiB"),
         ((*GOOD, "--recompute", "3-1"), "write none, full, or block numbers such as 0-3,7"),
-        ((*GOOD, "--ranks", "2"), "--ranks 2: several ranks are not supported"),
+        ((*GOOD, "--ranks", "0"), "--ranks 0: input should be greater than or equal to 1"),
         ((*GOOD, "--option", "oops"), "--option oops: write it as key=value"),
         ((*GOOD, "--steps", "5", "--warmup", "5"), "--warmup 5 leaves nothing to time in --steps 5"),
         (PAIR[:-4], "--model is missing"),

@@ -88,6 +88,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("spec__disk", "/disk", "disk memory asked for"),
     ("environment__hardware__cpu_model", "CPU two", "CPU"),
     ("environment__limits__cores", 64, "usable cores"),
+    ("spec__ranks", 2, "ranks"),
 ]
 MARKED: list[tuple[str, Any, str]] = [
     ("spec__recompute", "full", "recomputation"),
@@ -131,8 +132,8 @@ def test_each_difference_is_named(path: str, value: Any, fact: str, refused: boo
 
 
 def test_every_fact_of_the_table_is_tested() -> None:
-    assert {fact.name for fact in FACTS} - {case[2] for case in REFUSED + MARKED} == {"ranks"}  # RunSpec takes one so far
-    assert all(fact.refuses == (fact.name in {case[2] for case in REFUSED} | {"ranks"}) for fact in FACTS)
+    assert {fact.name for fact in FACTS} - {case[2] for case in REFUSED + MARKED} == set()
+    assert all(fact.refuses == (fact.name in {case[2] for case in REFUSED}) for fact in FACTS)
 
 
 def test_a_version_is_named_with_both_values() -> None:

@@ -112,7 +112,7 @@ from systems.ranks.processes import Processes
 from tests.ranks.test_link import *
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size={size})
-ranks = Processes()
+ranks = Processes(stuck_s=0.5)
 try:
     found = {what}
 except RuntimeError as error:
@@ -140,3 +140,23 @@ def test_processes_that_differ_are_told_by_name(tmp_path: Path) -> None:
     what = "ranks.link.gather('one', torch.zeros(2)) if ranks.rank else ranks.link.reduce('two', torch.zeros(2))"
     told = "RanksDifferError: ranks are at different collectives (rank 0 at 'two'; rank 1 at 'one')"
     assert all(each.startswith(told) for each in of_processes(2, tmp_path, what))
+
+
+def end(folder: str) -> None:
+    """This process, without a word to the others."""
+    (Path(folder) / "found-1").write_bytes(pickle.dumps("ended"))
+    os._exit(0)
+
+
+def test_a_process_that_is_gone_is_told_as_that(tmp_path: Path) -> None:
+    told, _ = of_processes(2, tmp_path, f"end({str(tmp_path)!r}) if ranks.rank else ranks.exchange('last words', 0)")
+    assert told.startswith("PeerGoneError: another rank is gone, or has let wait too long, at 'last words': ")
+
+
+def test_processes_that_wait_for_each_other_for_ever_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In a place that no tag shows: one tells what the other does not ask. The first to see it ends both."""
+    what = "ranks.exchange('one', 0) if ranks.rank else ranks.link.gather('two', torch.zeros(2))"
+    with pytest.raises(AssertionError, match=r"1.*\] == \[0, 0\]"):
+        of_processes(2, tmp_path, what)
+    told = "ranks wait for each other: rank 0 in 'two' (number 1 of link); rank 1 in 'one' (number 2 of control)"
+    assert told in capfd.readouterr().err

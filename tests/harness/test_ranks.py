@@ -1,0 +1,319 @@
+"""Several ranks of one run as processes: one rank's figures where they have to be, and each way that a rank can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from harness import cli, launch, ranks
+from harness.record import MemoryPeaks, Record
+from harness.spec import BadInputError
+from tests.harness.conftest import make_spec
+from tests.harness.processes import LIGHT, MARK, ROOT, START_S, dummy, environment, marked, start, wait_for
+
+END_S = 30.0
+STRATEGIES = ("angel-ptm", "elixir", "h3t", "patrickstar")
+ASKED: dict[str, Any] = {"dtype": "fp32", "clip": 0.5, "eval_every": 2, "steps": 3, "seed": 3, "option": ()}
+
+
+def run_apart(*options: str, **fields: Any) -> Record:
+    with open(os.devnull, "w") as nowhere:
+        return launch.launch(make_spec(*options, **fields), console=Console(file=nowhere), stuck_s=1.0)
+
+
+def run_system(system: str, **fields: Any) -> Record:
+    return run_apart(**{"system": system, **ASKED, **fields})
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Processes of this test have it."""
+    found = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, found)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return found
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "WORKER", LIGHT)
+
+
+def nothing_is_left(mark: str) -> bool:
+    return wait_for(lambda: not marked(mark), 5.0)
+
+
+# ---- what a run on ranks finds
+
+
+def oracle(run_here: Callable[..., Record], ranks: int) -> Record:
+    return run_here(make_spec(**{"system": "resident", **ASKED, "accumulate": ranks}))
+
+
+def assert_is_one_rank(found: Record, expected: Record, ranks: int) -> None:
+    """To the last bit, over steps that each change all that follows."""
+    assert found.status == "ok", found.reason
+    assert found.samples.micro_batch_loss == expected.samples.micro_batch_loss
+    assert found.metrics.loss == expected.metrics.loss
+    assert found.metrics.grad_norm_before_clip == expected.metrics.grad_norm_before_clip
+    assert (found.metrics.eval_step, found.metrics.eval_loss) == (expected.metrics.eval_step, expected.metrics.eval_loss)
+    assert found.resolved.tokens_per_step == expected.resolved.tokens_per_step
+    assert found.resolved.global_batch_samples == expected.resolved.global_batch_samples
+    assert (found.spec.ranks, len(found.memory_by_rank)) == (ranks, ranks)
+
+
+def test_two_ranks_are_one_that_accumulates(run_here: Callable[..., Record], mark: str) -> None:
+    expected = oracle(run_here, 2)
+    whole = run_system("resident", ranks=2)
+    assert_is_one_rank(whole, expected, 2)
+    budget = int(0.6 * (expected.memory.device_peak_bytes or 0))
+    found = run_system("elixir", ranks=2, device_memory=budget, host_memory="2GiB")
+    assert_is_one_rank(found, expected, 2)
+    mine, each = found.memory, found.memory_by_rank
+    assert mine.device_peak_bytes == max(rank.device_peak_bytes or 0 for rank in each) <= budget
+    assert mine.device_budget_bytes == budget
+    assert mine.host_budget_bytes == 2 << 30
+    for name in ("host_peak_bytes", "host_rss_peak_bytes"):
+        assert getattr(mine, name) == sum(getattr(rank, name) for rank in each)
+    assert found.traffic.gather_bytes and found.traffic.reduce_bytes
+    assert (whole.memory.host_peak_bytes, found.environment.threads.intra_op) == (0, 1)
+    assert nothing_is_left(mark)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_strategy_on_ranks(strategy: str, size: int, run_here: Callable[..., Record], mark: str) -> None:
+    expected = oracle(run_here, size)
+    budget = int(0.6 * (expected.memory.device_peak_bytes or 0))
+    assert_is_one_rank(run_system(strategy, ranks=size, device_memory=budget), expected, size)
+
+
+@pytest.mark.slow
+def test_a_trace_and_phases_are_one_more_step_of_all_ranks(tmp_path: Path, mark: str) -> None:
+    found = run_system("elixir", ranks=2, trace=str(tmp_path / "step.json"), phases=True)
+    assert found.status == "ok", found.reason
+    assert (tmp_path / "step.json").stat().st_size > 0
+    assert found.phases_s["phase.gather"] > 0
+
+
+def test_figures_of_hosts_and_devices() -> None:
+    by_rank = [
+        MemoryPeaks(host=0, device_peak_bytes=3, host_peak_bytes=10, disk_direct=True),
+        MemoryPeaks(host=0, device_peak_bytes=5, host_peak_bytes=11, disk_direct=True),
+        MemoryPeaks(host=1, device_peak_bytes=4, host_peak_bytes=20, disk_direct=False),
+    ]
+    assert ranks.together(by_rank) == {"device_peak_bytes": 5, "host_peak_bytes": 21, "disk_direct": False}
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--checkpoint", "kept"), "--checkpoint is of one rank so far: leave it out, or use --ranks 1"),
+        (("--resume", "kept"), "--resume is of one rank so far"),
+    ],
+)
+def test_what_ranks_cannot_do_so_far(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    with start(*dummy(tmp_path, "--ranks", "2", *flags), light=True) as process:
+        out, err = process.communicate(timeout=START_S)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+@pytest.mark.slow
+def test_a_system_of_one_rank_is_refused(mark: str) -> None:
+    record = run_apart(system="torch-ddp", ranks=2, option=())
+    assert (record.status, record.reason and record.reason.phase) == ("refused", "join")
+    assert record.reason is not None and "torch-ddp runs on one rank so far" in record.reason.message
+
+
+# ---- torchrun
+
+
+def commands_of_the_readme() -> list[list[str]]:
+    """As programs of this Python."""
+    section = (ROOT / "README.md").read_text().partition("## Several GPUs")[2].partition("\n## ")[0]
+    programs = {"harness": "harness", "torchrun": "torch.distributed.run"}
+    lines = section.split("```")[1].strip().splitlines()
+    return [[word for each in shlex.split(line) for word in _as_program(each, programs)] for line in lines]
+
+
+def _as_program(word: str, programs: Mapping[str, str]) -> list[str]:
+    return [sys.executable, "-m", programs[word]] if word in programs else [word]
+
+
+def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
+    """One starts its ranks itself, of the other each command starts its own; the first one prints and keeps."""
+    found = []
+    for number, command in enumerate(commands_of_the_readme()):
+        results = tmp_path / str(number)
+        done = subprocess.run(
+            [*command, "--results", str(results)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=4 * START_S,
+            env=environment(mark, {"PYTHONPATH": str(ROOT)}),
+        )
+        assert done.returncode == 0, done.stderr
+        (line,) = done.stdout.splitlines()
+        (kept,) = results.iterdir()
+        assert json.loads(line) == json.loads(kept.read_text())
+        found.append(Record.model_validate_json(line))
+        assert nothing_is_left(mark)
+    itself, launched = found
+    assert (itself.spec.ranks, launched.spec.ranks, len(launched.memory_by_rank)) == (2, 2, 2)
+    assert itself.metrics.loss == launched.metrics.loss
+    assert itself.metrics.grad_norm_before_clip == launched.metrics.grad_norm_before_clip
+    assert itself.memory.device_peak_bytes == launched.memory.device_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("run", "--ranks", "3"), "--ranks 3: WORLD_SIZE is 2: leave --ranks out under torchrun"),
+        (("run", "--repeat", "2"), "--repeat 2: torchrun starts one run"),
+        (("compare", "--system", "resident"), "of all commands torchrun starts harness run alone"),
+        (("max-scale",), "of all commands torchrun starts harness run alone"),
+        (("max-batch",), "of all commands torchrun starts harness run alone"),
+    ],
+)
+def test_what_torchrun_cannot_start(command: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    said = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**said, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    first, *rest = command
+    assert cli.main([first, "--system", "dummy", "--model", "opt-tiny", *rest]) == 2
+    assert told in capsys.readouterr().err
+
+
+# ---- how ranks end
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "signal_name", "exit_code", "told"),
+    [
+        (("signal_at=2",), "failed", "SIGKILL", None, "rank 1: killed by SIGKILL in phase step"),
+        (("signal_at=0", "others=follow"), "failed", "SIGKILL", None, "rank 1: killed by SIGKILL in phase initialize"),
+        (("exit_at=2",), "failed", None, 3, "rank 1: the process ended with exit code 3 in phase step"),
+        (("crash_at=1",), "failed", None, 1, "rank 1: the process ended with exit code 1 in phase warm-up"),
+        (("tell_at=0",), "oom", None, None, "rank 1: the script finds no room"),
+        (("tell_at=0", "others=follow"), "oom", None, None, "rank 1: the script finds no room"),
+    ],
+)
+@pytest.mark.usefixtures("light")
+def test_one_rank_ends_all(
+    options: tuple[str, ...], status: str, signal_name: str | None, exit_code: int | None, told: str, mark: str
+) -> None:
+    """Within seconds, and it is named; what others say of its absence is not the cause."""
+    begun = time.monotonic()
+    record = run_apart(*options, "rank=1", ranks=3)
+    reason = record.reason
+    assert reason is not None
+    assert (record.status, reason.rank, reason.signal, reason.exit_code) == (status, 1, signal_name, exit_code)
+    assert reason.message.startswith(told)
+    assert time.monotonic() - begun < END_S
+    assert nothing_is_left(mark)
+    if "crash_at=1" in options:
+        assert reason.log[-1] == "RuntimeError: the script says that step 1 crashes"
+
+
+@pytest.mark.usefixtures("light")
+def test_time_is_up_for_all_ranks(mark: str) -> None:
+    record = run_apart("hang_at=1", "rank=1", ranks=2, timeout=2.0)
+    assert (record.status, record.reason and record.reason.phase) == ("timeout", "initialize")
+    assert nothing_is_left(mark)
+
+
+@pytest.mark.usefixtures("light")
+def test_bad_input_of_all_ranks_is_one_line(mark: str) -> None:
+    with pytest.raises(BadInputError, match="a word"):
+        run_apart("bad_input=a word", ranks=2)
+    assert nothing_is_left(mark)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_command_stops_all_ranks(number: int, tmp_path: Path, mark: str) -> None:
+    with start(*dummy(tmp_path, "--ranks", "3", options=("hang_at=1",)), light=True, mark=mark) as process:
+        assert wait_for(lambda: len(marked(mark)) == 5, START_S)  # the command, three ranks and a guard
+        time.sleep(0.5)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=START_S)
+    assert process.returncode == 128 + number
+    assert json.loads(out)["status"] == "interrupted"
+    assert nothing_is_left(mark)
+
+
+def test_a_killed_command_leaves_nothing(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with start(*dummy(tmp_path / "results", "--ranks", "2", options=("hang_at=1",)), light=True, mark=mark) as process:
+        assert wait_for(lambda: len(marked(mark)) == 4, START_S)
+        assert wait_for(lambda: bool(list(tmp_path.glob("harness-ranks-*"))), START_S)
+        process.kill()
+        process.communicate(timeout=START_S)
+    assert nothing_is_left(mark)
+    assert not list(tmp_path.glob("harness-ranks-*"))
+
+
+def test_a_rank_killed_among_real_ones(mark: str) -> None:
+    """Those that wait for it are inside a collective."""
+    record = run_apart("signal_at=2", "rank=1", ranks=2)
+    assert record.reason is not None
+    assert (record.status, record.reason.rank, record.reason.signal) == ("failed", 1, "SIGKILL")
+    assert record.wall_s is not None and record.wall_s < END_S
+    assert record.resolved.steps == 4
+    assert nothing_is_left(mark)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "status", "told"),
+    [
+        (("crash_at=2",), "failed", "RuntimeError: the script says that step 2 crashes"),
+        (("crash_at=0",), "failed", "RuntimeError: the script says that step 0 crashes"),
+        (("oom_at=2",), "oom", "the script says so"),
+        (("refuse=unsupported",), "refused", "the script cannot do this"),
+        (("refuse=budget", "host_need=1"), "refused", "the script needs 1B of host memory"),
+        (("diverge_at=2",), "diverged", "the script says that step 2 diverges"),
+        (("exit_at=2",), "failed", "the process ended with exit code 3 in phase step"),
+        (("segfault_at=2",), "failed", "killed by SIGSEGV in phase step"),
+        (("extra_exchange_at=2",), "failed", "ranks wait for each other: rank 0 in"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_way_to_end_among_real_ranks(options: tuple[str, ...], status: str, told: str, rank: int, mark: str) -> None:
+    record = run_apart(*options, f"rank={rank}", ranks=2)
+    assert record.reason is not None
+    stuck = "extra_exchange_at=2" in options  # which is no one's alone
+    assert record.status == status
+    assert record.reason.message.startswith(told if stuck else f"rank {rank}: {told}")
+    assert record.reason.rank == (None if stuck else rank)
+    if stuck:
+        expected = {rank: "'what others do not' (number", 1 - rank: "'step 2' (number 2 of link)"}
+        assert all(f"rank {each} in {waits}" in record.reason.message for each, waits in expected.items())
+    assert record.wall_s is not None and record.wall_s < END_S
+    assert nothing_is_left(mark)
+
+
+def test_dropout_differs_from_rank_to_rank_and_repeats() -> None:
+    def drawn(seed: int, rank: int) -> list[float]:
+        ranks.seed_dropout(seed, rank)
+        return list(torch.rand(4).tolist())
+
+    assert drawn(7, 1) == drawn(7, 1)
+    draws = {tuple(drawn(seed, rank)) for seed in (7, 8) for rank in range(3)}
+    assert len(draws) == 6
+    assert drawn(7, 0) == torch.rand(4, generator=torch.Generator().manual_seed(7)).tolist()
