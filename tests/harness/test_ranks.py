@@ -181,6 +181,29 @@ def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
     assert itself.memory.device_peak_bytes == launched.memory.device_peak_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "told", "printed"),
+    [
+        (("crash_at=2",), "rank 1: RuntimeError: the script says that step 2 crashes", ""),
+        (("signal_at=2",), "rank 0: PeerGoneError: another rank is gone", "harness: rank 1: killed by SIGKILL in phase step"),
+    ],
+)
+def test_how_a_rank_of_torchrun_ended(options: tuple[str, ...], told: str, printed: str, tmp_path: Path, mark: str) -> None:
+    """An error is in the first rank's record; of a killed one its own command tells."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "harness"]
+    flags = dummy(tmp_path, options=(*options, "rank=1"))
+    done = subprocess.run(
+        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=4 * START_S, env=environment(mark)
+    )
+    assert done.returncode != 0
+    record = Record.model_validate_json(done.stdout.splitlines()[-1])
+    assert record.status == "failed" and record.reason is not None
+    assert record.reason.message.startswith(told)
+    assert printed in done.stderr
+    assert nothing_is_left(mark)
+
+
 @pytest.mark.parametrize(
     ("command", "told"),
     [
