@@ -115,21 +115,17 @@ def _on_the_device(operations: Iterable[ScheduledOperation]) -> Iterator[Schedul
     """A schedule of stage 3 with offload, without it: gathers out of the own parts on the device, and updates of them there."""
     fetched: ScheduledOperation | None = None
     for operation in operations:
-        kind, bundle = operation.kind, operation.bundle
-        if fetched is not None:
-            if kind is Work.GATHER:
-                yield operation._replace(reads=fetched.reads, device_delta=fetched.device_delta)
-            else:  # of one rank
-                yield fetched._replace(kind=Work.ALLOCATE, lane=None, bytes=0, reads=(), writes=())
-                yield from _on_the_device([operation])
-            fetched = None
-        elif kind is Work.FETCH:
-            fetched = operation
-        elif kind in (Work.OFFLOAD, Work.RESTORE):
+        kind, bundle, before, fetched = operation.kind, operation.bundle, fetched, None
+        if before is not None and kind is Work.GATHER:
+            yield operation._replace(reads=before.reads, device_delta=before.device_delta)
             continue
-        elif operation.lane is LaneKind.CPU and kind is not Work.NORM:
+        if before is not None:  # of one rank
+            yield before._replace(kind=Work.ALLOCATE, lane=None, bytes=0, reads=(), writes=())
+        if kind is Work.FETCH:
+            fetched = operation
+        elif operation.lane is LaneKind.CPU and kind not in (Work.NORM, Work.RESTORE):
             reads = (grad(bundle),) if kind is Work.ACCUMULATE else operation.reads
             yield operation._replace(lane=LaneKind.COMPUTE, reads=reads)
-        else:
+        elif kind not in (Work.OFFLOAD, Work.RESTORE):
             yield operation
     assert fetched is None, "a step does not end with a fetch"
