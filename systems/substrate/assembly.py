@@ -73,7 +73,7 @@ from systems.substrate.bundle.store import Store
 from systems.substrate.bundle.values import StoredValues
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.cursor import Cursor
-from systems.substrate.flushes import Flushes
+from systems.substrate.flushes import Flushes, FlushesTogether
 from systems.substrate.handover import adopt_parameters
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.moments import Moments
@@ -144,6 +144,7 @@ class Assembly:
         cleanup.callback(self.device.close)
         if self._ranks.size > 1:
             self.device.lanes.update(link_lanes(self.device))
+            self.device.pool.of_rank(self._ranks.rank)
         self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
@@ -293,7 +294,7 @@ class Assembly:
             early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED,
             agreement=self._agreement,
         )
-        self.flushes = Flushes(
+        self.flushes = (Flushes if self._ranks.size == 1 else FlushesTogether)(
             gradients,
             residency=residency,
             recorder=self.recorder,
@@ -322,8 +323,10 @@ class Assembly:
         """Steps 16 and 17."""
         self.tiers.ask(room_on_host=self.ahead.release)
         self.input_slots.ask(room=self.ahead.release)
-        relieve = self.flushes.relieve if self._ranks.size == 1 else lambda: False  # what is reduced has nowhere to go
-        self.residency.room.ask(choose=self.planner.choose, relieve=relieve)
+        room = self.residency.room
+        room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
+        if self._ranks.size > 1:
+            room.let_go(lambda: self.progress.aside or not self.cursor.following)
         store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
 
         def host_mappings() -> list[HostMapping]:
@@ -354,7 +357,12 @@ class Assembly:
         self.calls = Calls(past.around, self.recovery.interrupted)
         self._cleanup.callback(self.calls.detach)
         hooks = UnitHooks(
-            found, self.runtime, progress=progress, calls=self.calls, bundle_of=self.layout.bundle_of_parameter.__getitem__
+            found,
+            self.runtime,
+            progress=progress,
+            calls=self.calls,
+            bundle_of=self.layout.bundle_of_parameter.__getitem__,
+            by_gradients=self._ranks.size == 1,
         )
         self._cleanup.callback(hooks.remove)
         reads = Reads(
