@@ -47,8 +47,8 @@ from systems.recipe.model.units import ROOT, FoundModel
 from systems.substrate.progress import Progress
 from systems.substrate.unit_outputs import NOTHING, Given, UnitOutputs
 
-TAKERS = "_offload_takers"  # attribute of a tensor: its version, and the units that take it as their first input
-NONE: tuple[int, list[int]] = (-1, [])
+TAKERS = "_offload_takers"  # attribute of a tensor: its version; units that take it as their first input, and made it
+NONE: tuple[int, dict[int, bool]] = (-1, {})
 
 
 class UnitEvents(Protocol):
@@ -184,12 +184,12 @@ class UnitHooks:
         def go_on(gradient: torch.Tensor) -> None:
             events.backward_continues(unit)
 
-        if any(seen.still(tensor) for seen in self._outputs.last.get(unit, ())):
-            tensor.register_hook(go_on)
-            return
+        again = any(seen.still(tensor) for seen in self._outputs.last.get(unit, ()))
         version, takers = getattr(tensor, TAKERS, NONE)
         if version == tensor._version:
-            takers.append(unit)
+            takers.setdefault(unit, again)  # once: its recomputation takes the same tensor
+        elif again:
+            tensor.register_hook(go_on)
         else:
             tensor.register_hook(end_later if tensor.is_leaf else end)
 
@@ -234,12 +234,12 @@ class UnitHooks:
         """See Note [Ends on several ranks]."""
         version, takers = getattr(tensor, TAKERS, NONE)
         if version != tensor._version:  # else a unit within this one made it
-            takers = []
+            takers = {}
             setattr(tensor, TAKERS, (tensor._version, takers))
 
         def end_and_begin(gradient: Any) -> None:
-            for unit in takers:
-                self._events.backward_exit(unit)
+            for unit, again in takers.items():
+                (self._events.backward_continues if again else self._events.backward_exit)(unit)
             begin(gradient)
 
         return end_and_begin

@@ -138,6 +138,7 @@ def on_ranks(drawn: RankDraw, system: Any, options: Any, device_memory: int | No
     asked = settings(**drawn.asked, **more)
 
     def work(ranks: Ranks) -> Run:
+        torch.set_num_threads(1)  # of this thread: how many there are decides bits
         made: dict[str, Any] = {}
         if device_memory is not None and drawn.drawn.parts[0].jitter:
             sleep = sleeps(drawn.drawn.seed + ranks.rank, JITTER_S)

@@ -52,8 +52,9 @@ class Ranges:
         if in_place:
             zeros = torch.zeros(self.layout.places[first].numel, dtype=self._dtype, device=self.device.torch_device)
             gradient.wait(first, zeros)
-        elif gradient.range is None:
-            self.open(bundle, gradient)
+        else:
+            block = self.open(bundle, gradient) if gradient.range is None else gradient.range
+            self.view(block, first).zero_()
         gradient.fired.add(first)
 
     def empty_buffers(self, gradient: BundleGradient, block: Allocation) -> None:
