@@ -5,7 +5,7 @@ All of it is called on all ranks alike; where they did different things, each of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -51,10 +51,10 @@ class Agreement:
                     "`options=dict(nonfinite='skip')`"
                 )
 
-    def sums(self, mine: Mapping[int, float]) -> dict[int, float]:
-        """Of squares by parameter. Each element is in one rank's; they are added in rank order."""
+    def sums(self, mine: Callable[[], Mapping[int, float]]) -> dict[int, float]:
+        """Of squares by parameter. Each element is in one rank's; they are added in rank order. What `mine` raises, all do."""
         sums: dict[int, float] = {}
-        for each in self._ranks.exchange("sums of squares", dict(mine)):
+        for each in self._ranks.together("sums of squares", mine):
             for parameter, value in each.items():
                 sums[parameter] = sums.get(parameter, 0.0) + value
         return sums

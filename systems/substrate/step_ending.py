@@ -134,7 +134,11 @@ class StepEnding:
         """See Note [Early updates]. reduced: bundles summed over several ranks."""
         control, bundle_of = self._control, self._layout.bundle_of_parameter
         self.settle()
-        unread = control.loop.steps, self._norm()
+        read = self._norm()
+        if reduced:  # ranks hear of each other here, so that nobody waits for them in `settle`, which one may call alone
+            sums = read()
+            read = lambda: sums  # noqa: E731
+        unread = control.loop.steps, read
         left = [p for p in fired if bundle_of[p] not in self.updated]
         control.begin_updates(left)
         ready = self._updates.prepare(left, reduced - self.updated)
@@ -161,9 +165,9 @@ class StepEnding:
                 self._poison.check()
             if same_bits:
                 alike.check(same_bits.pop())
-            return sums if self._agreement.alone else self._agreement.sums(sums)
+            return sums
 
-        return norm
+        return norm if self._agreement.alone else lambda: self._agreement.sums(norm)
 
     def _sum_the_rest(self) -> None:
         """Of accumulators that the last micro-batch added nothing to."""

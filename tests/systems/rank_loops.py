@@ -87,7 +87,8 @@ class RankLoop:
 
     def idle(self) -> Any:
         """On one rank alone now and then a linear layer of a block does without its bias. What undoes it."""
-        layers = [m for block in getattr(self.model, "blocks", ()) for m in block.modules() if isinstance(m, nn.Linear)]
+        inner = [module for block in getattr(self.model, "blocks", ()) for module in block.modules()]
+        layers: list[Any] = [module for module in inner if isinstance(module, nn.Linear)]
         if not layers or self.own.random() > 0.3:
             return lambda: None
         layer = self.own.choice(layers)
