@@ -63,6 +63,11 @@ class Agreement:
         """Of the pass that begins on all ranks: what holds each rank's batch."""
         return reduce(BatchShape.join, self._ranks.exchange("the batch's shape", shape))
 
+    def allowed(self, mine: frozenset[int] | None) -> frozenset[int] | None:
+        """Bundles whose updates may run ahead on all ranks. None: any."""
+        told = [theirs for theirs in self._ranks.exchange("what may run ahead", mine) if theirs is not None]
+        return frozenset.intersection(*told) if told else None
+
     def trace(self, moments: tuple[Moment, ...], mine: Trace | None) -> Trace | None:
         """The same on all ranks: the largest memory of any, and the first one's times. None if any did not measure the step."""
         told = self._ranks.exchange("the step", (moments, mine))

@@ -152,8 +152,9 @@ class Planner:
 
     def _what_runs_ahead(self, plan: Plan, trace: Trace) -> AheadChoice:
         strategy = self._strategy
-        runs_ahead = strategy.runs_ahead and self._agreement.alone
-        allowed = self._in_force.ahead.versions.made if runs_ahead else frozenset()
+        allowed = self._in_force.ahead.versions.made if strategy.runs_ahead else frozenset()
+        if not self._agreement.alone:
+            allowed = self._agreement.allowed(allowed)
         return AheadChoice(plan, self._layout, trace, self._context, strategy.offloaded_inputs, allowed)
 
     def _chosen(self, choice: AheadChoice) -> Plan:

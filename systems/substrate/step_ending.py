@@ -73,9 +73,10 @@ class StepEnding:
 
     def gradient_left(self, bundle: ManagedBundle) -> None:
         """Complete, in the last micro-batch. It is updated now if its update need not wait."""
+        if not self._agreement.alone and bundle.gradients.fired_in_step != bundle.gradients.expected:
+            return  # what other ranks have got is heard first
         if self.early:
-            if self._agreement.alone or bundle.gradients.fired_in_step == bundle.gradients.expected:
-                self._update_bundle(bundle)  # else what other ranks have got is heard first
+            self._update_bundle(bundle)
         elif self.ahead.takes(bundle):
             self.ahead.issue(bundle)
 
@@ -102,6 +103,7 @@ class StepEnding:
             fired = self._agreement.fired(fired, gradients.reductions.issued, frozenset(self.updated))
             gradients.reductions.tell_fired(fired, gradients.bundles)
             reduced = frozenset(gradients.reductions.issued)
+            self.ahead.compare(fired)
         if gradients.accumulate > 1:
             self._sum_the_rest()
         self._drop_stale()

@@ -311,7 +311,7 @@ def test_a_parameter_idle_on_one_rank_gets_the_others_gradients(strategy: str, n
 
     clip, options = 0.0 if nonfinite == "stop" else 0.5, {"nonfinite": nonfinite}
     expected = on_ranks(RESIDENT, "stack", 2, clip=clip, before=differ)
-    given = {"before": differ, "device_memory": tight("stack", 2), "log_events": True}
+    given: dict[str, Any] = {"before": differ, "device_memory": tight("stack", 2), "log_events": True}
     found = on_ranks(STRATEGIES[strategy], "stack", 2, 1, options, clip=clip, **given)
     for one, other in zip(expected, found, strict=True):
         assert_equal(one, other)
