@@ -144,10 +144,11 @@ def ambient() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def link_lanes(device: Device) -> dict[LaneKind, Lane]:
-    """Of several ranks: their collectives have one lane, be they gathers or reductions."""
+def join_ranks(device: Device, rank: int) -> None:
+    """It is one of several ranks', that one's: their collectives have one lane, be they gathers or reductions."""
     link = LinkLane(LaneKind.GATHER, stream=device._stream(), jitter=device.jitter)
-    return {LaneKind.GATHER: link, LaneKind.REDUCE: link}
+    device.lanes.update({LaneKind.GATHER: link, LaneKind.REDUCE: link})
+    device.pool.of_rank(rank)
 
 
 def abandon_link(device: Device) -> None:

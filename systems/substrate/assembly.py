@@ -44,7 +44,7 @@ from functools import partial
 
 from torch import nn
 
-from systems.device.device import Device, link_lanes
+from systems.device.device import Device, join_ranks
 from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
@@ -143,8 +143,7 @@ class Assembly:
         self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
         cleanup.callback(self.device.close)
         if self._ranks.size > 1:
-            self.device.lanes.update(link_lanes(self.device))
-            self.device.pool.of_rank(self._ranks.rank)
+            join_ranks(self.device, self._ranks.rank)
         self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
@@ -323,10 +322,9 @@ class Assembly:
         """Steps 16 and 17."""
         self.tiers.ask(room_on_host=self.ahead.release)
         self.input_slots.ask(room=self.ahead.release)
-        room = self.residency.room
-        room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
+        self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
         if self._ranks.size > 1:
-            room.let_go(lambda: self.progress.aside or not self.cursor.following)
+            self.residency.room.let_go(lambda: self.progress.aside or not self.cursor.following)
         store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
 
         def host_mappings() -> list[HostMapping]:
@@ -356,14 +354,8 @@ class Assembly:
         past = CallsPastEngine(self.runtime, progress=progress, planner=self.planner, device=device)
         self.calls = Calls(past.around, self.recovery.interrupted)
         self._cleanup.callback(self.calls.detach)
-        hooks = UnitHooks(
-            found,
-            self.runtime,
-            progress=progress,
-            calls=self.calls,
-            bundle_of=self.layout.bundle_of_parameter.__getitem__,
-            by_gradients=self._ranks.size == 1,
-        )
+        bundle_of, alone = self.layout.bundle_of_parameter.__getitem__, self._ranks.size == 1
+        hooks = UnitHooks(found, self.runtime, progress=progress, calls=self.calls, bundle_of=bundle_of, by_gradients=alone)
         self._cleanup.callback(hooks.remove)
         reads = Reads(
             found,

@@ -43,7 +43,7 @@ class Flushes:
             else:
                 self._recorder.waits(bundle.index, bundle.gradients.fired)
 
-    def end_backward(self, units: Sequence[int]) -> None:
+    def end_backward(self, units: Sequence[int] = ()) -> None:
         """Nothing more comes in this micro-step. units: whose forward was in it."""
         trained = self._gradients.bundles
         for bundle in [each for each in trained.values() if each.gradients.open]:
@@ -106,7 +106,7 @@ class FlushesTogether(Flushes):
         for bundle in due:
             self._flush(bundle)
 
-    def end_backward(self, units: Sequence[int]) -> None:
+    def end_backward(self, units: Sequence[int] = ()) -> None:
         """See Flushes.end_backward."""
         of_unit = self._residency.layout.bundles_of_unit
         read = {bundle for unit in units for bundle in of_unit.get(unit, ())}

@@ -18,12 +18,13 @@ from tests.systems.models_plain import CASES
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, Run, assert_equal, finished, managed, settings
 from tests.systems.setups import in_turn
-from tests.systems.test_ahead import STEPS, TIGHT, counted, ran_ahead
+from tests.systems.test_ahead import STEPS, counted, ran_ahead
 from tests.systems.test_ordering import as_issued, sleeps
 from tests.systems.test_ranks import idle_in_part, make
 
 LOSS = CASES["stack"].loss
 SIZE = 2
+TIGHT = 160_000  # bytes: about 40 % of what resident needs in fp32
 Change = Callable[[Any, int, int], None]  # of a rank's engine, its number and the step's
 
 

@@ -123,25 +123,6 @@ class StepControl:
                 "step, and change it before the next backward, or use `options=dict(nonfinite='skip')`"
             )
 
-    def check_together(self, ranks: Ranks) -> None:
-        """`check`, of several ranks: on all of them where it is so on one, or where their groups say different things."""
-
-        def mine() -> list[dict[str, Any]]:
-            self.check()
-            return self.groups.described()
-
-        first, *_ = told = ranks.together("hyperparameters", mine)
-        for rank, theirs in enumerate(told):
-            both: Iterable[tuple[dict[str, Any], dict[str, Any]]] = zip_longest(first, theirs, fillvalue={})
-            for number, (one, other) in enumerate(both):
-                for name in sorted({*one, *other}):
-                    if one.get(name) != other.get(name):
-                        what = f"{name} of parameter group {number}" if len(first) > 1 else name
-                        raise UnsupportedError(
-                            f"step: {what} is {one.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give all "
-                            "ranks the same, and call step() again"
-                        )
-
     def ruin(self, why: str | None) -> None:
         """No step may follow. None: one may."""
         self.ruined = why
@@ -182,3 +163,23 @@ class StepControl:
             decoupled=hyper.decoupled,
             step=self.begun[parameter],
         )
+
+
+def check_together(control: StepControl, ranks: Ranks) -> None:
+    """`StepControl.check` of several ranks: raised by all where one does, or where their groups say different things."""
+
+    def mine() -> list[dict[str, Any]]:
+        control.check()
+        return control.groups.described()
+
+    first, *_ = told = ranks.together("hyperparameters", mine)
+    for rank, theirs in enumerate(told):
+        both: Iterable[tuple[dict[str, Any], dict[str, Any]]] = zip_longest(first, theirs, fillvalue={})
+        for number, (one, other) in enumerate(both):
+            for name in sorted({*one, *other}):
+                if one.get(name) != other.get(name):
+                    what = f"{name} of parameter group {number}" if len(first) > 1 else name
+                    raise UnsupportedError(
+                        f"step: {what} is {one.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give all "
+                        "ranks the same, and call step() again"
+                    )

@@ -17,7 +17,7 @@ from systems.messages import in_words
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.inputs import refuse_training_nothing
 from systems.recipe.step.closing import ClosingEngine
-from systems.recipe.step.control import StepControl
+from systems.recipe.step.control import StepControl, check_together
 from systems.recipe.step.in_progress import is_running
 from systems.recipe.step.optimizer_states import AdamMoments
 from systems.settings import Settings
@@ -96,7 +96,7 @@ class SteppingEngine(ClosingEngine):
                 if self._together is None:
                     self.control.check()
                 else:
-                    self.control.check_together(self._together)
+                    check_together(self.control, self._together)
             except UnsupportedError as error:  # nothing was done: the step can still be taken, or dropped
                 refused = error
             else:
