@@ -54,8 +54,9 @@ def rank_draw(seed: int) -> RankDraw:
         if part.system == names[seed % len(names)] and drawn.model not in ONE_RANK_ONLY:
             break
         number += 7919
-    if hasattr(part.options, "scatter"):  # without it is not built for several ranks
-        part = replace(part, options=part.options.model_copy(update={"scatter": True}))
+    built = {"scatter": True, "reduction": "ordered"}  # for ranks on a CPU
+    built = {name: value for name, value in built.items() if name in type(part.options).model_fields}
+    part = replace(part, options=part.options.model_copy(update=built))
     drawn = replace(drawn, parts=(part,), seed=seed, steps=min(drawn.steps, 5), accumulate=min(drawn.accumulate, 2))
     return RankDraw(drawn=drawn, strategy=part.system, size=luck.choice((2, 2, 3)))
 
