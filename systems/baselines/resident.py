@@ -67,6 +67,7 @@ class ResidentEngine(SteppingEngine):
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks) -> None:
         started = time.perf_counter()
         self.module, self.settings, self._ranks = model, settings, ranks
+        self._together = ranks if ranks.size > 1 else None
         self._access = Access()
         self.log = EventLog(keep=settings.log_events)
         self._in_step = self._in_backward = False
@@ -247,7 +248,9 @@ class ResidentEngine(SteppingEngine):
             alike = self._repeats.take()
             same = [] if alike.same is None else [alike.same]
             values = self.device.partials([kernel.sum_squares_all(list(gradients.values())), *same])()
-            if same:
+            if self._together is not None:
+                self._together.together("recomputed blocks", lambda: alike.check(values.pop()) if same else None)
+            elif same:
                 alike.check(values.pop())
             outcome = self.control.decide(dict(zip(gradients, values, strict=True)))
         if outcome.skipped:
@@ -489,7 +492,7 @@ class Resident(System):
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         mine = SingleRank() if ranks is None else ranks
-        begin_alike(mine, settings, options)
+        begin_alike(mine, settings, options, model)
         return ResidentEngine(model, settings, mine)
 
 

@@ -19,7 +19,7 @@ from systems.adam.cpu import cpu_kernel
 from systems.adam.kernel import AdamKernel
 from systems.device.lanes.access import Access
 from systems.device.lanes.compute import ComputeLane
-from systems.device.lanes.lane import Lane, UpdateLane
+from systems.device.lanes.lane import Lane, LinkLane, UpdateLane
 from systems.device.lanes.transfers import Transfers
 from systems.device.memory.account import Account
 from systems.device.memory.pool import Pool
@@ -127,6 +127,7 @@ class Device(ABC):
             lane.drain()
 
     def close(self) -> None:
+        abandon_link(self)  # first, as others wait for it
         for lane in self.lanes.values():
             lane.close()
         self.pool.close()
@@ -143,7 +144,15 @@ def ambient() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def link_lanes(device: Device) -> dict[LaneKind, Lane]:
-    """Of several ranks: their collectives have one lane, be they gathers or reductions."""
-    link = Lane(LaneKind.GATHER, stream=device._stream(), jitter=device.jitter, in_caller=False)
-    return {LaneKind.GATHER: link, LaneKind.REDUCE: link}
+def join_ranks(device: Device, rank: int) -> None:
+    """It is one of several ranks', that one's: their collectives have one lane, be they gathers or reductions."""
+    link = LinkLane(LaneKind.GATHER, stream=device._stream(), jitter=device.jitter)
+    device.lanes.update({LaneKind.GATHER: link, LaneKind.REDUCE: link})
+    device.pool.of_rank(rank)
+
+
+def abandon_link(device: Device) -> None:
+    """See LinkLane.abandon. Nothing on one rank."""
+    link = device.lanes.get(LaneKind.GATHER)
+    if isinstance(link, LinkLane):
+        link.abandon()

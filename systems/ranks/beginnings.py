@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from pydantic import BaseModel
+from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.ranks.ranks import Ranks
@@ -17,21 +18,35 @@ PIECE = 1 << 22  # elements that are summed at a time
 ASKED = ("dtype", "accumulate", "clip", "recompute", "seed", "ranks", "adam")  # of the settings
 
 
-def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, **budgets: int) -> None:
-    """UnsupportedError on all ranks where one was asked something else than the first, and where their link cannot do it.
-    budgets: bytes, by what they limit.
+def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.Module, **budgets: int) -> None:
+    """UnsupportedError on all ranks where one was asked something else than the first, where the model keeps what would be each
+    rank's own, and where their link cannot do it. budgets: bytes, by what they limit.
     """
     if settings.device not in ranks.devices:
         raise UnsupportedError(f"these ranks have no link between {settings.device} devices: use processes, a device each")
     assert ranks.size == settings.ranks, "the settings say how many ranks there are"
-    asked = {name: getattr(settings, name) for name in ASKED} | options.model_dump() | budgets
-    first, *_ = told = ranks.exchange("settings", asked)
+
+    def asked() -> dict[str, Any]:
+        if ranks.size > 1:
+            _refuse_running_averages(model)
+        return {name: getattr(settings, name) for name in ASKED} | options.model_dump() | budgets
+
+    first, *_ = told = ranks.together("settings", asked)
     for rank, theirs in enumerate(told):
         for name in sorted({*first, *theirs}):
             if first.get(name) != theirs.get(name):
                 raise UnsupportedError(
                     f"{name} is {first.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}: give all ranks the same"
                 )
+
+
+def _refuse_running_averages(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None or getattr(module, "running_var", None) is not None:
+            raise UnsupportedError(
+                f"module {name or '<root>'} ({type(module).__name__}) keeps running averages, which on several ranks would be "
+                "each rank's own: use a norm without them (LayerNorm, GroupNorm, track_running_stats=False), or one rank"
+            )
 
 
 class HasShape(Protocol):

@@ -6,19 +6,37 @@ Note [The one rule]
     waits only for operations issued before it, and each queue is first in, first out: so the earliest operation of all ranks
     that is not done can always go on.
 
-    Not kept so far: what is evicted for room is each rank's own decision, so batches that take other memory on one rank than on
-    another may break off with RanksDifferError.
+    So on several ranks a unit ends by tensors, whatever gradients came (Note [Ends on several ranks] in substrate/hooks.py); a
+    bundle's gradient is reduced once no backward that uses it is to come, with zeros where nothing came; nothing is evicted,
+    and what no plan keeps goes with its last holder; batches are as large as the largest of all ranks; and what one rank
+    finds wrong as a step ends is told to all, and raised by all.
 """
 
 from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from typing import TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
 
+from systems.errors import DivergedError, HiddenUseError, UnsupportedError
+from systems.messages import in_words
 from systems.ranks.link import Alone, Link, check_tags
 
 Told = TypeVar("Told")
+
+TOLD_AS = (HiddenUseError, UnsupportedError, DivergedError)  # what all raise where one does; else RuntimeError
+
+
+class _Wrong(NamedTuple):
+    """What one rank tells the others of its error."""
+
+    kind: type[Exception]
+    words: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Wrong:
+        return cls(next((kind for kind in TOLD_AS if isinstance(error, kind)), RuntimeError), in_words(error))
 
 
 class Ranks(ABC):
@@ -48,6 +66,23 @@ class Ranks(ABC):
         found = [pickle.loads(each) for each in self.exchange_bytes(about, pickle.dumps((about, told)))]
         check_tags([theirs for theirs, _ in found])
         return [value for _, value in found]
+
+    def together(self, about: str, work: Callable[[], Told]) -> list[Told]:
+        """What each rank's `work` returns, by rank. What it raises on one is raised on all of them, with that rank's name: else
+        the others would wait for one that does not come.
+        """
+        if self.size == 1:
+            return [work()]
+        found, wrong, cause = None, None, None
+        try:
+            found = work()
+        except Exception as error:  # noqa: BLE001 - raised below, by all
+            cause, wrong = error, _Wrong.of(error)
+        told = self.exchange(about, (found, wrong))
+        for rank, (_, theirs) in enumerate(told):
+            if theirs is not None:
+                raise theirs.kind(f"rank {rank}: {theirs.words}") from cause
+        return [cast(Told, value) for value, _ in told]
 
     @abstractmethod
     def close(self) -> None:

@@ -5,7 +5,7 @@ All of it is called on all ranks alike; where they did different things, each of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -13,6 +13,7 @@ from systems.errors import UnsupportedError
 from systems.planning.layout import Layout
 from systems.planning.trace import Moment, Trace
 from systems.ranks.ranks import Ranks
+from systems.substrate.batch_shape import BatchShape
 from systems.substrate.recorder import merged
 
 
@@ -34,28 +35,38 @@ class Agreement:
                 f"rank 0 and rank {other} summed the gradients of different bundles, or in another order: does the model do "
                 "the same on all ranks?"
             )
-        everywhere = frozenset[int]().union(*(theirs for _, _, theirs in told))
-        self._check_updated([frozenset(theirs) for theirs, _, _ in told], everywhere)
-        return sorted({parameter for theirs, _, _ in told for parameter in theirs})
+        fired = {parameter for theirs, _, _ in told for parameter in theirs}
+        for rank, (theirs, _, early) in enumerate(told):
+            self._check_updated(rank, fired - frozenset(theirs), early)
+        return sorted(fired)
 
-    def _check_updated(self, fired: Sequence[frozenset[int]], updated: frozenset[int]) -> None:
-        """UnsupportedError where a bundle that is updated already got other gradients on one rank than on another."""
-        for rank, theirs in enumerate(fired):
-            for parameter in sorted(theirs ^ fired[0]):
-                bundle = self._layout.bundle_of_parameter[parameter]
-                if bundle in updated:
-                    raise UnsupportedError(
-                        f"a parameter of {self._layout.bundle_names[bundle]} got a gradient on one of ranks 0 and {rank} only, "
-                        "after updates that do not wait to hear of it (nonfinite=stop): use `options=dict(nonfinite='skip')`"
-                    )
+    def _check_updated(self, rank: int, elsewhere: set[int], updated: frozenset[int]) -> None:
+        """UnsupportedError where a bundle that a rank has updated got more on others than it knew of. elsewhere: parameters."""
+        for parameter in sorted(elsewhere):
+            bundle = self._layout.bundle_of_parameter[parameter]
+            if bundle in updated:
+                raise UnsupportedError(
+                    f"a parameter of {self._layout.bundle_names[bundle]} that had no gradient in the step before got one, and "
+                    f"not on rank {rank}, whose updates do not wait to hear of it (nonfinite=stop): use "
+                    "`options=dict(nonfinite='skip')`"
+                )
 
-    def sums(self, mine: Mapping[int, float]) -> dict[int, float]:
-        """Of squares by parameter. Each element is in one rank's; they are added in rank order."""
+    def sums(self, mine: Callable[[], Mapping[int, float]]) -> dict[int, float]:
+        """Of squares by parameter. Each element is in one rank's; they are added in rank order. What `mine` raises, all do."""
         sums: dict[int, float] = {}
-        for each in self._ranks.exchange("sums of squares", dict(mine)):
+        for each in self._ranks.together("sums of squares", mine):
             for parameter, value in each.items():
                 sums[parameter] = sums.get(parameter, 0.0) + value
         return sums
+
+    def largest(self, shape: BatchShape) -> BatchShape:
+        """Of the pass that begins on all ranks: what holds each rank's batch."""
+        return reduce(BatchShape.join, self._ranks.exchange("the batch's shape", shape))
+
+    def allowed(self, mine: frozenset[int] | None) -> frozenset[int] | None:
+        """Bundles whose updates may run ahead on all ranks. None: any."""
+        told = [theirs for theirs in self._ranks.exchange("what may run ahead", mine) if theirs is not None]
+        return frozenset.intersection(*told) if told else None
 
     def trace(self, moments: tuple[Moment, ...], mine: Trace | None) -> Trace | None:
         """The same on all ranks: the largest memory of any, and the first one's times. None if any did not measure the step."""

@@ -44,7 +44,7 @@ from functools import partial
 
 from torch import nn
 
-from systems.device.device import Device, link_lanes
+from systems.device.device import Device, join_ranks
 from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
@@ -73,7 +73,7 @@ from systems.substrate.bundle.store import Store
 from systems.substrate.bundle.values import StoredValues
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.cursor import Cursor
-from systems.substrate.flushes import Flushes
+from systems.substrate.flushes import Flushes, FlushesTogether
 from systems.substrate.handover import adopt_parameters
 from systems.substrate.hooks import UnitHooks
 from systems.substrate.moments import Moments
@@ -143,7 +143,7 @@ class Assembly:
         self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
         cleanup.callback(self.device.close)
         if self._ranks.size > 1:
-            self.device.lanes.update(link_lanes(self.device))
+            join_ranks(self.device, self._ranks.rank)
         self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
@@ -293,7 +293,7 @@ class Assembly:
             early=self.strategy.update_rule is UpdateRule.WHEN_REDUCED,
             agreement=self._agreement,
         )
-        self.flushes = Flushes(
+        self.flushes = (Flushes if self._ranks.size == 1 else FlushesTogether)(
             gradients,
             residency=residency,
             recorder=self.recorder,
@@ -322,8 +322,9 @@ class Assembly:
         """Steps 16 and 17."""
         self.tiers.ask(room_on_host=self.ahead.release)
         self.input_slots.ask(room=self.ahead.release)
-        relieve = self.flushes.relieve if self._ranks.size == 1 else lambda: False  # what is reduced has nowhere to go
-        self.residency.room.ask(choose=self.planner.choose, relieve=relieve)
+        self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
+        if self._ranks.size > 1:
+            self.residency.room.let_go(lambda: self.progress.aside or not self.cursor.following)
         store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
 
         def host_mappings() -> list[HostMapping]:
@@ -353,9 +354,8 @@ class Assembly:
         past = CallsPastEngine(self.runtime, progress=progress, planner=self.planner, device=device)
         self.calls = Calls(past.around, self.recovery.interrupted)
         self._cleanup.callback(self.calls.detach)
-        hooks = UnitHooks(
-            found, self.runtime, progress=progress, calls=self.calls, bundle_of=self.layout.bundle_of_parameter.__getitem__
-        )
+        bundle_of, alone = self.layout.bundle_of_parameter.__getitem__, self._ranks.size == 1
+        hooks = UnitHooks(found, self.runtime, progress=progress, calls=self.calls, bundle_of=bundle_of, by_gradients=alone)
         self._cleanup.callback(hooks.remove)
         reads = Reads(
             found,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from systems.device.device import Device, ambient
+from systems.device.device import Device, abandon_link, ambient
 from systems.device.lanes.access import Access
 from systems.device.watch.events import EventLog
 from systems.errors import UnsupportedError
@@ -37,6 +37,11 @@ from systems.substrate.handover import values_in_slots
 from systems.substrate.reports import ManagedReports
 from systems.substrate.training_state import ManagedState
 
+RANK_BROKE_OFF = (
+    "the last step broke off on this rank, and others may be anywhere in theirs: end all ranks, and initialize anew from a "
+    "checkpoint"
+)
+
 
 class ManagedEngine(ManagedReports):
     """See systems.system.Engine. make_strategy builds the policy once budgets and sizes are known.
@@ -56,6 +61,7 @@ class ManagedEngine(ManagedReports):
     ) -> None:
         started = time.perf_counter()
         self.module, self.settings = model, settings
+        self._together = ranks if ranks.size > 1 else None
         self._access = Access()
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
@@ -104,7 +110,7 @@ class ManagedEngine(ManagedReports):
         if not self._trains:
             refuse_wanted_gradients((args, kwargs))
         trains = torch.is_grad_enabled() and self._trains
-        recover = None if trains else self.recovery.leave_aside
+        recover = None if trains or self._together is not None else self.recovery.leave_aside
         with self._recovering(recover), self._watch.casts.call(), self._calls.of_engine():
             if trains:
                 first = not self.progress.in_step
@@ -154,7 +160,10 @@ class ManagedEngine(ManagedReports):
             self.runtime.finish_step()
 
     def _abort(self) -> None:
+        abandon_link(self.device)
         self.recovery.abort()
+        if self._together is not None:
+            self.control.ruin(self.control.ruined or RANK_BROKE_OFF)
 
     def _discard(self) -> None:
         self.recovery.begin_anew()
@@ -233,6 +242,7 @@ class ManagedEngine(ManagedReports):
                 self._given = True
 
     def _let_go(self) -> None:
+        abandon_link(self.device)
         with contextlib.suppress(Exception):
             self.device.drain()
         self.progress.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.gradient import LEFT
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.residency import Residency
 from systems.substrate.plan_in_force import PlanInForce
@@ -42,8 +43,8 @@ class Flushes:
             else:
                 self._recorder.waits(bundle.index, bundle.gradients.fired)
 
-    def end_backward(self) -> None:
-        """Nothing more comes in this micro-step."""
+    def end_backward(self, units: Sequence[int] = ()) -> None:
+        """Nothing more comes in this micro-step. units: whose forward was in it."""
         trained = self._gradients.bundles
         for bundle in [each for each in trained.values() if each.gradients.open]:
             self._recorder.gives_up(bundle.index, bundle.gradients.fired)
@@ -91,3 +92,22 @@ class Flushes:
                 self._planner.demote(bundle)
                 return True
         return False
+
+
+class FlushesTogether(Flushes):
+    """Of several ranks. Which gradients came decides nothing, for others may come elsewhere: a bundle is flushed once no
+    backward that uses it is still to come, and as the backward pass ends each that a forward of this micro-step has read.
+    """
+
+    def units_done(self, bundles: Sequence[ManagedBundle]) -> None:
+        """See Flushes.units_done."""
+        due = [bundle for bundle in bundles if bundle.gradient is not None and bundle.gradient.state not in LEFT]
+        self._gradients.sum_complete(due)
+        for bundle in due:
+            self._flush(bundle)
+
+    def end_backward(self, units: Sequence[int] = ()) -> None:
+        """See Flushes.end_backward."""
+        of_unit = self._residency.layout.bundles_of_unit
+        read = {bundle for unit in units for bundle in of_unit.get(unit, ())}
+        self.units_done([self._residency.bundles[index] for index in sorted(read)])

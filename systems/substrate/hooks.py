@@ -19,6 +19,11 @@ Note [Where a unit's backward begins and ends]
     is one on the node that made what it is a view of, too. An output that nobody can see (made by a generator, kept in
     somebody else's list) begins nothing: then a gradient that comes says so, for its weights may have been read too late.
 
+Note [Ends on several ranks]
+    There which gradients come decides nothing (Note [The one rule] in ranks/ranks.py): a unit ends with its first input, or
+    with the backward pass. The gradient of a tensor that one unit made and another took first ends that one, then begins the
+    other, so that the order is the same whatever comes; units that end so travel on the tensor.
+
 Note [Recomputation]
     A checkpointed block runs its forward again inside backward. Then its forward hooks only hold what backward holds anyway.
     Checkpoints inside a unit's `forward` do not fire the unit's hooks again; those around its call do. Both work.
@@ -41,6 +46,9 @@ from systems.recipe.model.unit_tensors import SEEN, TooManyValuesError, base_of,
 from systems.recipe.model.units import ROOT, FoundModel
 from systems.substrate.progress import Progress
 from systems.substrate.unit_outputs import NOTHING, Given, UnitOutputs
+
+TAKERS = "_offload_takers"  # attribute of a tensor: its version; units that take it as their first input, and made it
+NONE: tuple[int, dict[int, bool]] = (-1, {})
 
 
 class UnitEvents(Protocol):
@@ -67,7 +75,8 @@ class UnitEvents(Protocol):
 class UnitHooks:
     """Installs the hooks on construction; `remove` takes them off again.
 
-    events: told of what is seen. bundle_of: a parameter's bundle.
+    events: told of what is seen. bundle_of: a parameter's bundle. by_gradients: units may end with their gradients; on several
+    ranks they do not.
     A unit with no parameters (the root of a model that owns none) has no events, until it is found to read some.
     """
 
@@ -79,8 +88,10 @@ class UnitHooks:
         progress: Progress,
         calls: Calls,
         bundle_of: Callable[[int], int],
+        by_gradients: bool = True,
     ) -> None:
         self._events, self._progress, self.calls, self._bundle_of = events, progress, calls, bundle_of
+        self._by_gradients = by_gradients
         units, self._index = found.index.units, found.index
         self._outputs = UnitOutputs(found.index)
         self._trainable = [parameter.trainable for parameter in found.index.parameters]
@@ -173,7 +184,11 @@ class UnitHooks:
         def go_on(gradient: torch.Tensor) -> None:
             events.backward_continues(unit)
 
-        if any(seen.still(tensor) for seen in self._outputs.last.get(unit, ())):
+        again = any(seen.still(tensor) for seen in self._outputs.last.get(unit, ()))
+        version, takers = getattr(tensor, TAKERS, NONE)
+        if version == tensor._version:
+            takers.setdefault(unit, again)  # once: its recomputation takes the same tensor
+        elif again:
             tensor.register_hook(go_on)
         else:
             tensor.register_hook(end_later if tensor.is_leaf else end)
@@ -207,13 +222,27 @@ class UnitHooks:
 
         nodes: list[Any] = []
         for tensor in made:
-            tensor.register_hook(begin)
+            tensor.register_hook(begin if self._by_gradients else self._ending_first(tensor, begin))
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
             if node is not None and node._sequence_nr() >= given.since and not any(node is other for other in nodes):
                 nodes.append(node)
         for node in nodes:
             node.register_prehook(begin)
+
+    def _ending_first(self, tensor: torch.Tensor, begin: Callable[[Any], None]) -> Callable[[Any], None]:
+        """See Note [Ends on several ranks]."""
+        version, takers = getattr(tensor, TAKERS, NONE)
+        if version != tensor._version:  # else a unit within this one made it
+            takers = {}
+            setattr(tensor, TAKERS, (tensor._version, takers))
+
+        def end_and_begin(gradient: Any) -> None:
+            for unit, again in takers.items():
+                (self._events.backward_continues if again else self._events.backward_exit)(unit)
+            begin(gradient)
+
+        return end_and_begin
 
     def _enter_backward(self, unit: int) -> None:
         if not self._progress.in_backward:
@@ -241,7 +270,7 @@ class UnitHooks:
                 raise self._unseen(number)
             self._events.gradient(number, bundle, gradient.detach())
             del gradient
-            for unit in users:
+            for unit in users if self._by_gradients else ():
                 missing = self._missing[unit]
                 missing.discard(number)
                 if not missing and not self._outlasts(unit) and self._events.holds_backward(unit):

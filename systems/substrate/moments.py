@@ -42,6 +42,9 @@ class Moments:
         self._recorder.moment(moment)
         if not self._cursor.advance(moment):
             self._device.log.count("fallbacks")
+            if self._residency.room.leaves is not None:
+                for index in self._residency.room.evictable():  # what the plan has brought, for whom there is no plan any more
+                    self._residency.drop(index)
         elif self._cursor.at_barrier:
             self._device.transfers.barrier(label=f"barrier at moment {self._cursor.position}")
 

@@ -96,7 +96,10 @@ class PlanInForce:
         self._use(plan)
         self._gradients.in_place.allow(self._layout.in_place if plan is None else plan.in_place)
         residency.room.limit_to(self._unplanned_bytes if plan is None else self._device.plannable_bytes)
+        together = residency.room.leaves is not None
         if plan is None:
+            for bundle in self._layout.bundles if together else ():  # on several ranks nothing goes later, for want of room
+                self._send_home(bundle.index)
             return
         for bundle in self._layout.bundles:
             if bundle.trainable and {plan.optimizer_tier[s] for s in bundle.segments} == {Tier.HOST}:
@@ -108,6 +111,8 @@ class PlanInForce:
         for bundle in self._layout.bundles:
             on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
             if on_device and not self._promote(bundle.index):
+                if together:
+                    raise device.pool.out_of_memory(residency.bundles[bundle.index].nbytes, "what the plan keeps there")
                 self._use(None)
                 return
         self.ahead.versions.make(plan.ahead)  # behind the states that left the host

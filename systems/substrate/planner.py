@@ -9,7 +9,8 @@ Note [Larger steps]
     there a plan stands for steps of the shapes that it was measured at, pass by pass; a larger one begins with everything sent
     home that can go, is measured, and is planned together with what is known of the others. This ends: maxima only grow.
     A larger pass without gradients (an evaluation) begins in the same way and teaches nothing: the plan rests until the
-    next step.
+    next step. Several ranks never evict for activations, and so do the same on any device; a pass is as large there as the
+    largest of all ranks.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Planner:
 
     def meet(self, shape: BatchShape, *, first: bool) -> None:
         """A forward pass begins, the first of a step or a later one. See Note [Larger steps]."""
+        if not self._agreement.alone:
+            shape = self._agreement.largest(shape)
         number = 0 if first else len(self._met)
         self._met = (*self._met[:number], shape)
         if first and self._resting is not None:
@@ -82,6 +85,8 @@ class Planner:
 
     def meet_aside(self, shape: BatchShape, *, in_step: bool) -> None:
         """A pass without gradients begins, within a step or between two. See Note [Larger steps]."""
+        if not self._agreement.alone:
+            shape = self._agreement.largest(shape)
         if self._is_too_large(shape):
             self._resting = None if in_step else self._cursor.plan
             self._in_force.moving(self._in_force.clear)
@@ -89,7 +94,7 @@ class Planner:
     def _is_too_large(self, shape: BatchShape, number: int | None = None) -> bool:
         """number: of the step's pass, for which alone the plan leaves the room that it had; None for a pass of no step."""
         plan = self._cursor.plan
-        if plan is None or self._device.evicts_for_activations:
+        if plan is None or (self._device.evicts_for_activations and self._agreement.alone):
             return False
         known = self.shapes[plan.signature]
         if number is None:
@@ -147,8 +152,9 @@ class Planner:
 
     def _what_runs_ahead(self, plan: Plan, trace: Trace) -> AheadChoice:
         strategy = self._strategy
-        runs_ahead = strategy.runs_ahead and self._agreement.alone
-        allowed = self._in_force.ahead.versions.made if runs_ahead else frozenset()
+        allowed = self._in_force.ahead.versions.made if strategy.runs_ahead else frozenset()
+        if not self._agreement.alone:
+            allowed = self._agreement.allowed(allowed)
         return AheadChoice(plan, self._layout, trace, self._context, strategy.offloaded_inputs, allowed)
 
     def _chosen(self, choice: AheadChoice) -> Plan:

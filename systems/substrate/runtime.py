@@ -12,7 +12,8 @@ The timeline and the validator replay this order (Note [What happens at a moment
 
 Note [Departures]
     A step that leaves the trace is counted as a fallback and finishes on demand: what is needed is fetched when it is
-    needed, and room is made by evicting. The step was recorded all the same, so the next like it has a plan.
+    needed, and room is made by evicting; on several ranks by dropping what the last holder lets go. The step was recorded all
+    the same, so the next like it has a plan.
 """
 
 from __future__ import annotations
@@ -143,11 +144,16 @@ class Runtime:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A pass without gradients (evaluation): leaves residency as it found it and is no part of the step's trace."""
-        residency = self._residency
+        """A pass without gradients (evaluation): leaves residency as it found it and is no part of the step's trace.
+
+        On several ranks what can leave makes room first, as none is made later.
+        """
+        residency, several = self._residency, self._residency.room.leaves is not None
         before = residency.resident()
         try:
             self._progress.begin_aside()
+            for index in residency.room.evictable() if several else ():
+                residency.drop(index)
             yield
         finally:
             self._progress.end_aside()
@@ -155,7 +161,7 @@ class Runtime:
                 if index not in before:
                     residency.drop(index)
             for index in sorted(before - residency.resident()):
-                if self._layout.bundle_bytes(index) <= self._device.account.room:
+                if several or self._layout.bundle_bytes(index) <= self._device.account.room:
                     residency.fetch(index)
 
     def begin_step(self) -> None:
@@ -170,12 +176,13 @@ class Runtime:
 
     def end_backward(self) -> None:
         """The backward pass of a micro-batch is over: whatever is still open ends here."""
-        for unit in list(self._pending):
+        units = list(self._pending)
+        for unit in units:
             self.backward_exit(unit)
         self._pending.clear()
         self._inputs.settle()
         self._moments.reach(Phase.BACKWARD_END)
-        self._flushes.end_backward()
+        self._flushes.end_backward(units)
         self._moments.carry_out_plan()
         self._spans.end_all()
         progress = self._progress

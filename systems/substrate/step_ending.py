@@ -73,6 +73,8 @@ class StepEnding:
 
     def gradient_left(self, bundle: ManagedBundle) -> None:
         """Complete, in the last micro-batch. It is updated now if its update need not wait."""
+        if not self._agreement.alone and bundle.gradients.fired_in_step != bundle.gradients.expected:
+            return  # what other ranks have got is heard first
         if self.early:
             self._update_bundle(bundle)
         elif self.ahead.takes(bundle):
@@ -96,19 +98,22 @@ class StepEnding:
     def update(self) -> None:
         """Issue what is left to update, or discard the step; then it is done."""
         gradients, updates, control = self._gradients, self._updates, self._control
-        fired = gradients.fired()
+        fired, reduced = gradients.fired(), frozenset[int]()
         if gradients.reductions is not None:
             fired = self._agreement.fired(fired, gradients.reductions.issued, frozenset(self.updated))
+            gradients.reductions.tell_fired(fired, gradients.bundles)
+            reduced = frozenset(gradients.reductions.issued)
+            self.ahead.compare(fired)
         if gradients.accumulate > 1:
             self._sum_the_rest()
         self._drop_stale()
         if self.early:
-            self._update_rest(fired)
+            self._update_rest(fired, reduced)
             return
         read = self._norm()
         self.ahead.check_hyperparameters()
         control.begin_updates(fired)
-        ready = updates.prepare(fired)  # while the device is still busy with backward
+        ready = updates.prepare(fired, reduced)  # while the device is still busy with backward
         with labelled("norm"):
             outcome = control.decide(read())
         if outcome.skipped:
@@ -121,20 +126,28 @@ class StepEnding:
         kept = self.ahead.holding(factor)
         self.updated.update({self._layout.bundle_of_parameter[p] for p in fired} - kept)
         ready(factor, kept)
+        if reduced:
+            updates.gather(reduced)
         control.record(outcome, exchanged=kept)
         self.ahead.end(kept)
         self.updated = set()
 
-    def _update_rest(self, fired: list[int]) -> None:
-        """See Note [Early updates]."""
+    def _update_rest(self, fired: list[int], reduced: frozenset[int]) -> None:
+        """See Note [Early updates]. reduced: bundles summed over several ranks."""
         control, bundle_of = self._control, self._layout.bundle_of_parameter
         self.settle()
-        unread = control.loop.steps, self._norm()
+        read = self._norm()
+        if reduced:  # ranks hear of each other here, so that nobody waits for them in `settle`, which one may call alone
+            sums = read()
+            read = lambda: sums  # noqa: E731
+        unread = control.loop.steps, read
         left = [p for p in fired if bundle_of[p] not in self.updated]
         control.begin_updates(left)
-        ready = self._updates.prepare(left)
+        ready = self._updates.prepare(left, reduced - self.updated)
         self.updated.update(bundle_of[p] for p in left)
         ready(1.0)
+        if reduced:
+            self._updates.gather(reduced)
         updates = control.advanced()
         # one statement that calls nothing: see Note [When a step is done]
         control.updates, control.begun, self.updated, self._unread = updates, {}, set(), unread
@@ -154,9 +167,9 @@ class StepEnding:
                 self._poison.check()
             if same_bits:
                 alike.check(same_bits.pop())
-            return sums if self._agreement.alone else self._agreement.sums(sums)
+            return sums
 
-        return norm
+        return norm if self._agreement.alone else lambda: self._agreement.sums(norm)
 
     def _sum_the_rest(self) -> None:
         """Of accumulators that the last micro-batch added nothing to."""

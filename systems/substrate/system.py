@@ -50,8 +50,8 @@ class ManagedSystem(System):
         ranks: Ranks | None = None,
     ) -> Engine:
         """device: makes the device instead of the settings' own (tests inject jitter and faults this way). ranks: this one and
-        the others, whose host's memory is one. All of them initialize, step, drain, read values and close alike, and pass
-        batches that take as much memory (what is evicted for room is each rank's own decision so far).
+        the others, whose host's memory is one. All of them initialize, step, evaluate, read values and close alike; `drain` is
+        each one's own.
         """
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
@@ -68,7 +68,8 @@ class ManagedSystem(System):
         try:
             mine = SingleRank() if ranks is None else ranks
             budgets = Budgets(host=host_budget(settings), disk=disk)
-            begin_alike(mine, settings, options, device_memory=budget, host_memory=budgets.host * settings.ranks_here)
+            host_memory = budgets.host * settings.ranks_here
+            begin_alike(mine, settings, options, model, device_memory=budget, host_memory=host_memory)
             if isinstance(options, StrategyOptions):
                 mine.link.sum_by(options.reduction)
             return ManagedEngine(model, settings, strategy, make, budgets, mine)

@@ -157,13 +157,13 @@ def check_segments(checked: Engine) -> None:
         assert stored.has_slot is (bundle.movable and stored.segment.shard_numel > 0)  # a model may have empty parameters
         rest = bundle.at_rest()[bundle.segments.index(stored)]
         truth = rest if stored.state is None else engine.store.part(stored, "master")
-        for place in stored.segment.placements:
-            where = slice(place.offset, place.offset + place.numel)
+        for place in stored.placements:
+            where = place.here
             rounded = truth[where].to(engine.store.dtype)
             if stored.tier is not Tier.DEVICE and stored.has_slot:
                 assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
             if bundle.block is not None:
-                mine = bundle.pieces(bundle.block)[bundle.segments.index(stored)]
+                mine = bundle.own_pieces(bundle.block)[bundle.segments.index(stored)]
                 assert torch.equal(mine[where], rounded), "the device copy is outdated"
         if stored.tier is Tier.DEVICE:
             assert bundle.block is not None and isinstance(stored.state, OptimizerState) and stored.state.allocation is not None

@@ -21,6 +21,8 @@ from systems.device.watch.labels import working
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import LaneOperation
 
+PATIENCE_S = 2.0  # with collectives that other ranks may not come to any more
+
 
 class _LaneJob:
     __slots__ = ("after", "operation", "priority", "ticket", "work")
@@ -259,3 +261,41 @@ class UpdateLane(Lane):
     def _left(self) -> list[_LaneJob]:
         left, self._ready = self._ready, []
         return left + super()._left()
+
+
+class LinkLane(Lane):
+    """Of several ranks, what their collectives go through. A job in it ends when all ranks have come to it, be it never.
+
+    patience_s: seconds that `abandon` waits.
+    """
+
+    def __init__(
+        self, kind: LaneKind, *, stream: torch.cuda.Stream | None = None, jitter: Callable[[], None] | None = None
+    ) -> None:
+        self.patience_s, self._abandoned = PATIENCE_S, False
+        self._current: _LaneJob | None = None
+        super().__init__(kind, stream=stream, jitter=jitter, in_caller=False)
+
+    def abandon(self) -> None:
+        """Other ranks may not come any more. What is queued has a while to end; then it fails, and who waits for it is told so.
+
+        Nothing ends a collective that is under way: its thread is left in it, and ends with the process.
+        """
+        with self._lock:
+            if self._abandoned or self._changed.wait_for(lambda: not (self._waiting or self._busy), self.patience_s):
+                return
+            self._abandoned, self._running, self._threads = True, False, []
+            error = RuntimeError("other ranks did not come to a collective of this one any more")
+            self.error = self.error or error
+            under_way = [] if self._current is None else [self._current]
+            for job in (*under_way, *self._left()):
+                self._fail(job.ticket, error)
+
+    def _carry_out(self, job: _LaneJob, *, by_caller: bool = False) -> None:
+        self._current = job
+        super()._carry_out(job, by_caller=by_caller)
+        self._current = None
+
+    def rest(self) -> None:
+        if not self._abandoned:
+            super().rest()

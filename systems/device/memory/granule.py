@@ -17,7 +17,7 @@ import torch
 
 from systems.device.lanes.ticket import Ticket
 
-MANY = 256  # pieces, beyond which neighbours that nobody uses any more are joined
+MANY = 256  # pieces, beyond which neighbours that nobody uses any more are joined, or that have been free for long
 
 
 @dataclass
@@ -57,11 +57,14 @@ class Granule:
     last: ticket of whoever may still be using that memory. A caching allocator hands out what was freed on the host while
     kernels that read it are still queued; that is safe on its own stream only, and copies run on others.
 
-    keeps: tickets of finished work too, of which a log is kept.
+    keeps: tickets of finished work too, of which a log is kept. by_clock: which pieces are joined may depend on what is
+    finished by now; else on the order of frees alone.
     """
 
-    def __init__(self, space: str, memory: torch.Tensor, last: Ticket, *, keeps: bool = False) -> None:
-        self.space, self.memory, self._keeps = space, memory, keeps
+    def __init__(
+        self, space: str, memory: torch.Tensor, last: Ticket, *, keeps: bool = False, by_clock: bool = True
+    ) -> None:
+        self.space, self.memory, self._keeps, self._by_clock = space, memory, keeps, by_clock
         self._pieces = [_Piece(0, memory.numel(), [last])]
         self._frees = 0
 
@@ -135,12 +138,16 @@ class Granule:
                 yield first, number, piece.stop - self._pieces[first].start
                 first = number + 1
 
+    def _is_old(self, piece: _Piece) -> bool:
+        return piece.idle if self._by_clock else piece.freed <= self._frees - MANY // 2
+
     def _join(self) -> None:
         joined: list[_Piece] = []
         for piece in self._pieces:
-            if joined and joined[-1].stop == piece.start and joined[-1].idle and piece.idle:
+            if joined and joined[-1].stop == piece.start and self._is_old(joined[-1]) and self._is_old(piece):
                 before = joined.pop()
-                tickets = before.tickets + piece.tickets if self._keeps else []  # all finished: else they pile up
+                both = before.tickets + piece.tickets
+                tickets = both if self._keeps else [ticket for ticket in both if not ticket.done()]  # else they pile up
                 freed, copied = max(before.freed, piece.freed), max(before.copied, piece.copied)
                 piece = _Piece(before.start, piece.stop, tickets, freed, copied)
             joined.append(piece)

@@ -55,6 +55,11 @@ class Pool:
         self.account, self._new_granule, self.mark = account, new_granule, mark
         self._granules: list[Granule] = []
         self._made = 0
+        self._where, self._by_clock = "", True
+
+    def of_rank(self, rank: int) -> None:
+        """One of several, for which where things lie is the same as for the others; before anything is allocated."""
+        self._where, self._by_clock = f" on rank {rank}", False
 
     def allocate(self, nbytes: int, label: str, *, limit: int | None = None, compute: bool = False) -> Allocation | None:
         """None if it does not fit now: the caller makes room and asks again.
@@ -118,7 +123,7 @@ class Pool:
     def _add(self, memory: torch.Tensor) -> Granule:
         self._made += 1
         name = f"{self.account.tier.value}{self._made}"
-        granule = Granule(name, memory, self.mark(), keeps=self.account.keeps_log)
+        granule = Granule(name, memory, self.mark(), keeps=self.account.keeps_log, by_clock=self._by_clock)
         self._granules.append(granule)
         return granule
 
@@ -135,10 +140,10 @@ class Pool:
         assert all(g.empty for g in granules), "a device block was not returned to the pool"
 
     def out_of_memory(self, nbytes: int, what: str) -> OutOfMemoryError:
-        have = max(self.account.room, 0)
+        have, can_go = max(self.account.room, 0), "can be evicted" if self._by_clock else "may go"
         return OutOfMemoryError(
-            f"out of device memory: {what} needs {format_size(nbytes)}, {format_size(have)} of "
-            f"{format_size(self.account.budget)} are free and nothing more can be evicted: raise `device_memory`, or lower "
+            f"out of device memory{self._where}: {what} needs {format_size(nbytes)}, {format_size(have)} of "
+            f"{format_size(self.account.budget)} are free and nothing more {can_go}: raise `device_memory`, or lower "
             "the batch or the sequence length",
             tier=self.account.tier.value,
             need=nbytes,

@@ -12,8 +12,10 @@ Note [The recipe]
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
 from systems.messages import one_line
 from systems.planning.layout import ModelIndex
+from systems.ranks.ranks import Ranks
 from systems.recipe.step import loss_scale
 from systems.recipe.step.parameter_groups import ParameterGroups
 from systems.settings import Settings, StepOutcome
@@ -160,3 +163,23 @@ class StepControl:
             decoupled=hyper.decoupled,
             step=self.begun[parameter],
         )
+
+
+def check_together(control: StepControl, ranks: Ranks) -> None:
+    """`StepControl.check` of several ranks: raised by all where one does, or where their groups say different things."""
+
+    def mine() -> list[dict[str, Any]]:
+        control.check()
+        return control.groups.described()
+
+    first, *_ = told = ranks.together("hyperparameters", mine)
+    for rank, theirs in enumerate(told):
+        both: Iterable[tuple[dict[str, Any], dict[str, Any]]] = zip_longest(first, theirs, fillvalue={})
+        for number, (one, other) in enumerate(both):
+            for name in sorted({*one, *other}):
+                if one.get(name) != other.get(name):
+                    what = f"{name} of parameter group {number}" if len(first) > 1 else name
+                    raise UnsupportedError(
+                        f"step: {what} is {one.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give all "
+                        "ranks the same, and call step() again"
+                    )

@@ -61,6 +61,14 @@ class ParameterGroups:
                     return f"{name}{where} ({getattr(old, name)!r} to {getattr(new, name)!r})"
         return None
 
+    def described(self) -> list[dict[str, Any]]:
+        """Of each group as it is now: its hyperparameters, and the numbers of its parameters. To be compared over ranks."""
+        inside = self._read()
+        numbers: list[list[int]] = [[] for _ in inside.adam]
+        for parameter, group in enumerate(inside.group_of):
+            numbers[group].append(parameter)
+        return [vars(adam) | {"parameters": mine} for adam, mine in zip(inside.adam, numbers, strict=True)]
+
     def set_lr(self, lr: float) -> None:
         if self._optimizer is None:
             self._own = replace(self._own, lr=lr)

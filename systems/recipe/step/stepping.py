@@ -14,9 +14,10 @@ from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
 from systems.machine.budgets import host_budget
 from systems.messages import in_words
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.inputs import refuse_training_nothing
 from systems.recipe.step.closing import ClosingEngine
-from systems.recipe.step.control import StepControl
+from systems.recipe.step.control import StepControl, check_together
 from systems.recipe.step.in_progress import is_running
 from systems.recipe.step.optimizer_states import AdamMoments
 from systems.settings import Settings
@@ -26,13 +27,14 @@ NO_LOSS = "backward: call the engine first, with gradients enabled, to get a los
 
 class SteppingEngine(ClosingEngine):
     """_trains: something of the model requires a gradient. _broken_off: a pass runs, or what an exception left of one is not
-    tidied up yet.
+    tidied up yet. _together: all ranks, if there are several.
     """
 
     settings: Settings
     control: StepControl
     _trains: bool
     _broken_off = False
+    _together: Ranks | None = None
 
     # ---- what the engines do differently
 
@@ -86,9 +88,15 @@ class SteppingEngine(ClosingEngine):
             raise ValueError(f"step: 0 of {self.settings.accumulate} micro-batches had their backward: call backward first")
         refused: UnsupportedError | None = None
         with self._recovering():
-            self._watch.check()
+            if self._together is None:
+                self._watch.check()
+            else:
+                self._together.together("edits", self._watch.check)
             try:
-                self.control.check()
+                if self._together is None:
+                    self.control.check()
+                else:
+                    check_together(self.control, self._together)
             except UnsupportedError as error:  # nothing was done: the step can still be taken, or dropped
                 refused = error
             else:

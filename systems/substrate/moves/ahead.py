@@ -27,9 +27,12 @@ RECENT = 2  # steps by which the next one is judged
 
 @dataclass
 class Assumed:
-    """By one update. factor: see `loss_scale.multiplier`. dropped: its job need not run, if it has not begun."""
+    """By one update. factor: see `loss_scale.multiplier`. fired: parameters that have a gradient. dropped: its job need not
+    run, if it has not begun.
+    """
 
     factor: float
+    fired: frozenset[int]
     dropped: bool = False
 
 
@@ -78,7 +81,7 @@ class UpdatesAhead:
         control, fired = self._control, frozenset(bundle.gradients.fired_in_step)
         control.begin_updates(sorted(fired), for_good=False)
         clean = StepOutcome(control.loop.steps + 1, None, 1.0, control.loop.loss_scale, skipped=False)
-        assumed = self.assumed[bundle.index] = Assumed(loss_scale.multiplier(clean))
+        assumed = self.assumed[bundle.index] = Assumed(loss_scale.multiplier(clean), fired)
         self._updates.ahead(bundle, fired, assumed.factor, is_dropped=lambda: assumed.dropped)
 
     def withdraw(self, index: int) -> None:
@@ -100,6 +103,21 @@ class UpdatesAhead:
             if self.assumed:
                 self._miss()
             self._control.forget_updates()
+
+    def compare(self, fired: Iterable[int]) -> None:
+        """Of several ranks: where another parameter of a bundle got a gradient elsewhere, the update is dropped. It is of this
+        rank's own shards, so others may keep theirs.
+
+        fired: on any rank.
+        """
+        everywhere, missed = frozenset(fired), []
+        for index, assumed in self.assumed.items():
+            if assumed.fired != everywhere.intersection(self._bundles[index].gradients.parameters):
+                missed.append(index)
+        for index in missed:
+            self.withdraw(index)
+        if missed:
+            self._log.count("steps_that_missed")
 
     def holding(self, factor: float) -> frozenset[int]:
         """Bundles whose update can be kept. All others' are dropped."""

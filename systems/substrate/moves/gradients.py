@@ -53,7 +53,9 @@ class Gradients:
         several = accumulate > 1
         self.reductions = Reductions(ranks, layout, device, self.squares, several=several) if ranks.size > 1 else None
         self._accumulators = Accumulators(tiers)
-        self.in_place = InPlace(self._ranges, residency, layout.in_place, user, several=accumulate > 1)
+        self.in_place = InPlace(
+            self._ranges, residency, layout.in_place, user, several=accumulate > 1, together=ranks.size > 1
+        )
 
     def bytes_in_autograd(self) -> int:
         return sum(t.nbytes for bundle in self.bundles.values() for t in bundle.gradients.waiting.values())
@@ -129,6 +131,8 @@ class Gradients:
             if self.last_micro_step:
                 self.squares.leave_accumulated(bundle)
             return
+        if self.reductions is not None and not gradient.fired:
+            self._ranges.bring_zeros(bundle, gradient, in_place=self.in_place.takes(bundle, gradient))
         if not gradient.fired:  # reserved, but nothing came: the unit's output was not used
             self._ranges.free(bundle, gradient)
             gradient.to(GradientState.NONE)

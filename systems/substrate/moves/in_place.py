@@ -35,14 +35,22 @@ class InPlace:
     """Which parameters of which blocks are gradients now: `written` of each bundle's gradient.
 
     allowed: bundles that the plan in force lets be written. user: of each parameter in them, the one unit that reads it.
-    several: there are micro-batches, and nothing is written in place.
+    several: there are micro-batches, and nothing is written in place. together: there are several ranks.
     """
 
     def __init__(
-        self, ranges: Ranges, residency: Residency, allowed: frozenset[int], user: Mapping[int, int], *, several: bool
+        self,
+        ranges: Ranges,
+        residency: Residency,
+        allowed: frozenset[int],
+        user: Mapping[int, int],
+        *,
+        several: bool,
+        together: bool,
     ) -> None:
         self._ranges, self._residency, self._device = ranges, residency, ranges.device
         self.allowed, self._user, self._several = allowed, user, several
+        self._together = together
 
     def allow(self, bundles: frozenset[int]) -> None:
         """Those of a plan that comes into force, or of the layout where there is none, and that one unit alone reads."""
@@ -54,7 +62,11 @@ class InPlace:
         return free and bundle.index in self.allowed and not self._several and not bundle.stays_in_autograd
 
     def enter(self, bundle: ManagedBundle, unit: int, gradient: BundleGradient) -> None:
-        """The unit's backward begins: if its parameters have become gradients, they must come back first."""
+        """The unit's backward begins: if its parameters have become gradients, they must come back first. Of several ranks it
+        may be another one's that have, where nothing came here.
+        """
+        if self._together and unit in gradient.exited and self.takes(bundle, gradient):
+            self._detour(bundle, gradient)
         gradient.exited.discard(unit)
         if gradient.written and any(self._user[p] == unit for p in gradient.written):
             self._detour(bundle, gradient)
@@ -89,11 +101,12 @@ class InPlace:
 
     def offload(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions | None) -> None:
         """The bundle's block, all gradient now, leaves for the host."""
-        block = self._block(bundle)
-        if reductions is not None:
+        block, label = self._block(bundle), f"gradient of bundle {bundle.index} ends"
+        if reductions is None:
+            self._device.transfers.compute(reads=[block.memory], label=label)
+        else:
             reductions.complete(gradient, lambda parameter: self.view(bundle, parameter))
-        self._device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle.index} ends")
-        if reductions is not None:
+            self._device.transfers.compute(writes=[block.memory], label=label)
             reductions.reduce(bundle, block)
         self._ranges.offload(bundle, block)
         self.let_go(bundle, gradient)

@@ -46,6 +46,17 @@ class Ranges:
         self.empty_buffers(gradient, block)
         return block
 
+    def bring_zeros(self, bundle: ManagedBundle, gradient: BundleGradient, *, in_place: bool) -> None:
+        """Nothing came here, and other ranks may have something. in_place: it is to be written over the parameters."""
+        first = gradient.parameters[0]
+        if in_place:
+            zeros = torch.zeros(self.layout.places[first].numel, dtype=self._dtype, device=self.device.torch_device)
+            gradient.wait(first, zeros)
+        else:
+            block = self.open(bundle, gradient) if gradient.range is None else gradient.range
+            self.view(block, first).zero_()
+        gradient.fired.add(first)
+
     def empty_buffers(self, gradient: BundleGradient, block: Allocation) -> None:
         """Copy what waits in autograd's buffers into the range."""
         for parameter, waiting in gradient.waiting.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -57,6 +57,11 @@ class Reductions:
         self._device.log.count("reduce_bytes", bundle.nbytes - bundle.shard_nbytes)
         self.issued.append(bundle.index)
         squares.wait_for(self._device.transfers.issue(operation, work, writes=[block.memory]))
+
+    def tell_fired(self, fired: Iterable[int], bundles: Mapping[int, ManagedBundle]) -> None:
+        """Of the step, parameters that got a gradient on any rank: from here on they count as come on this one."""
+        for parameter in fired:
+            bundles[self._layout.bundle_of_parameter[parameter]].gradients.fired_in_step.add(parameter)
 
     def forget(self) -> None:
         """The step is over."""

@@ -33,7 +33,7 @@ class Residency:
         self.layout, self.bundles, self.device = layout, bundles, device
         self.writes_back = write_back
         self._store = store
-        self.room = DeviceRoom(device, bundles, self.evict)
+        self.room = DeviceRoom(device, bundles, self.evict if store.ranks.size == 1 else None)
 
     def settle(self, managed: ManagedBundle) -> None:
         """A block for a bundle that never moves, before it has values."""
@@ -122,6 +122,10 @@ class Residency:
         release(held, key)
         used = [m.block.memory for m in held if m.block is not None]
         self.device.transfers.compute(reads=used, label=f"release by {key}")
+        if self.room.leaves is not None and self.room.leaves():
+            for managed in held:
+                if not managed.holds and not managed.pinned:
+                    self.drop(managed.index)
 
     def evict(self, index: int) -> None:
         if self.writes_back:

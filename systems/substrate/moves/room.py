@@ -1,4 +1,8 @@
-"""Room on the device: bytes for who asks, with others evicted for them if need be."""
+"""Room on the device: bytes for who asks, with others evicted for them if need be.
+
+On several ranks nobody is: what is there decides what is fetched, and that all ranks gather (Note [The one rule] in
+ranks/ranks.py). What does not fit there is out of memory.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,28 @@ from systems.substrate.bundle.bundle import ManagedBundle
 
 
 class DeviceRoom:
-    """evict: sends a bundle away. limit: pool bytes beyond which `allocate` evicts; lifted by a plan."""
+    """evict: sends a bundle away; None on several ranks. limit: pool bytes beyond which `allocate` evicts; lifted by a plan.
 
-    def __init__(self, device: Device, bundles: Sequence[ManagedBundle], evict: Callable[[int], None]) -> None:
+    leaves: on several ranks, whether no plan says now what goes, so that a bundle is dropped once its last holder lets it go;
+    None on one rank, where it stays until room is needed.
+    """
+
+    def __init__(self, device: Device, bundles: Sequence[ManagedBundle], evict: Callable[[int], None] | None) -> None:
         self._device, self._bundles, self._evict = device, bundles, evict
         self._choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
         self._relieve: Callable[[], bool] = lambda: False
         self.limit = device.plannable_bytes
+        self.leaves: Callable[[], bool] | None = None
 
     def ask(self, *, choose: Callable[[Sequence[int]], int], relieve: Callable[[], bool]) -> None:
         """choose: which of these un-held bundles is evicted. relieve: asked as a last resort to send a gradient off early, or
         optimizer state home; it returns False when there is nothing left that it could move off the device.
         """
         self._choose, self._relieve = choose, relieve
+
+    def let_go(self, leaves: Callable[[], bool]) -> None:
+        """Of several ranks: see `leaves`."""
+        self.leaves = leaves
 
     def limit_to(self, nbytes: int) -> None:
         """Of the pool."""
@@ -35,6 +48,8 @@ class DeviceRoom:
         """Evict until fits() is true; False if it never is."""
         while not fits():
             candidates = self.evictable()
+            if self._evict is None:
+                return fits()
             if candidates:
                 self._device.log.count("evictions")
                 self._evict(self._choose(candidates))
@@ -50,11 +65,11 @@ class DeviceRoom:
         found: list[Allocation] = []
 
         def fits() -> bool:
-            pool = self._device.pool
-            if pool.live_bytes + nbytes > self.limit and self.evictable():
+            pool, evicts = self._device.pool, self._evict is not None
+            if evicts and pool.live_bytes + nbytes > self.limit and self.evictable():
                 return False
             allocation = pool.allocate(nbytes, what, limit=self.limit, compute=compute)
-            if allocation is None and not self.evictable():
+            if allocation is None and not (evicts and self.evictable()):
                 allocation = pool.allocate(nbytes, what, compute=compute)
             if allocation is not None:
                 found.append(allocation)

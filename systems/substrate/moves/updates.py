@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -66,12 +66,15 @@ class Updates:
         self._order = [self._bundles[index] for index in order]
         self._priority = {index: place for place, index in enumerate(order)}
 
-    def prepare(self, fired: Sequence[int]) -> Issue:
+    def prepare(self, fired: Sequence[int], also: Collection[int] = ()) -> Issue:
         """Update every bundle that has gradients, once the factor (loss scale and clipping) is known: what is returned takes
         it, and the bundles that are updated already. All that can be done before is done here.
+
+        also: bundles in whose slots are zeros, as they were summed over ranks and nothing came on any.
         """
         wanted = frozenset(fired)
-        return self.prepare_bundles([b for b in self._order if not wanted.isdisjoint(b.gradients.parameters)], wanted)
+        mine = [b for b in self._order if not wanted.isdisjoint(b.gradients.parameters) or b.index in also]
+        return self.prepare_bundles(mine, wanted)
 
     def prepare_bundles(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Issue:
         """Those on the host one by one, so that each is done early; those on the device as one piece of work."""
@@ -257,7 +260,7 @@ class Updates:
         return self.control.adam_range(p.parameter, p.offset, p.numel)
 
     def _on_device(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Callable[[float], None]:
-        segments = [found for bundle in bundles for found in self._updated_there(bundle)]
+        segments = [found for bundle in bundles for found in _updated_there(bundle)]
         if not segments:
             return lambda factor: None
         memories, tasks, accumulators = [], [], []
@@ -286,22 +289,25 @@ class Updates:
                 for accumulator in accumulators:
                     accumulator.zero_()
             self.device.transfers.compute(reads=reduced, writes=memories, label=label)
-            if self._gather is not None:
-                for bundle in bundles:
-                    if bundle.states_on_device:
-                        self._gather(bundle)
 
         return run
 
-    @staticmethod
-    def _updated_there(bundle: ManagedBundle) -> list[tuple[StoredSegment, Allocation, torch.Tensor]]:
-        """Segments that are updated on the device, with the bundle's block and their parameters in it."""
-        if not bundle.states_on_device:
-            return []
-        block = bundle.block
-        assert block is not None, "a segment updated on the device is always resident"
-        pieces = zip(bundle.segments, bundle.own_pieces(block), strict=True)
-        return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
+    def gather(self, reduced: Collection[int]) -> None:
+        """Of several ranks: each has updated its shards on the device of those bundles that were reduced in this step."""
+        assert self._gather is not None
+        for bundle in self._order:
+            if bundle.states_on_device and bundle.index in reduced:
+                self._gather(bundle)
+
+
+def _updated_there(bundle: ManagedBundle) -> list[tuple[StoredSegment, Allocation, torch.Tensor]]:
+    """Segments that are updated on the device, with the bundle's block and their parameters in it."""
+    if not bundle.states_on_device:
+        return []
+    block = bundle.block
+    assert block is not None, "a segment updated on the device is always resident"
+    pieces = zip(bundle.segments, bundle.own_pieces(block), strict=True)
+    return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
 
 
 def _ranges(bundles: Sequence[ManagedBundle]) -> list[TrackedMemory]:
