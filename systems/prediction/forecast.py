@@ -92,7 +92,8 @@ class Observations:
     _known: dict[Any, tuple[ModelIndex, MicroStepWork]] = field(default_factory=dict)
 
     def of(self, question: Question) -> tuple[ModelIndex, MicroStepWork]:
-        key = (question.batch_size, question.seq_len, question.dtype, question.recompute)
+        alone = question.ranks == 1
+        key = (question.batch_size, question.seq_len, question.dtype, question.recompute, alone)
         if key not in self._known:
             self._known[key] = observe(
                 self.model,
@@ -101,6 +102,7 @@ class Observations:
                 seq_len=question.seq_len,
                 dtype=TORCH_DTYPE[question.dtype],
                 recompute=question.recompute,
+                by_gradients=alone,
             )
         return self._known[key]
 

@@ -47,8 +47,9 @@ def observe(
     seq_len: int,
     dtype: torch.dtype,
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
+    by_gradients: bool = True,
 ) -> tuple[ModelIndex, MicroStepWork]:
-    """A micro-step on token ids (batch_size, seq_len). `model` is left as it is.
+    """A micro-step on token ids (batch_size, seq_len). `model` is left as it is. by_gradients: as in UnitHooks.
 
     loss: called with (model, batch of input_ids and labels, label_count), as in Engine.forward_backward.
     Raises UnsupportedError, one line, if the model cannot run on the meta device.
@@ -62,7 +63,9 @@ def observe(
     recomputation.switch(recomputed_units(found, recompute))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
     observer = _Observer(_ObservedMemory(module, batch_bytes=2 * ids.nbytes))  # ids and labels
-    hooks = UnitHooks(found, observer, progress=observer.progress, calls=Calls(), bundle_of=lambda parameter: parameter)
+    hooks = UnitHooks(
+        found, observer, progress=observer.progress, calls=Calls(), bundle_of=lambda p: p, by_gradients=by_gradients
+    )
     hooks.watch(found.parameters)
     try:
         with observer.meter, FusedAttention(observer.meter.attend):
