@@ -29,7 +29,7 @@ TINY = ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny"]
 
 
 def observed(shape: ModelShape, dtype: DType, recompute: Any, **more: int) -> tuple[ModelIndex, MicroStepWork]:
-    given = {"batch_size": BATCH, "seq_len": LENGTH} | more
+    given: dict[str, Any] = {"batch_size": BATCH, "seq_len": LENGTH} | more
     model = models_registry.build(shape)
     loss = partial(token_loss, objective=shape.objective)
     return observe(model, loss, dtype=TORCH_DTYPE[dtype], recompute=recompute, **given)
