@@ -259,6 +259,10 @@ class Layout:
         """Elements of a bundle that a rank has at home."""
         return sum(self.segments[s].shard_numel for s in self.bundles[bundle].segments)
 
+    def shard_bytes(self, bundle: int) -> int:
+        """The same in bytes, as computed with."""
+        return self.shard_numel(bundle) * self.itemsize
+
     @cached_property
     def movable_bytes(self) -> int:
         """Of parameters that may leave the device."""

@@ -39,19 +39,24 @@ def planned(
     evict: OpKind = OpKind.DROP,
     in_place: bool = False,
     ahead: frozenset[int] = frozenset(),
+    sharded: bool = False,
 ) -> Plan:
-    """A cache of what is held at most plus `spare` bytes for every bundle not in on_device. ahead: where they can be."""
+    """A cache of what is held at most plus `spare` bytes for every bundle that is not on the device for good. ahead: where they
+    can be. sharded: of several ranks, bundles updated on the device that can rest there as shards do.
+    """
     trace = case.trace
     layout = replace(case.layout, in_place=frozenset(b.index for b in case.layout.bundles if b.trainable and in_place))
     on_device = frozenset(b.index for b in layout.bundles if b.index in on_device or not b.movable)
     written = reusable(layout, trace, case.context) - on_device
     demand = demand_of(layout, trace, case.context, written)
-    sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in on_device}
+    shards = frozenset(b for b in on_device if layout.bundles[b].movable and sharded and case.context.ranks > 1)
+    sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in on_device - shards}
     capacity = max(sum(sizes.get(b, 0) for b in held) for held in demand.held) + spare
-    cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict))
+    cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict, shards))
     owner = layout.bundle_of_segment
     tiers = tuple(Tier.DEVICE if owner[s.index] in on_device else Tier.HOST for s in layout.segments)
-    plan = Plan(trace.signature, cache.operations, tiers, on_device | cache.resident, rule, in_place=written)
+    resident = (on_device - shards) | cache.resident
+    plan = Plan(trace.signature, cache.operations, tiers, resident, rule, in_place=written, sharded=shards)
     return replace(plan, ahead=ahead & can_run_ahead(layout, trace, plan, case.context))
 
 
@@ -64,6 +69,7 @@ plans: st.SearchStrategy[dict[str, object]] = st.builds(
     on_device=st.frozensets(st.integers(0, 3), max_size=2),
     in_place=st.booleans(),
     ahead=st.one_of(st.just(ALL), st.frozensets(st.integers(0, 9))),
+    sharded=st.booleans(),
 )
 
 

@@ -33,6 +33,9 @@ Where this departs from the paper, and why
 * Belady alone stalls at every miss; here the next bundles in order of use are fetched ahead (option prefetch).
 * C is a constant as in the paper, yet never more than what activations leave at each moment.
 * Inputs of recomputed blocks may wait for their backward in host memory (option activations); the paper has no such thing.
+* Without offload each of several ranks has its shards of parameters, states and, until the norm is known, gradients on the
+  device, and C bounds the chunks that were brought together (ZeRO-3); with all of them there for good (C = inf, or auto where
+  that fits) it is ZeRO-2. Chunks whose states are cached on the device with offload rest as shards too.
 * scatter=false with several ranks is not built yet and is refused.
 """
 

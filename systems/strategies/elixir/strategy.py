@@ -49,8 +49,9 @@ class Elixir(FittedStrategy):
     def decide(self, division: Division) -> Plan:
         placement = Placer(division, self._options).place()
         evict = OpKind.WRITE_BACK if self.write_back else OpKind.DROP
-        sizes = division.sizes(placement.on_device)
-        cache = plan_cache(CacheRequest(division.demand, sizes, placement.room, self._options.prefetch, evict))
-        plan = division.plan(cache.operations, placement.on_device, cache.resident)
+        residence, prefetch = placement.residence, self._options.prefetch
+        sizes, shards = division.sizes(residence), residence.sharded
+        cache = plan_cache(CacheRequest(division.demand, sizes, placement.room, prefetch, evict, shards))
+        plan = division.plan(cache.operations, residence, cache.resident)
         self.tell(cache_bytes=placement.cache_bytes, resident_bundles=len(plan.resident_at_start))
         return plan

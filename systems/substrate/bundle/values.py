@@ -49,6 +49,9 @@ class StoredValues:
                 self._store.overwrite_part(stored, "master", piece, place)
             if bundle.movable:
                 self._store.device.host_kernel.cast(piece, stored.slot[place.here])
+            if bundle.shard.block is not None:
+                there = bundle.shard.pieces(bundle.shard.block)[bundle.segments.index(stored)]
+                there[place.here].copy_(piece)
         if bundle.block is not None:
             for stored, there in zip(bundle.segments, bundle.pieces(bundle.block), strict=True):
                 for place in stored.segment.placements:
