@@ -42,6 +42,7 @@ class ReferenceRuntime:
         self.layout, self.trace, self.plan, self.context = layout, trace, plan, context
         self.device = {b.index for b in layout.bundles if all(plan.optimizer_tier[s] is Tier.DEVICE for s in b.segments)}
         self.settled = self.device - plan.sharded  # whole for good
+        self.moved = {p.operation.bundle for p in plan.operations if p.operation.kind is OpKind.MOVE}  # of one rank
         self.shards = set(plan.sharded | plan.shards_at_start)  # of which this rank's part is there
         self.sums: set[int] = set()  # of which this rank's part of the reduced gradient waits for the norm
         self.in_place = plan.in_place - self.device
@@ -207,6 +208,13 @@ class ReferenceRuntime:
         for planned in sorted(mine, key=lambda p: p.priority):
             bundle, kind = planned.operation.bundle, planned.operation.kind
             assert bundle not in self.settled
+            if self.context.ranks == 1 and kind in (OpKind.MOVE, OpKind.SHRINK):
+                self.moved.add(bundle)
+                if kind is OpKind.SHRINK:
+                    continue
+                kind = OpKind.FETCH
+            elif kind is OpKind.FETCH and bundle in self.moved & self.resident:
+                continue
             if kind is OpKind.FETCH:
                 assert bundle not in self.resident
                 self.resident.add(bundle)

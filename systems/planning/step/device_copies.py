@@ -13,7 +13,8 @@ class DeviceCopies:
     """Copies of bundles on the device, as the plan and the mechanism make them come and go.
 
     resident: bundles that are there. shards: of several ranks, bundles of which this rank's part is there beside the copy, or
-    without one. moved: of one rank, what a MOVE has fetched. outdated: bundles flushed in the last micro-step.
+    without one. moved: of one rank, what a MOVE has fetched or a
+    SHRINK has left, for which a FETCH does nothing. outdated: bundles flushed in the last micro-step.
     """
 
     def __init__(self, plan: Plan, residence: Residence, demand: Demand, order: IssueOrder) -> None:
@@ -50,6 +51,7 @@ class DeviceCopies:
     def shrink(self, bundle: int) -> None:
         """All of it goes if its gradient has left for the host: the shard would be of no use."""
         if self.context.ranks == 1:
+            self.moved.add(bundle)
             return
         if bundle in self.outdated and bundle not in self.residence.sharded:
             self.drop(bundle)
