@@ -193,7 +193,7 @@ class Assembly:
             if not bundle.movable:
                 self.residency.settle(bundle)
             first.fill(bundle)
-            if not bundle.movable and self._ranks.size > 1:
+            if not bundle.movable and bundle.scattered and self._ranks.size > 1:
                 self.residency.gather(bundle)
         alike.check()
         self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)

@@ -11,6 +11,7 @@ import pytest
 
 from systems.device.watch.events import LoggedBytes
 from systems.planning.plan import LaneKind, OpKind, Plan
+from systems.planning.policy.base import moved
 from systems.planning.policy.division import Division
 from systems.planning.step.operations import LaneOperation, ScheduledOperation, Work
 from systems.planning.step.schedule import Schedule, expand
@@ -107,7 +108,8 @@ def assert_bytes_as_planned(plan: Plan, logged: list[LoggedBytes]) -> None:
     device = [each for each in logged if each.tier == "device"]
     assert max(each.pool for each in device) == plan.predicted_model_peak_bytes
     assert plan.predicted_device_peak_bytes is not None
-    assert max(each.live for each in device) <= plan.predicted_device_peak_bytes
+    if plan.rematerialise is None:  # else activations are those of other switches than were measured
+        assert max(each.live for each in device) <= plan.predicted_device_peak_bytes
 
 
 def told(operations: list[Any] | list[ScheduledOperation], lane: LaneKind) -> list[str]:
@@ -166,6 +168,28 @@ def test_with_room_for_all_of_it_every_bundle_stays_whole(asked: Asked) -> None:
         for lane, times in ((LaneKind.GATHER, 1), (LaneKind.REDUCE, asked.accumulate)):
             assert sum(o.bytes for o in schedule.bare if o.lane is lane) == times * layout.param_bytes
         assert plan.predicted_device_peak_bytes == run.memory.device_peak_bytes
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+@pytest.mark.parametrize(
+    "asked", [Asked("stack", 2), Asked("gpt2", 3, 2, "bf16"), Asked("frozen-middle", 3), Asked("called-twice", 2, 2)]
+)
+def test_without_scatter_every_rank_has_all_and_makes_the_same_updates(asked: Asked, nonfinite: str) -> None:
+    """[F, F, inf], DDP: each gradient is reduced and gathered, and 12 bytes a parameter of states are on every device."""
+    options = {"offload": False, "scatter": False, "nonfinite": nonfinite}
+    for run in trained(elixir(), asked, options):
+        plan, layout, schedule = plan_of(run), managed(run.engine).layout, schedule_of(run)
+        trained_bytes = sum(layout.bundle_bytes(b.index) for b in layout.bundles if b.trainable)
+        for lane in COLLECTIVE:
+            assert sum(o.bytes for o in schedule.bare if o.lane is lane) == asked.accumulate * trained_bytes
+        each = schedule.residence.context.optimizer_itemsize
+        assert schedule.residence.static_bytes == layout.param_bytes + trained_bytes // layout.itemsize * each
+        assert plan.predicted_device_peak_bytes == run.memory.device_peak_bytes
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e-3])
+def test_norms_count_every_element_once_though_every_rank_has_it(clip: float) -> None:
+    trained(elixir(), Asked("stack", 3, clip=clip), {"offload": False, "scatter": False})
 
 
 def test_a_cache_that_takes_no_more_than_a_unit_gathers_twice_and_reduces_once() -> None:
@@ -231,3 +255,16 @@ def test_one_rank_has_no_part_of_a_bundle_to_move_or_to_leave() -> None:
     kinds = [p.operation.kind for p in plan_of(run).operations]
     assert OpKind.MOVE in kinds
     assert not {Work.MOVE, Work.SHRINK}.intersection(o.kind for o in schedule_of(run).bare)
+
+
+@pytest.mark.parametrize("asked", [Asked("stack", 2, clip=0.5), Asked("gpt2", 3, 2, "bf16"), Asked("frozen-middle", 2)])
+@pytest.mark.parametrize("solver", ["off", "drawn"])
+def test_h3t_rests_as_shards_where_it_does_not_prefetch_lazily(asked: Asked, solver: str) -> None:
+    """Moved at a step's end, gathered for forward, and, partitioned, shrunk in between and gathered once more."""
+    for run in trained(STRATEGIES["h3t"], asked, {"solver": solver}):
+        plan, layout = plan_of(run), managed(run.engine).layout
+        kinds = {kind: set(moved(plan, kind)) for kind in OpKind}
+        assert plan.shards_at_start == kinds[OpKind.MOVE] and not kinds[OpKind.MOVE] & plan.resident_at_start
+        assert kinds[OpKind.SHRINK] <= kinds[OpKind.MOVE] <= kinds[OpKind.FETCH]
+        if solver == "off":
+            assert kinds[OpKind.MOVE] == {b.index for b in layout.bundles if b.trainable} and not kinds[OpKind.SHRINK]

@@ -68,6 +68,9 @@ class ScheduledGradients:
             reduce_lane, total = LaneKind.REDUCE, self._reduce(bundle)
         if not several:
             self._order.add(Work.SQUARES, reduce_lane, bundle, reads=(total,), writes=(f"norm:{bundle}",))
+        if self.context.ranks > 1 and not self.layout.bundles[bundle].scattered:  # every rank is to have all of the sum
+            size = self.layout.bundle_bytes(bundle)
+            self._order.add(Work.GATHER, LaneKind.GATHER, bundle, bytes=size, reads=(total,), writes=(total,))
         if not on_device:
             size = self.layout.shard_bytes(bundle)
             self._order.add(Work.OFFLOAD, LaneKind.D2H, bundle, bytes=size, reads=gradient, writes=slots)
@@ -134,7 +137,7 @@ class ScheduledGradients:
     def _bring_together(self, bundles: Iterable[int]) -> None:
         """Of each that is there whole, for each rank has updated its shard."""
         for bundle in bundles:
-            if bundle in self.residence.whole:
+            if bundle in self.residence.whole and self.layout.bundles[bundle].scattered:
                 self._copies.gather(bundle)
 
     def _squares_of_accumulated(self, bundle: int) -> None:

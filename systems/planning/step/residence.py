@@ -63,23 +63,25 @@ class Residence:
     def keeps_shard(self, bundle: int) -> bool:
         """True if, of the sum over ranks, this rank's shard waits on the device for the norm, and the range does not."""
         waits = self.context.accumulate == 1 and self.update_rule is UpdateRule.AFTER_NORM
-        return bundle in self.on_device and self.context.ranks > 1 and waits
+        return bundle in self.on_device and self.context.ranks > 1 and waits and self.layout.bundles[bundle].scattered
 
     def gradient_freed_at_flush(self, bundle: int) -> bool:
         """Else the gradient waits for its update at STEP_END."""
-        if bundle not in self.on_device or self.context.accumulate > 1 or self.context.ranks > 1:
+        if bundle not in self.on_device or self.context.accumulate > 1 or self.update_rule is UpdateRule.WHEN_REDUCED:
             return True
-        return self.update_rule is UpdateRule.WHEN_REDUCED
+        return self.keeps_shard(bundle)
 
     def gradient_spans(self, demand: Demand, bundle: int) -> tuple[Span, ...]:
         """Intervals in which the bundle's whole gradient takes device memory, in a range or in autograd's buffers.
 
-        An adopted one that waits for the update is there when STEP_END begins, and counts in the interval behind it too.
+        One that waits for the update is there when STEP_END begins: an adopted one counts in the interval behind it
+        too, a range, whose bytes are known exactly, only until there.
         """
         spans = demand.gradient_spans.get(bundle, ())
         if self.gradient_freed_at_flush(bundle):
             return spans
-        return tuple(Span(span.begin, len(demand)) for span in spans[:1])
+        end = len(demand) if self.adopted(bundle) else len(demand) - 1
+        return tuple(Span(span.begin, end) for span in spans[:1])
 
     def gradient_bytes(self, demand: Demand, bundle: int) -> list[tuple[Span, int]]:
         """The same with their bytes, and the shard that waits for the norm. That is taken before the range is freed, so it

@@ -36,7 +36,8 @@ Where this departs from the paper, and why
 * Without offload each of several ranks has its shards of parameters, states and, until the norm is known, gradients on the
   device, and C bounds the chunks that were brought together (ZeRO-3); with all of them there for good (C = inf, or auto where
   that fits) it is ZeRO-2. Chunks whose states are cached on the device with offload rest as shards too.
-* scatter=false with several ranks is not built yet and is refused.
+* Without scatter all of several ranks have all chunks and states for good and make the same updates (DDP): a gradient is
+  reduced and gathered in its range. That goes without offload and with C = inf alone.
 """
 
 from systems.strategies.elixir.strategy import Elixir

@@ -31,9 +31,10 @@ class Elixir(FittedStrategy):
     _options: ElixirOptions
 
     def __init__(self, options: ElixirOptions, context: PlanningContext) -> None:
-        if context.ranks > 1 and not options.scatter:
+        if context.ranks > 1 and not options.scatter and (options.offload or options.cache not in ("auto", None)):
             raise UnsupportedError(
-                "elixir with `options=dict(scatter=False)` and several ranks is not built: use `options=dict(scatter=True)`"
+                "elixir with `options=dict(scatter=False)` keeps every chunk whole on each of several devices: add "
+                "offload=False and leave cache at auto or inf, or use `options=dict(scatter=True)`"
             )
         super().__init__(options, context)
         self.write_back = options.variant == "write-back"

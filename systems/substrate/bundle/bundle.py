@@ -23,6 +23,7 @@ class ManagedBundle:
     """ManagedBundle is a bundle of the layout with what is true of it now.
 
     What it is      index: its number in the layout, which alone knows its units: it learns new ones. movable: by layout.
+                    scattered: see FlatSpace.
                     nbytes: of its parameters; shard_nbytes: of this rank's. segments: on every tier. stretches: those with
                     slots, as few as can be.
     Parameters      storage: the permanent one. block: the device memory behind it, while there is any. shard: of several
@@ -39,7 +40,7 @@ class ManagedBundle:
         self, bundle: Bundle, layout: Layout, segments: Sequence[StoredSegment], storage: RebindableStorage, *, accumulate: int
     ) -> None:
         self.index, self.movable, self.nbytes = bundle.index, bundle.movable, layout.bundle_bytes(bundle.index)
-        self.segments = tuple(segments)
+        self.segments, self.scattered = tuple(segments), bundle.scattered
         self.shard_nbytes = sum(each.segment.shard_numel for each in segments) * layout.itemsize
         self.stretches = stretches_of(zip(self.starts(), segments, strict=True)) if self.movable else []
 

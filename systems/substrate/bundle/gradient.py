@@ -33,7 +33,7 @@ class BundleGradient:
 
     waiting: gradients in autograd's own buffers. written: parameters whose gradient is in the bundle's block. exited: units
     that are done with theirs in this micro-step. summed: its sums of squares are left already, ahead of its flush. reduced: the
-    range is a shard's, with this rank's part of the sum over ranks.
+    range has the sum over ranks, and waits for the update; it may be a shard's by then, with this rank's part alone.
     """
 
     def __init__(self, parameters: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class BundleGradient:
     def open(self) -> bool:
         """There are gradients that no flush has taken yet."""
         if self.range is not None or self.state is GradientState.PARKED:
-            return True
+            return not self.reduced
         return bool(self.fired) and self.state not in LEFT
 
     @property
@@ -93,7 +93,7 @@ class BundleGradient:
 
     def keep(self, shard: Allocation) -> Allocation:
         """This rank's part of the sum over ranks, which is on its way there; what it comes out of is the caller's to free."""
-        block, self.range, self.reduced = self.range, shard, True
+        block, self.range = self.range, shard
         assert block is not None, "what is reduced on the device was collected there"
         return block
 
@@ -102,11 +102,11 @@ class BundleGradient:
         block, self.range, self.reduced = self.range, None, False
         return block
 
-    def leave(self, state: GradientState) -> None:
+    def leave(self, state: GradientState, *, reduced: bool = False) -> None:
         """A flush took it. Sums that were left ahead are its own now."""
         if states.CHECKED:
             self._check(state)
-        self.summed, self.state = False, state
+        self.summed, self.state, self.reduced = False, state, reduced
 
     def begin_micro_step(self) -> None:
         self.fired.clear()

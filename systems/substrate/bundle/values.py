@@ -37,7 +37,8 @@ class StoredValues:
         if ranks.size > 1:  # what is told is a tensor's whole memory, so it gets one of its own
             told = ranks.exchange("values of a parameter", [(start, values.clone()) for start, values in mine])
             mine = [piece for each in told for piece in each]
-        return torch.cat([values for _, values in sorted(mine, key=lambda piece: piece[0])])
+        pieces = dict(mine)  # where every rank has all, any will do
+        return torch.cat([pieces[start] for start in sorted(pieces)])
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""

@@ -54,10 +54,10 @@ class Reductions:
                     target.copy_(source, non_blocking=True)
             if left is None:
                 return
-            mine = [(p.parameter, own[p.here]) for stored, own in zip(segments, kept, strict=True) for p in stored.placements]
+            mine = [(p.parameter, own[p.here]) for stored, own in zip(segments, kept, strict=True) for p in stored.counted]
             left[bundle.index] = _by_parameter([p for p, _ in mine], kernel.sum_squares_all([own for _, own in mine]))
 
-        self._device.log.count("reduce_bytes", bundle.nbytes - bundle.shard_nbytes)
+        self._device.log.count("reduce_bytes", bundle.nbytes - bundle.nbytes // self._ranks.size)
         self.issued.append(bundle.index)
         written = [block.memory] if shard is None else [block.memory, shard.memory]
         squares.wait_for(self._device.transfers.issue(operation, work, writes=written))

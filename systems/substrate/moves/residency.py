@@ -84,7 +84,7 @@ class Residency:
                 target.copy_(source, non_blocking=True)
             ranks.link.gather(gather.label, *pieces)
 
-        self.device.log.count("gather_bytes", managed.nbytes - managed.shard_nbytes)
+        self.device.log.count("gather_bytes", managed.nbytes - managed.nbytes // ranks.size)
         reads = [] if shard is None else [shard.memory]
         self.device.transfers.issue(gather, work, reads=reads, writes=[block.memory])
 

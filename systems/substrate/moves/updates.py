@@ -300,7 +300,7 @@ class Updates:
         """
         assert self._gather is not None
         for bundle in self._order:
-            if bundle.states_on_device and bundle.index in reduced and not bundle.shard.at_home:
+            if bundle.states_on_device and bundle.index in reduced and bundle.scattered and not bundle.shard.at_home:
                 self._gather(bundle)
 
 
@@ -315,7 +315,7 @@ def _updated_there(bundle: ManagedBundle) -> list[Updated]:
     assert block is not None, "a segment updated on the device is always there, or its shard is"
     pieces = shard.pieces(block) if shard.at_home else bundle.own_pieces(block)
     totals: Sequence[torch.Tensor | None] = [None] * len(pieces)
-    if gradient.range is not None and gradient.reduced:
+    if gradient.range is not None and gradient.range.nbytes < bundle.nbytes:
         totals = shard.pieces(gradient.range)
     found = zip(bundle.segments, pieces, totals, strict=True)
     return [(each, block, piece, total) for each, piece, total in found if each.tier is Tier.DEVICE]
