@@ -144,7 +144,10 @@ class PlanInForce:
         for bundle in self._layout.bundles:
             if not bundle.trainable or not bundle.movable:
                 continue
-            there = self._residency.bundles[bundle.index].count_states()
+            managed = self._residency.bundles[bundle.index]
+            there = managed.count_states()
+            if managed.shard.at_home and not there:  # the host has the values
+                self._residency.shards.forget(bundle.index)
             if there and there < len(bundle.segments):
                 self._send_home(bundle.index)
                 there = 0

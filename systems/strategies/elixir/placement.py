@@ -70,10 +70,11 @@ class Placer:
             if need <= context.device_budget:
                 return self._beside(shards)
         needed, given = context.memory_for(need), context.memory_for(context.device_budget)
+        advice = "allow offload" if self.options.scatter or context.ranks == 1 else "use `options=dict(scatter=True)`"
         raise BudgetError(
             f"elixir with `options=dict(offload=False)` needs {format_need(needed, given)} of device memory for "
             f"parameters, gradients, optimizer state and activations, {format_size(given)} is given: raise "
-            "`device_memory` or allow offload",
+            f"`device_memory` or {advice}",
             tier="device",
             need=needed,
             have=given,
