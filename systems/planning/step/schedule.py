@@ -159,6 +159,8 @@ class _Expansion:
             last_micro_step = entering.micro_step == self.context.accumulate - 1
             for bundle in self.trace.flushes[moment]:
                 self._gradients.flush(bundle, last_micro_step=last_micro_step)
+                if self.context.ranks > 1 and bundle in self.demand.stale[moment]:  # before a shard of the next one's is kept
+                    self.copies.drop_stale(bundle)
             if entering.phase is Phase.STEP_END:
                 self._gradients.update_all()
             for bundle in self.demand.stale[moment]:
