@@ -267,4 +267,6 @@ def test_h3t_rests_as_shards_where_it_does_not_prefetch_lazily(asked: Asked, sol
         assert plan.shards_at_start == kinds[OpKind.MOVE] and not kinds[OpKind.MOVE] & plan.resident_at_start
         assert kinds[OpKind.SHRINK] <= kinds[OpKind.MOVE] <= kinds[OpKind.FETCH]
         if solver == "off":
-            assert kinds[OpKind.MOVE] == {b.index for b in layout.bundles if b.trainable} and not kinds[OpKind.SHRINK]
+            layers = managed(run.engine).strategy.offloaded_inputs  # what becomes of other modules depends on measured times
+            mine = {b.index for b in layout.bundles if b.trainable and layers.issuperset(b.units)}
+            assert mine and mine <= kinds[OpKind.MOVE] and not kinds[OpKind.SHRINK]

@@ -5,8 +5,6 @@ When they begin, when they are complete and when their memory is free: Note [Lif
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from systems.planning.disk_layout import PARTS, buffer_of
 from systems.planning.plan import LaneKind, UpdateRule
 from systems.planning.step.demand import Demand, in_order_of_use
@@ -88,7 +86,6 @@ class ScheduledGradients:
             self._copies.outdated.add(bundle)
         if update_now:
             self._update(bundle)
-            self._bring_together([bundle])
             del self._flushed[bundle]
         elif last_micro_step and bundle in self.residence.ahead:
             self._order.add(Work.UPDATE_AHEAD, LaneKind.CPU, bundle, writes=(*states, *slots))
@@ -132,13 +129,9 @@ class ScheduledGradients:
             elif bundle not in self.residence.on_device:
                 self._update(bundle)
         self._flushed.clear()
-        self._bring_together(on_device)
-
-    def _bring_together(self, bundles: Iterable[int]) -> None:
-        """Of each that is there whole, for each rank has updated its shard."""
-        for bundle in bundles:
-            if bundle in self.residence.whole and self.layout.bundles[bundle].scattered:
-                self._copies.gather(bundle)
+        for bundle in in_order_of_use(self.residence.whole & set(self.demand.gradient_spans), self.demand):
+            if self.layout.bundles[bundle].scattered:
+                self._copies.gather(bundle)  # each rank has updated its shard
 
     def _squares_of_accumulated(self, bundle: int) -> None:
         self._summed.add(bundle)
