@@ -68,11 +68,14 @@ class ModelIndex:
 
 @dataclass(frozen=True)
 class FlatSpace:
-    """group: name of the data-parallel group whose ranks share the segments; ranks: its size."""
+    """group: name of the data-parallel group whose ranks share the segments; ranks: its size. scattered: each of them keeps and
+    updates a part of every segment; else all of them keep all, and make the same updates.
+    """
 
     group: str
     ranks: int
     trainable: bool
+    scattered: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,27 +125,42 @@ class Segment:
 
     @property
     def shard_numel(self) -> int:
-        return self.numel // self.space.ranks
+        return self.numel // self.space.ranks if self.space.scattered else self.numel
+
+    def part(self, rank: int) -> slice:
+        """Elements of the segment that are that rank's even part of it."""
+        numel = self.numel // self.space.ranks
+        return slice(rank * numel, (rank + 1) * numel)
 
     def own(self, rank: int) -> slice:
         """Elements of the segment that are that rank's shard."""
-        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        return self.part(rank) if self.space.scattered else slice(0, self.numel)
 
     def shard(self, rank: int) -> tuple[Placement, ...]:
         """What lies in that rank's shard, by its offsets there. A parameter without elements is in the first one."""
+        return self._within(rank, self.part(rank).start) if self.space.scattered else self.placements
+
+    def counted(self, rank: int) -> tuple[Placement, ...]:
+        """The same, but where every rank has all, of its even part alone: each element is one rank's."""
+        return self.shard(rank) if self.space.scattered else self._within(rank, 0)
+
+    def _within(self, rank: int, origin: int) -> tuple[Placement, ...]:
+        """What lies in a rank's even part, by its offsets from the origin."""
         if self.space.ranks == 1:
             return self.placements
-        own, found = self.own(rank), []
+        own, found = self.part(rank), []
         for p in self.placements:
             begin, end = max(p.offset, own.start), min(p.offset + p.numel, own.stop)
             if begin < end or (not p.numel and not rank):
-                found.append(Placement(p.parameter, max(begin - own.start, 0), end - begin, p.start + begin - p.offset))
+                found.append(Placement(p.parameter, max(begin - origin, 0), end - begin, p.start + begin - p.offset))
         return tuple(found)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """units: indices of the units that read any of its parameters. movable: False keeps it on the device for good."""
+    """units: indices of the units that read any of its parameters. movable: False keeps it on the device for good. scattered:
+    see FlatSpace.
+    """
 
     index: int
     segments: tuple[int, ...]
@@ -150,6 +168,7 @@ class Bundle:
     numel: int
     trainable: bool
     movable: bool = True
+    scattered: bool = True
 
 
 @dataclass(frozen=True)
@@ -204,8 +223,8 @@ class Layout:
             segments += mine
             users = {unit_of[user] for s in mine for p in s.placements for user in index.parameters[p.parameter].users}
             numel, trainable = sum(s.numel for s in mine), mine[0].space.trainable
-            numbers = tuple(s.index for s in mine)
-            made.append(Bundle(number, numbers, tuple(sorted(users)), numel, trainable, number not in unmovable))
+            numbers, scattered = tuple(s.index for s in mine), mine[0].space.scattered
+            made.append(Bundle(number, numbers, tuple(sorted(users)), numel, trainable, number not in unmovable, scattered))
         return cls(itemsize, tuple(segments), tuple(made), frozenset(in_place))
 
     @cached_property
@@ -258,6 +277,10 @@ class Layout:
     def shard_numel(self, bundle: int) -> int:
         """Elements of a bundle that a rank has at home."""
         return sum(self.segments[s].shard_numel for s in self.bundles[bundle].segments)
+
+    def shard_bytes(self, bundle: int) -> int:
+        """The same in bytes, as computed with."""
+        return self.shard_numel(bundle) * self.itemsize
 
     @cached_property
     def movable_bytes(self) -> int:

@@ -48,6 +48,8 @@ class OpKind(Enum):
     FETCH = "fetch"  # host shard to device, gathered over the group: H2D, then GATHER if the group has several ranks
     DROP = "drop"  # free the device copy; the host's is authoritative, nothing is written
     WRITE_BACK = "write-back"  # write the device copy to the host, then free it (systems without a master shard)
+    MOVE = "move"  # this rank's shard to the device, nothing of the others': a later FETCH is GATHER alone. One rank: FETCH
+    SHRINK = "shrink"  # free the device copy, but for this rank's shard, which stays there. One rank: nothing
 
 
 class UpdateRule(Enum):
@@ -74,6 +76,9 @@ class Plan:
     resident, or on the host, where they are unless they are on the disk (Layout.on_disk).
 
     resident_at_start: bundles on the device at moment 0 of a steady step (and again at its end).
+    sharded: of several ranks, bundles that rest on the device as this rank's shard, which is updated there: FETCH gathers a
+    copy of the whole bundle, SHRINK frees it. Those updated on the device that are not among them are there whole for good.
+    shards_at_start: of several ranks, other bundles whose shard is on the device at moment 0, be the rest there or not.
     rematerialise, offload_inputs: units that are recomputed, and units whose inputs wait on the host for their backward, in
     steps under this plan; None leaves it to the settings and to the strategy.
     provisional: the strategy wants to see a step under this plan, and plans again then. provisional_peak_bytes: in a forecast,
@@ -102,6 +107,8 @@ class Plan:
     provisional_peak_bytes: int = 0
     barriers: frozenset[int] = frozenset()
     ahead: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
+    shards_at_start: frozenset[int] = frozenset()
 
 
 def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:

@@ -3,6 +3,7 @@
 Note [Kinds]
     weights        16-bit (or fp32) parameters: on the device those that a unit holds or that stay for good, on the host the
                    shards of what may leave the device, whose place a gradient takes between backward and update
+    weight shards  on the device, of several ranks: this one's part of the parameters that it updates there
     working space  parameters on the device beyond those: fetched ahead, or kept because there is room
     gradients      on the device, in ranges of their own or in autograd's buffers until the update
     master, moments, accumulators    of the optimizer, where the update is
@@ -62,9 +63,10 @@ def device_need(
     layout = residence.layout
     parameters, ranges = _contents(schedule, memory, moment)
     parameters -= sum(resting.values())
-    fixed = sum(map(layout.bundle_bytes, residence.on_device))
-    held = sum(layout.bundle_bytes(b) for b in demand.held[moment] if b not in residence.on_device)
-    weights = min(parameters, fixed + held)
+    shards = sum(map(residence.resting_bytes, residence.sharded))
+    fixed = sum(map(layout.bundle_bytes, residence.whole))
+    held = sum(layout.bundle_bytes(b) for b in demand.held[moment] if b not in residence.whole)
+    weights = min(parameters - shards, fixed + held)
     other = need - parameters - ranges - sum(map(residence.state_bytes, residence.on_device)) - sum(resting.values())
     adopted = sum(
         layout.bundle_bytes(b)
@@ -75,11 +77,12 @@ def device_need(
     gradients = min(adopted, other - buffers)
     parts = {
         "weights": weights,
+        "weight shards": shards,
         "gradients": ranges + gradients,
         **_states(sum(map(residence.state_bytes, residence.on_device)), residence.context.accumulator_itemsize),
         "activations": other - buffers - gradients,
         "buffers": buffers,
-        "working space": parameters - weights,
+        "working space": parameters - shards - weights,
         "allocator": allocator_bytes,
     }
     parts = {kind: size + resting.get(kind, 0) for kind, size in parts.items()}
@@ -98,7 +101,7 @@ def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int
     for operation in schedule.bare:
         if operation.moment > moment:
             break
-        if operation.kind in (Work.ALLOCATE, Work.FREE):
+        if operation.kind in (Work.ALLOCATE, Work.FREE, Work.REDUCE):
             ranges += operation.device_delta
         else:
             parameters += operation.device_delta

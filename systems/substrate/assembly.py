@@ -24,9 +24,8 @@ in the opposite order.
     plan in force, planner
 14  recorder, moments; how a step ends       cursor, gradients, control, updates         -
 15  flushes, and the runtime itself          all of these                                -
-16  what asks upwards: residency and tiers   planner, flushes, ahead, progress, recorder -
-    for room, inputs whether they are the
-    step's
+16  what asks upwards: who wants room, and   planner, flushes, ahead, progress, recorder -
+    inputs, whether they are the step's
 17  recovery                                 all of these                                -
 18  the model's blocks leave their inputs    inputs, found                               blocks are as before
 19  calls of modules                         runtime, recovery                           calls.detach
@@ -194,7 +193,7 @@ class Assembly:
             if not bundle.movable:
                 self.residency.settle(bundle)
             first.fill(bundle)
-            if not bundle.movable and self._ranks.size > 1:
+            if not bundle.movable and bundle.scattered and self._ranks.size > 1:
                 self.residency.gather(bundle)
         alike.check()
         self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
@@ -223,10 +222,11 @@ class Assembly:
     def _make_moves(self) -> None:
         """Steps 11 and 12."""
         layout, device, dtype, accumulate = self.layout, self.device, self._dtype, self._settings.accumulate
+        early = self.strategy.update_rule is UpdateRule.WHEN_REDUCED
         user = {p: unit.index for unit in self.found.index.units for p in unit.parameters}
         self.tiers = TierMoves(layout, self.store, self.bundles, device)
         self.gradients = Gradients(
-            layout, self.residency, self.tiers, device, dtype=dtype, accumulate=accumulate, user=user, ranks=self._ranks
+            layout, self.residency, self.tiers, device, dtype, accumulate=accumulate, user=user, ranks=self._ranks, early=early
         )
         self._cleanup.callback(self.gradients.finish_step)
         self.versions = SecondVersions(self.store, self.bundles, device, self.control)

@@ -55,5 +55,11 @@ class Moments:
             managed = residency.bundles[operation.bundle]
             if operation.kind is OpKind.FETCH:
                 residency.fetch(operation.bundle)
-            elif not managed.holds and not managed.pinned:
+            elif operation.kind is OpKind.MOVE:
+                residency.shards.move(operation.bundle)
+            elif managed.holds or managed.pinned:
+                continue
+            elif operation.kind is OpKind.SHRINK:
+                residency.shards.shrink(operation.bundle)
+            else:
                 (residency.drop if operation.kind is OpKind.DROP else residency.write_back)(operation.bundle)

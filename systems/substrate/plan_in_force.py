@@ -93,6 +93,7 @@ class PlanInForce:
         self._applied = None
         for index in residency.room.evictable():
             residency.drop(index)
+        residency.shards.clear()
         self._use(plan)
         self._gradients.in_place.allow(self._layout.in_place if plan is None else plan.in_place)
         residency.room.limit_to(self._unplanned_bytes if plan is None else self._device.plannable_bytes)
@@ -110,14 +111,17 @@ class PlanInForce:
             residency.room.limit_to(device.prepare(*peaks))
         for bundle in self._layout.bundles:
             on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
+            if bundle.index in plan.sharded:
+                residency.shards.settle(bundle.index)
+            elif residency.bundles[bundle.index].shard.at_home:
+                residency.shards.leave_home(bundle.index, whole=plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE)
             if on_device and not self._promote(bundle.index):
                 if together:
                     raise device.pool.out_of_memory(residency.bundles[bundle.index].nbytes, "what the plan keeps there")
                 self._use(None)
                 return
         self.ahead.versions.make(plan.ahead)  # behind the states that left the host
-        for index in sorted(plan.resident_at_start):
-            residency.fetch(index)
+        _bring(plan, residency)
         self._applied = plan
 
     def resume(self) -> None:
@@ -127,8 +131,8 @@ class PlanInForce:
         for index in residency.room.evictable():
             if index not in plan.resident_at_start:
                 residency.drop(index)
-        for index in sorted(plan.resident_at_start):
-            residency.fetch(index)
+        residency.shards.clear()
+        _bring(plan, residency)
 
     def recover(self) -> None:
         """Something broke off anywhere. A bundle's optimizer state is on the device whole or not at all, and a plan that is
@@ -140,7 +144,10 @@ class PlanInForce:
         for bundle in self._layout.bundles:
             if not bundle.trainable or not bundle.movable:
                 continue
-            there = self._residency.bundles[bundle.index].count_states()
+            managed = self._residency.bundles[bundle.index]
+            there = managed.count_states()
+            if managed.shard.at_home and not there:  # the host has the values
+                self._residency.shards.forget(bundle.index)
             if there and there < len(bundle.segments):
                 self._send_home(bundle.index)
                 there = 0
@@ -177,12 +184,13 @@ class PlanInForce:
     def _send_home(self, index: int) -> None:
         """A bundle that is on the device for the sake of its optimizer state leaves it with that, if it has a home to go to."""
         bundle = self._residency.bundles[index]
-        if not bundle.movable or bundle.gradient is None or bundle.holds or not bundle.pinned:
+        if not bundle.movable or bundle.gradient is None or bundle.holds or not (bundle.pinned or bundle.shard.at_home):
             return
         if bundle.gradient.waiting:
             return  # its gradient would take the place of its parameters on the host
         self._states_home(bundle)
         self._residency.drop(index)
+        self._residency.shards.forget(index)
 
     def _states_home(self, bundle: ManagedBundle) -> None:
         for stored in bundle.segments:
@@ -192,7 +200,8 @@ class PlanInForce:
     def _promote(self, index: int) -> bool:
         """Bring a bundle and its optimizer state to the device for good. Of one that does not fit nothing stays there."""
         self.ahead.versions.bring_home(self._residency.bundles[index])
-        self._residency.fetch(index)
+        if not self._residency.bundles[index].shard.at_home:
+            self._residency.fetch(index)
         moved = all(
             self._tiers.to_device(stored.segment.index)
             for stored in self._residency.bundles[index].segments
@@ -201,3 +210,11 @@ class PlanInForce:
         if not moved:
             self._send_home(index)
         return moved
+
+
+def _bring(plan: Plan, residency: Residency) -> None:
+    """What it has on the device at a step's start comes."""
+    for index in sorted(plan.shards_at_start):
+        residency.shards.move(index)
+    for index in sorted(plan.resident_at_start):
+        residency.fetch(index)

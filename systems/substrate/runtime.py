@@ -159,7 +159,7 @@ class Runtime:
             self._progress.end_aside()
             for index in residency.room.evictable():
                 if index not in before:
-                    residency.drop(index)
+                    residency.drop(index, keep_shard=True)
             for index in sorted(before - residency.resident()):
                 if several or self._layout.bundle_bytes(index) <= self._device.account.room:
                     residency.fetch(index)

@@ -41,6 +41,10 @@ class ReferenceRuntime:
     def __init__(self, layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> None:
         self.layout, self.trace, self.plan, self.context = layout, trace, plan, context
         self.device = {b.index for b in layout.bundles if all(plan.optimizer_tier[s] is Tier.DEVICE for s in b.segments)}
+        self.settled = self.device - plan.sharded  # whole for good
+        self.moved = {p.operation.bundle for p in plan.operations if p.operation.kind is OpKind.MOVE}  # of one rank
+        self.shards = set(plan.sharded | plan.shards_at_start)  # of which this rank's part is there
+        self.sums: set[int] = set()  # of which this rank's part of the reduced gradient waits for the norm
         self.in_place = plan.in_place - self.device
         self.carrying: set[int] = set()  # blocks with gradients in them
         self.adopts = self.device if context.accumulate == 1 and context.ranks == 1 else set()
@@ -57,6 +61,9 @@ class ReferenceRuntime:
     def size(self, bundle: int) -> int:
         return self.layout.bundles[bundle].numel * self.layout.itemsize
 
+    def part(self, bundle: int) -> int:
+        return self.size(bundle) // self.context.ranks
+
     def run(self) -> PoolAccount:
         states = 0
         self.account.host_bytes = self.host_bytes()
@@ -65,7 +72,7 @@ class ReferenceRuntime:
                 segment = self.layout.segments[s]
                 each = 16 if self.context.accumulate > 1 else 12
                 states += segment.numel // segment.space.ranks * each if segment.space.trainable else 0
-        self.account.now = states + sum(map(self.size, self.resident))
+        self.account.now = states + sum(map(self.size, self.resident)) + sum(map(self.part, self.shards))
         for moment in range(len(self.trace)):
             self.account.newly_adopted[moment] = []
             self.at(moment)
@@ -75,12 +82,14 @@ class ReferenceRuntime:
         assert not self.carrying
         assert not any(self.holds)
         assert self.resident == set(self.plan.resident_at_start)
+        assert self.shards == self.plan.sharded | self.plan.shards_at_start
+        assert not self.sums
         assert not self.due
         assert set(self.versions.values()) <= {1}, "each update that ran ahead was the step's"
         return self.account
 
-    def shards(self, bundles: Iterable[int]) -> int:
-        """Elements of this rank."""
+    def elements(self, bundles: Iterable[int]) -> int:
+        """Of this rank."""
         segments = [self.layout.segments[s] for b in bundles for s in self.layout.bundles[b].segments]
         return sum(segment.numel // segment.space.ranks for segment in segments)
 
@@ -88,8 +97,8 @@ class ReferenceRuntime:
         item, several = self.layout.itemsize, self.context.accumulate > 1
         host = [b.index for b in self.layout.bundles if b.trainable and b.index not in self.device]
         movable = [b.index for b in self.layout.bundles if b.movable]
-        first = self.shards(movable) * item + self.shards(host) * (16 if several else 12)
-        second = self.shards(self.plan.ahead)
+        first = self.elements(movable) * item + self.elements(host) * (16 if several else 12)
+        second = self.elements(self.plan.ahead)
         mappings = [4 * second] * 3 + [0 if several else item * second]
         return first + sum((size + 4095) // 4096 * 4096 for size in mappings)
 
@@ -133,12 +142,16 @@ class ReferenceRuntime:
         early = self.plan.update_rule is UpdateRule.WHEN_REDUCED
         if bundle not in self.device or several or early:
             self.free(bundle, moment)
+        elif self.context.ranks > 1:
+            self.sums.add(bundle)
+            self.account.add(moment, self.part(bundle))
+            self.free(bundle, moment)
+        last = self.trace.moments[moment].micro_step == self.context.accumulate - 1
         if bundle not in self.device:
             self.account.d2h_bytes += self.size(bundle) // self.context.ranks
-            last = self.trace.moments[moment].micro_step == self.context.accumulate - 1
             self.update(bundle, moment, last=last)
-            if last and bundle in self.resident and not self.holds[bundle]:
-                self.drop(bundle, moment)
+        if last and bundle not in self.settled and not self.holds[bundle]:
+            self.drop(bundle, moment)
 
     def update(self, bundle: int, moment: int, *, last: bool) -> None:
         """Complete on the host: the update that need not wait is made."""
@@ -160,10 +173,15 @@ class ReferenceRuntime:
             self.ranges.remove(bundle)
             self.account.add(moment, -self.size(bundle))
 
-    def drop(self, bundle: int, moment: int) -> None:
+    def drop(self, bundle: int, moment: int, *, shard: bool = True) -> None:
+        """The copy, if it is there, and the shard, if that is not its home."""
         assert bundle not in self.carrying
-        self.resident.remove(bundle)
-        self.account.add(moment, -self.size(bundle))
+        if bundle in self.resident:
+            self.resident.remove(bundle)
+            self.account.add(moment, -self.size(bundle))
+        if shard and bundle in self.shards - self.plan.sharded:
+            self.shards.remove(bundle)
+            self.account.add(moment, -self.part(bundle))
 
     def end(self, moment: int) -> None:
         for bundle in sorted(self.due, key=lambda b: (self.first_use(b), b)):
@@ -173,9 +191,11 @@ class ReferenceRuntime:
                 self.host_work(moment, "clear", bundle)
         self.versions |= self.written
         self.due.clear()
-        for bundle in self.flushed - self.device:
-            if bundle in self.resident:
-                self.drop(bundle, moment)
+        for bundle in self.flushed - self.settled:
+            self.drop(bundle, moment)
+        for bundle in list(self.sums):
+            self.sums.remove(bundle)
+            self.account.add(moment, -self.part(bundle))
         for bundle in list(self.ranges | self.kept):
             self.free(bundle, moment)
 
@@ -187,16 +207,31 @@ class ReferenceRuntime:
         mine = [p for p in self.plan.operations if p.trigger == moment]
         for planned in sorted(mine, key=lambda p: p.priority):
             bundle, kind = planned.operation.bundle, planned.operation.kind
-            assert bundle not in self.device
+            assert bundle not in self.settled
+            if self.context.ranks == 1 and kind in (OpKind.MOVE, OpKind.SHRINK):
+                self.moved.add(bundle)
+                if kind is OpKind.SHRINK:
+                    continue
+                kind = OpKind.FETCH
+            elif kind is OpKind.FETCH and bundle in self.moved & self.resident:
+                continue
             if kind is OpKind.FETCH:
                 assert bundle not in self.resident
                 self.resident.add(bundle)
                 self.account.add(moment, self.size(bundle))
-                self.account.h2d_bytes += self.size(bundle) // self.context.ranks
+                self.account.h2d_bytes += 0 if bundle in self.shards else self.part(bundle)
+            elif kind is OpKind.MOVE:
+                assert bundle not in self.resident | self.shards
+                self.shards.add(bundle)
+                self.account.add(moment, self.part(bundle))
+                self.account.h2d_bytes += self.part(bundle)
             else:
-                assert bundle in self.resident
+                assert bundle in self.resident or (kind is OpKind.DROP and bundle in self.shards)
                 assert not self.holds[bundle]
-                self.drop(bundle, moment)
+                if kind is OpKind.SHRINK and bundle not in self.shards:
+                    self.shards.add(bundle)
+                    self.account.add(moment, self.part(bundle))
+                self.drop(bundle, moment, shard=kind is not OpKind.SHRINK)
 
 
 def can_run_ahead(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> frozenset[int]:

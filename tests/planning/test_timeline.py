@@ -23,6 +23,7 @@ from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Phase, Trace
 from tests.planning.races import find_races
 from tests.planning.reference import PoolAccount, ReferenceRuntime, can_run_ahead
+from tests.planning.shard_moves import in_two
 from tests.planning.synthetic import PLENTY, Case, cases, context, layout_of, trace_of
 
 ALL = frozenset(range(100))
@@ -39,19 +40,28 @@ def planned(
     evict: OpKind = OpKind.DROP,
     in_place: bool = False,
     ahead: frozenset[int] = frozenset(),
+    sharded: bool = False,
+    moves: bool | None = None,
 ) -> Plan:
-    """A cache of what is held at most plus `spare` bytes for every bundle not in on_device. ahead: where they can be."""
+    """A cache of what is held at most plus `spare` bytes for every bundle that is not on the device for good. ahead: where they
+    can be. sharded: of several ranks, bundles updated on the device that can rest there as shards do. moves: of what comes from
+    the host the shard stays where it is used again, and, if true, all of it comes in two.
+    """
     trace = case.trace
     layout = replace(case.layout, in_place=frozenset(b.index for b in case.layout.bundles if b.trainable and in_place))
     on_device = frozenset(b.index for b in layout.bundles if b.index in on_device or not b.movable)
     written = reusable(layout, trace, case.context) - on_device
     demand = demand_of(layout, trace, case.context, written)
-    sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in on_device}
+    shards = frozenset(b for b in on_device if layout.bundles[b].movable and sharded and case.context.ranks > 1)
+    sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in on_device - shards}
     capacity = max(sum(sizes.get(b, 0) for b in held) for held in demand.held) + spare
-    cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict))
+    cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict, shards))
     owner = layout.bundle_of_segment
     tiers = tuple(Tier.DEVICE if owner[s.index] in on_device else Tier.HOST for s in layout.segments)
-    plan = Plan(trace.signature, cache.operations, tiers, on_device | cache.resident, rule, in_place=written)
+    resident = (on_device - shards) | cache.resident
+    plan = Plan(trace.signature, cache.operations, tiers, resident, rule, in_place=written, sharded=shards)
+    if moves is not None:
+        plan = in_two(plan, demand, ranks=case.context.ranks, move=moves)
     return replace(plan, ahead=ahead & can_run_ahead(layout, trace, plan, case.context))
 
 
@@ -64,6 +74,8 @@ plans: st.SearchStrategy[dict[str, object]] = st.builds(
     on_device=st.frozensets(st.integers(0, 3), max_size=2),
     in_place=st.booleans(),
     ahead=st.one_of(st.just(ALL), st.frozensets(st.integers(0, 9))),
+    sharded=st.booleans(),
+    moves=st.sampled_from([None, False, True]),
 )
 
 
@@ -115,7 +127,7 @@ def test_schedules_have_no_race_and_no_cycle_and_move_the_planned_bytes(case: Ca
     assert find_races(schedule.issued(steps=3)) == []
     assert circular_wait(schedule.operations) == []
     account = ReferenceRuntime(case.layout, case.trace, plan, case.context).run()
-    assert sum(o.bytes for o in schedule.operations if o.kind is Work.FETCH) == account.h2d_bytes
+    assert sum(o.bytes for o in schedule.operations if o.kind in (Work.FETCH, Work.MOVE)) == account.h2d_bytes
     assert sum(o.bytes for o in schedule.operations if o.kind is Work.OFFLOAD) == account.d2h_bytes
     updates = [o for o in schedule.operations if o.lane is LaneKind.CPU and o.kind in HOST_UPDATES]
     assert [(o.moment, o.kind.value, o.bundle) for o in updates] == account.updates

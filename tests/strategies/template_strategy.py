@@ -42,10 +42,9 @@ class Streamed(FittedStrategy):
 
     def decide(self, division: Division) -> Plan:
         division.least()  # refuses a device that does not hold even one unit's parameters, gradients and activations
-        on_device = division.base.on_device  # what never moves
-        room = division.room(division.base)
-        cache = plan_cache(CacheRequest(division.demand, division.sizes(on_device), room, self._options.ahead))
-        return division.plan(cache.operations, on_device, cache.resident)
+        settled = division.base  # what never moves
+        cache = plan_cache(CacheRequest(division.demand, division.sizes(settled), division.room(settled), self._options.ahead))
+        return division.plan(cache.operations, settled, cache.resident)
 
 
 STRATEGY = Streamed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -393,9 +394,11 @@ def test_bad_options_are_refused(given_options: dict[str, str]) -> None:
         ElixirOptions.model_validate(given_options)
 
 
-def test_several_whole_copies_are_not_built() -> None:
+@pytest.mark.parametrize("given", [{"offload": True}, {"offload": False, "cache": 1 << 20}])
+def test_whole_copies_on_several_ranks_are_on_their_devices_for_good(given: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="scatter=False"):
-        elixir(context(ranks=2), scatter=False)
+        elixir(context(ranks=2), scatter=False, **given)
+    elixir(context(ranks=2), scatter=False, offload=False)
 
 
 @settings(max_examples=30, deadline=None)

@@ -44,6 +44,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 # Of a lane's operations; those that compute carries out are charged where it does.
 OPERATIONS: dict[Work, Phase] = {
     Work.FETCH: "h2d_parameters",
+    Work.MOVE: "h2d_parameters",
     Work.REFILL: "h2d_parameters",
     Work.FETCH_INPUT: "h2d_activations",
     Work.REOPEN: "h2d_gradients",

@@ -200,6 +200,8 @@ class Costs:
         """Read and written in the device's DRAM by the optimizer's part of a step."""
         if operation.kind is Work.SQUARES and operation.lane is not LaneKind.CPU:
             return self._numel(operation) * self._per_element(operation)
+        if operation.kind is Work.SHRINK:
+            return 2 * self.layout.shard_bytes(operation.bundle)
         if operation.lane is not LaneKind.COMPUTE or operation.kind not in (Work.UPDATE, Work.ACCUMULATE):
             return 0
         return self._numel(operation) * self._per_element(operation)

@@ -23,8 +23,8 @@ MAX_ROUNDS = 6  # a step's end state is found again within one or two; beyond th
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """sizes: bytes of the bundles to manage, all updated on the host or frozen. room: bytes for them, one entry a
-    moment.
+    """sizes: bytes of the bundles to manage, all of which come and go. room: bytes for them, one entry a moment. sharded: those
+    whose shard stays as the rest goes.
 
     room must hold what is held at every moment. prefetch: bundles that may be fetched ahead of their use.
     evict: DROP, or WRITE_BACK where there is no master shard.
@@ -35,6 +35,7 @@ class CacheRequest:
     room: Sequence[int]
     prefetch: int
     evict: OpKind = OpKind.DROP
+    sharded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class _CachedStep:
 
     def __init__(self, request: CacheRequest, start: frozenset[int]) -> None:
         self.demand, self.sizes, self.room = request.demand, request.sizes, request.room
-        self._prefetch_depth, self._evict_kind = request.prefetch, request.evict
+        self._prefetch_depth, self._evict_kind, self._sharded = request.prefetch, request.evict, request.sharded
         self.resident = set(start)
         self.used = sum(self.sizes[b] for b in start)
         self.operations: list[PlannedOperation] = []
@@ -178,7 +179,7 @@ class _CachedStep:
     def _evict(self, moment: int, bundle: int) -> None:
         self.resident.remove(bundle)
         self.used -= self.sizes[bundle]
-        self._add(moment, self._evict_kind, bundle)
+        self._add(moment, OpKind.SHRINK if bundle in self._sharded else self._evict_kind, bundle)
 
     def _add(self, moment: int, kind: OpKind, bundle: int) -> None:
         self.operations.append(PlannedOperation(moment, self._priority, Operation(kind, bundle)))

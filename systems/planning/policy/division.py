@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,13 +36,17 @@ class Division:
     def demand(self) -> Demand:
         return demand_of(self.layout, self.trace, self.context, self.reusable)
 
-    def residence(self, on_device: frozenset[int]) -> Residence:
-        """With these bundles updated on the device."""
-        return Residence(self.layout, self.context, on_device, self.rule, self.reusable - on_device)
+    def residence(self, on_device: frozenset[int], *, whole: bool = False) -> Residence:
+        """With these bundles updated on the device. Of several ranks each then has its shard there, unless it has all (whole),
+        as of what never moves.
+        """
+        shards = frozenset[int]() if whole or self.context.ranks == 1 else on_device - unmovable(self.layout)
+        return Residence(self.layout, self.context, on_device, self.rule, self.reusable - on_device, sharded=shards)
 
     @cached_property
     def everything(self) -> Residence:
-        return self.residence(frozenset(b.index for b in self.layout.bundles))
+        """Whole, for good."""
+        return self.residence(frozenset(b.index for b in self.layout.bundles), whole=True)
 
     @cached_property
     def base(self) -> Residence:
@@ -72,19 +76,20 @@ class Division:
         held = held_profile(self.demand, residence)
         return room_beside(self.fixed(residence), pool_profile(self.demand, residence), held, self.context)
 
-    def sizes(self, on_device: Collection[int]) -> dict[int, int]:
-        """Bytes of all bundles but these."""
-        return {b.index: self.layout.bundle_bytes(b.index) for b in self.layout.bundles if b.index not in on_device}
+    def sizes(self, residence: Residence) -> dict[int, int]:
+        """Bytes of all bundles that come and go."""
+        return {b.index: self.layout.bundle_bytes(b.index) for b in self.layout.bundles if b.index not in residence.whole}
 
-    def plan(self, operations: tuple[PlannedOperation, ...], on_device: frozenset[int], resident: frozenset[int]) -> Plan:
-        """on_device: bundles updated there, which stay. resident: others that are there when a step begins."""
+    def plan(self, operations: tuple[PlannedOperation, ...], residence: Residence, resident: frozenset[int]) -> Plan:
+        """resident: bundles that come and go and are there when a step begins."""
         return Plan(
             signature=self.trace.signature,
             operations=operations,
-            optimizer_tier=optimizer_tiers(self.layout, on_device),
-            resident_at_start=on_device | resident,
+            optimizer_tier=optimizer_tiers(self.layout, residence.on_device),
+            resident_at_start=residence.whole | resident,
             update_rule=self.rule,
-            in_place=self.reusable - on_device,
+            in_place=residence.in_place,
+            sharded=residence.sharded,
         )
 
 

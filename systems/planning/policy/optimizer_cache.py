@@ -28,7 +28,8 @@ class OptimizerCache:
     """base: what lives on the device in any case. residence: of a set of bundles updated there.
 
     need: bytes per moment of parameters, states and gradient ranges as they are wanted without any bundle more. pool: those of
-    the pool that must be there. stay: of a bundle. spare: for all costs together, None for no limit.
+    the pool that must be there. stay: of a bundle, in the residence in which it is updated on the device. spare: for all costs
+    together, None for no limit.
     """
 
     trace: Trace
@@ -37,7 +38,7 @@ class OptimizerCache:
     residence: Callable[[frozenset[int]], Residence]
     need: Sequence[int]
     pool: Sequence[int]
-    stay: Callable[[int], Stay]
+    stay: Callable[[int, Residence], Stay]
     spare: int | None = None
 
     @classmethod
@@ -46,10 +47,10 @@ class OptimizerCache:
     ) -> OptimizerCache:
         """In what is left if all parameters stay, each until its gradient leaves for the host: none is evicted for a state."""
         parameters, gradients = _parameters_profile(demand, base), gradient_profile(demand, base)
-        states = sum(map(base.state_bytes, base.on_device))
+        states = sum(base.state_bytes(b) + (base.resting_bytes(b) if b in base.sharded else 0) for b in base.on_device)
         need = [states + sum(pair) for pair in zip(parameters, gradients, strict=True)]
         pool = [sum(pair) for pair in zip(held_profile(demand, base), pool_profile(demand, base), strict=True)]
-        return cls(trace, demand, base, residence, need, pool, stay=lambda b: _beside_all_parameters(b, demand, base))
+        return cls(trace, demand, base, residence, need, pool, stay=lambda b, there: _beside_all_parameters(b, demand, there))
 
     def choose(self) -> frozenset[int]:
         """Bundles beside the base's: first units first, as far as budgets allow.
@@ -62,7 +63,8 @@ class OptimizerCache:
         context, pool, spare, chosen = self.base.context, list(self.pool), self.spare, set[int]()
         movable = (b for b in self.demand.gradient_spans if b not in self.base.on_device)
         for bundle in in_order_of_use(movable, self.demand):
-            there, stay = self.residence(self.base.on_device | {bundle}), self.stay(bundle)
+            there = self.residence(self.base.on_device | {bundle})
+            stay = self.stay(bundle, there)
             grown = self._with(ranged, bundle, there, stay, delay=0), self._with(kept, bundle, there, stay, delay=1)
             with_it = pool_with(pool, bundle, self.demand, self.base, there)
             affordable = spare is None or stay.cost <= spare
@@ -78,12 +80,11 @@ class OptimizerCache:
 
         delay: moments after its BACKWARD_ENTER from which an adopted gradient counts (see non_model_bounds).
         """
-        size = there.layout.bundle_bytes(bundle)
         changes = list(stay.changes)
         if not self.base.reuses(bundle):
-            changes += [(span, -size) for span in self.base.gradient_spans(self.demand, bundle)]
+            changes += [(span, -size) for span, size in self.base.gradient_bytes(self.demand, bundle)]
         late = delay if there.adopted(bundle) else 0
-        changes += [(Span(s.begin + late, s.end), size) for s in there.gradient_spans(self.demand, bundle)]
+        changes += [(Span(s.begin + late, s.end), size) for s, size in there.gradient_bytes(self.demand, bundle)]
         constant = stay.constant + there.state_bytes(bundle)
         grown = [n + constant for n in need]
         for span, change in changes:
@@ -92,15 +93,21 @@ class OptimizerCache:
         return grown
 
 
-def within_working_set(bundle: int, demand: Demand, residence: Residence, *, cost: int = 0) -> Stay:
-    """Where the need counts parameters while they are held: this one is there all the time now."""
-    size = residence.layout.bundle_bytes(bundle)
+def within_working_set(bundle: int, demand: Demand, there: Residence, *, cost: int = 0) -> Stay:
+    """Where the need counts parameters while they are held: this one is there all the time now, or a shard beside it."""
+    if bundle in there.sharded:
+        return Stay(there.resting_bytes(bundle), [], cost)
+    size = there.layout.bundle_bytes(bundle)
     return Stay(size, [(span, -size) for span in demand.hold_spans.get(bundle, ())], cost)
 
 
-def _beside_all_parameters(bundle: int, demand: Demand, residence: Residence) -> Stay:
-    """Where the need counts all parameters (`_parameters_profile`): this one no longer leaves with its gradient."""
-    size, last = residence.layout.bundle_bytes(bundle), len(demand) - 1
+def _beside_all_parameters(bundle: int, demand: Demand, there: Residence) -> Stay:
+    """Where the need counts all parameters (`_parameters_profile`): this one no longer leaves with its gradient, or it does
+    and a shard beside it stays.
+    """
+    if bundle in there.sharded:
+        return Stay(there.resting_bytes(bundle), [])
+    size, last = there.layout.bundle_bytes(bundle), len(demand) - 1
     leaves = next((m for m, bundles in enumerate(demand.stale) if bundle in bundles), last)
     return Stay(0, [(span, size) for span in _away(leaves, last)])
 
@@ -110,7 +117,7 @@ def _parameters_profile(demand: Demand, residence: Residence) -> list[int]:
     last, layout = len(demand) - 1, residence.layout
     leaves = {b: moment for moment, bundles in enumerate(demand.stale) for b in bundles}
     profile = Profile(len(demand))
-    for bundle in (b for b in layout.bundles if b.index not in residence.on_device):
+    for bundle in (b for b in layout.bundles if b.index not in residence.whole):
         for span in _away(leaves.get(bundle.index, last), last):
             profile.add(span, -layout.bundle_bytes(bundle.index))
     return [layout.param_bytes + change for change in profile.values()]

@@ -57,11 +57,11 @@ class ParameterGroup:
     shared: tuple[tuple[Parameter, ...], ...]
 
 
-def group_parameters(index: ModelIndex, ranks: int) -> list[ParameterGroup]:
+def group_parameters(index: ModelIndex, ranks: int, *, scattered: bool = True) -> list[ParameterGroup]:
     """In model order of their first parameter."""
     spaces: dict[FlatSpace, list[Parameter]] = {}
     for parameter in index.parameters:
-        spaces.setdefault(FlatSpace(parameter.group, ranks, parameter.trainable), []).append(parameter)
+        spaces.setdefault(FlatSpace(parameter.group, ranks, parameter.trainable, scattered), []).append(parameter)
     found = []
     for space, parameters in spaces.items():
         shared: dict[frozenset[str], list[Parameter]] = {}

@@ -10,9 +10,10 @@ Note [Lifetimes on the device]
     A gradient range opens at the first BACKWARD_ENTER of a unit that reads the bundle and closes at the flush: it
     leaves for the host, or is added to the fp32 accumulator (accumulate > 1, wherever that is). Updated on the device
     from one micro-step it stays until the update, at the flush or at STEP_END by the update rule. Such a gradient on
-    one rank is adopted: it stays in autograd's own buffers and takes no pool bytes. A bundle updated on the host is
-    stale after its flush in the last micro-step: its device copy goes. One that is still held then, or was flushed in
-    an earlier micro-step only, goes at STEP_END.
+    one rank is adopted: it stays in autograd's own buffers and takes no pool bytes. On several ranks what waits for
+    STEP_END is this rank's shard of the sum, taken before the range is freed. A bundle updated on the host, or on the
+    device as a shard, is stale after its flush in the last micro-step: its device copy goes. One that is still held
+    then, or was flushed in an earlier micro-step only, goes at STEP_END.
 
 Note [Gradients in place]
     A gradient written over its own parameters needs no range. Until the unit's BACKWARD_EXIT it is in autograd's buffers,
@@ -48,7 +49,7 @@ class Demand:
 
     demanded: bundles of the unit that enters there. held: bundles held from there to the next moment.
     backward: units whose backward is open from there to the next moment.
-    stale: bundles whose device copy goes there if the host updates them.
+    stale: bundles whose device copy goes there, unless it is what the update is made on.
     gradient_spans: per bundle, from the first BACKWARD_ENTER to the flush, once a micro-step.
     hold_spans: per bundle, where it is held without a gap.
     """

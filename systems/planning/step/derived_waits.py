@@ -27,10 +27,10 @@ def with_waits(
             ticket = step * count + o.ticket
             taken: Waits = {}
             if o.device_delta > 0:
-                taken = room.take(o.device_delta, own=o.kind is Work.ALLOCATE)
+                taken = room.take(o.device_delta, own=o.kind in (Work.ALLOCATE, Work.SHRINK))
             elif o.device_delta < 0:
-                resource = grad(o.bundle) if o.kind is Work.FREE else param(o.bundle)
-                room.free(-o.device_delta, accesses.latest(resource))
+                usual = grad(o.bundle) if o.kind is Work.FREE else param(o.bundle)
+                room.free(-o.device_delta, accesses.latest(o.reads[0] if o.reads else usual))
             if o.kind is Work.BARRIER:
                 barriers.join()
             if o.lane is None:

@@ -10,7 +10,7 @@ from systems.planning.plan import LaneKind, UpdateRule
 from systems.planning.step.demand import Demand, in_order_of_use
 from systems.planning.step.device_copies import DeviceCopies
 from systems.planning.step.issue_order import IssueOrder
-from systems.planning.step.operations import Work, grad, param, slot, state
+from systems.planning.step.operations import Work, grad, grad_shard, param, shard, slot, state
 from systems.planning.step.residence import Residence
 
 
@@ -25,6 +25,7 @@ class ScheduledGradients:
         self._copies, self._order = copies, order
         self.open_now: set[int] = set()
         self._flushed: dict[int, None] = {}  # bundles whose update is due at STEP_END, in order of flushing
+        self._kept: set[int] = set()  # of which the shard of the sum over ranks waits for the norm
         self._summed: set[int] = set()  # of accumulators whose sums of squares are left in this step
         self._buffers = buffer_of(self.layout)
         self._opening: dict[int, list[int]] = {}
@@ -60,14 +61,16 @@ class ScheduledGradients:
         on_device, several = bundle in self.residence.on_device, self.context.accumulate > 1
         segments = self.layout.bundles[bundle].segments
         states, slots = tuple(state(s) for s in segments), tuple(slot(s) for s in segments)
-        reduce_lane = LaneKind.COMPUTE
+        reduce_lane, total = LaneKind.COMPUTE, self.resource(bundle)
         if self.context.ranks > 1:
-            reduce_lane, size = LaneKind.REDUCE, self.layout.bundle_bytes(bundle)
-            self._order.add(Work.REDUCE, reduce_lane, bundle, bytes=size, reads=gradient, writes=gradient)
+            reduce_lane, total = LaneKind.REDUCE, self._reduce(bundle)
         if not several:
-            self._order.add(Work.SQUARES, reduce_lane, bundle, reads=gradient, writes=(f"norm:{bundle}",))
+            self._order.add(Work.SQUARES, reduce_lane, bundle, reads=(total,), writes=(f"norm:{bundle}",))
+        if self.context.ranks > 1 and not self.layout.bundles[bundle].scattered:  # every rank is to have all of the sum
+            size = self.layout.bundle_bytes(bundle)
+            self._order.add(Work.GATHER, LaneKind.GATHER, bundle, bytes=size, reads=(total,), writes=(total,))
         if not on_device:
-            size = self._copies.shard_bytes(bundle)
+            size = self.layout.shard_bytes(bundle)
             self._order.add(Work.OFFLOAD, LaneKind.D2H, bundle, bytes=size, reads=gradient, writes=slots)
             if several:
                 self._order.add(Work.ACCUMULATE, LaneKind.CPU, bundle, reads=slots, writes=states)
@@ -91,6 +94,17 @@ class ScheduledGradients:
         if self.residence.reuses(bundle) and bundle in self._copies.resident:
             self._copies.drop(bundle)  # the block was the gradient
 
+    def _reduce(self, bundle: int) -> str:
+        """Over all ranks, in place, or into a shard. Where this rank's part of the sum is, then."""
+        size, gradient, lane = self.layout.bundle_bytes(bundle), self.resource(bundle), LaneKind.REDUCE
+        if not self.residence.keeps_shard(bundle):
+            self._order.add(Work.REDUCE, lane, bundle, bytes=size, reads=(gradient,), writes=(gradient,))
+            return gradient
+        self._kept.add(bundle)
+        kept, written = self.layout.shard_bytes(bundle), (gradient, grad_shard(bundle))
+        self._order.add(Work.REDUCE, lane, bundle, bytes=size, device_delta=kept, reads=(gradient,), writes=written)
+        return grad_shard(bundle)
+
     def update_all(self) -> None:
         """At STEP_END: see Note [What happens at a moment] in schedule.py."""
         due = in_order_of_use(self._flushed, self.demand)
@@ -105,14 +119,19 @@ class ScheduledGradients:
             self._update(bundle)
         for bundle in sorted(self.open_now):
             self._free(bundle)
+        for bundle in sorted(self._kept):
+            size = self.layout.shard_bytes(bundle)
+            self._order.add(Work.FREE, None, bundle, device_delta=-size, reads=(grad_shard(bundle),))
+        self._kept.clear()
         for bundle in due:
             if bundle in self.residence.ahead:
                 self._clear(bundle)
             elif bundle not in self.residence.on_device:
                 self._update(bundle)
         self._flushed.clear()
-        for bundle in in_order_of_use(self.residence.on_device & set(self.demand.gradient_spans), self.demand):
-            self._copies.gather(bundle)  # each rank has updated its shard
+        for bundle in in_order_of_use(self.residence.whole & set(self.demand.gradient_spans), self.demand):
+            if self.layout.bundles[bundle].scattered:
+                self._copies.gather(bundle)  # each rank has updated its shard
 
     def _squares_of_accumulated(self, bundle: int) -> None:
         self._summed.add(bundle)
@@ -131,8 +150,10 @@ class ScheduledGradients:
         segments = self.layout.bundles[bundle].segments
         states = tuple(state(s) for s in segments)
         if bundle in self.residence.on_device:
-            reads = norm if self.context.accumulate > 1 else (grad(bundle), *norm)
-            self._order.add(Work.UPDATE, LaneKind.COMPUTE, bundle, reads=reads, writes=(*states, param(bundle)))
+            gradient = grad_shard(bundle) if bundle in self._kept else grad(bundle)
+            reads = norm if self.context.accumulate > 1 else (gradient, *norm)
+            parameters = shard(bundle) if bundle in self.residence.sharded else param(bundle)
+            self._order.add(Work.UPDATE, LaneKind.COMPUTE, bundle, reads=reads, writes=(*states, parameters))
         elif bundle in self.layout.on_disk:
             for s in segments:
                 self._update_on_disk(bundle, s, norm)

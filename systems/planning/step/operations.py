@@ -18,6 +18,8 @@ class Work(Enum):
 
     COMPUTE = "compute"  # the model, from one moment to the next
     FETCH = "fetch"  # host slots to the device
+    MOVE = "move"  # the same to a shard there
+    SHRINK = "shrink"  # a device copy's own part to a shard beside it
     GATHER = "gather"  # a bundle's shards to all ranks of its group
     WRITE_BACK = "write-back"  # device copy to the host slots
     REDUCE = "reduce"  # a bundle's gradient over its group
@@ -93,6 +95,7 @@ class ScheduledOperation(NamedTuple):
     """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none; segment: -1 for all of the bundle's.
 
     bytes: payload moved by this rank. device_delta: bytes the device pool grows by. seconds: known compute time.
+    reads, writes: resources; of bookkeeping that frees memory, reads says which, if it is not the bundle's copy or range.
     waits, room_waits: tickets of this step, for data and for memory; previous_waits: the same of the step before.
     planned: False for what the plan should have asked for and did not (an on-demand fetch).
     """
@@ -136,6 +139,16 @@ def param(bundle: int) -> str:
 
 def grad(bundle: int) -> str:
     return f"device:grad:{bundle}"
+
+
+def shard(bundle: int) -> str:
+    """This rank's part of the parameters, beside a copy of the whole bundle or without one."""
+    return f"device:shard:{bundle}"
+
+
+def grad_shard(bundle: int) -> str:
+    """This rank's part of a gradient that was summed over ranks."""
+    return f"device:grad-shard:{bundle}"
 
 
 def slot(segment: int) -> str:

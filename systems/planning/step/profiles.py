@@ -36,8 +36,8 @@ def gradient_profile(demand: Demand, residence: Residence) -> list[int]:
     profile = Profile(len(demand))
     for bundle in demand.gradient_spans:
         if not residence.adopted(bundle) and not residence.reuses(bundle):
-            for span in residence.gradient_spans(demand, bundle):
-                profile.add(span, residence.layout.bundle_bytes(bundle))
+            for span, size in residence.gradient_bytes(demand, bundle):
+                profile.add(span, size)
     return profile.values()
 
 
@@ -113,7 +113,7 @@ def minimum_need(trace: Trace, demand: Demand, residence: Residence) -> Need:
 
 def held_profile(demand: Demand, residence: Residence) -> list[int]:
     """Bytes per moment of held parameters that are not on the device for good."""
-    sizes = [0 if b.index in residence.on_device else residence.layout.bundle_bytes(b.index) for b in residence.layout.bundles]
+    sizes = [0 if b.index in residence.whole else residence.layout.bundle_bytes(b.index) for b in residence.layout.bundles]
     return [sum(sizes[bundle] for bundle in bundles) for bundles in demand.held]
 
 
@@ -138,13 +138,15 @@ def pool_with(need: Sequence[int], bundle: int, demand: Demand, base: Residence,
 
     base, there: without the bundle on the device, and with it.
     """
-    size = there.layout.bundle_bytes(bundle)
-    constant = size + there.state_bytes(bundle)
-    changes = [(span, -size) for span in demand.hold_spans.get(bundle, ())]
+    constant = there.resting_bytes(bundle) + there.state_bytes(bundle)
+    changes: list[tuple[Span, int]] = []
+    if bundle in there.whole:
+        size = there.layout.bundle_bytes(bundle)
+        changes = [(span, -size) for span in demand.hold_spans.get(bundle, ())]
     if not base.reuses(bundle):
-        changes += [(span, -size) for span in base.gradient_spans(demand, bundle)]
+        changes += [(span, -size) for span, size in base.gradient_bytes(demand, bundle)]
     if not there.adopted(bundle):
-        changes += [(span, size) for span in there.gradient_spans(demand, bundle)]
+        changes += there.gradient_bytes(demand, bundle)
     grown = [n + constant for n in need]
     for span, change in changes:
         for moment in range(span.begin, span.end):

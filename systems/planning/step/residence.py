@@ -19,7 +19,8 @@ from systems.planning.strategy import PlanningContext
 class Residence:
     """Where each bundle lives and is updated: the part of a plan that lifetimes depend on.
 
-    on_device: bundles whose segments are updated on the device (or that never move); they stay resident for good.
+    on_device: bundles whose segments are updated on the device (or that never move). sharded: those of them that rest there
+    as this rank's shard (Plan.sharded); the others are resident for good.
     in_place: see Note [Gradients in place] in demand.py. ahead: bundles with second versions, see Plan.ahead.
     """
 
@@ -29,6 +30,7 @@ class Residence:
     update_rule: UpdateRule
     in_place: frozenset[int] = frozenset()
     ahead: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -39,10 +41,16 @@ class Residence:
         update_rule: UpdateRule,
         in_place: frozenset[int] = frozenset(),
         ahead: frozenset[int] = frozenset(),
+        sharded: frozenset[int] = frozenset(),
     ) -> Residence:
         """A bundle is on the device if its first segment is: all segments of a bundle share their tier."""
         on_device = frozenset(b.index for b in layout.bundles if optimizer_tier[b.segments[0]] is Tier.DEVICE)
-        return cls(layout, context, on_device, update_rule, in_place, ahead)
+        return cls(layout, context, on_device, update_rule, in_place, ahead, sharded)
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """Bundles that never leave the device."""
+        return self.on_device - self.sharded
 
     def reuses(self, bundle: int) -> bool:
         """True if the gradient takes the parameters' place."""
@@ -52,14 +60,19 @@ class Residence:
         """True if the gradient stays in autograd's own buffers until the update."""
         return bundle in self.on_device and self.context.accumulate == 1 and self.context.ranks == 1
 
+    def keeps_shard(self, bundle: int) -> bool:
+        """True if, of the sum over ranks, this rank's shard waits on the device for the norm, and the range does not."""
+        waits = self.context.accumulate == 1 and self.update_rule is UpdateRule.AFTER_NORM
+        return bundle in self.on_device and self.context.ranks > 1 and waits and self.layout.bundles[bundle].scattered
+
     def gradient_freed_at_flush(self, bundle: int) -> bool:
         """Else the gradient waits for its update at STEP_END."""
-        if bundle not in self.on_device or self.context.accumulate > 1:
+        if bundle not in self.on_device or self.context.accumulate > 1 or self.update_rule is UpdateRule.WHEN_REDUCED:
             return True
-        return self.update_rule is UpdateRule.WHEN_REDUCED
+        return self.keeps_shard(bundle)
 
     def gradient_spans(self, demand: Demand, bundle: int) -> tuple[Span, ...]:
-        """Intervals in which the bundle's gradient takes device memory, in a range or in autograd's buffers.
+        """Intervals in which the bundle's whole gradient takes device memory, in a range or in autograd's buffers.
 
         One that waits for the update is there when STEP_END begins: an adopted one counts in the interval behind it
         too, a range, whose bytes are known exactly, only until there.
@@ -69,6 +82,16 @@ class Residence:
             return spans
         end = len(demand) if self.adopted(bundle) else len(demand) - 1
         return tuple(Span(span.begin, end) for span in spans[:1])
+
+    def gradient_bytes(self, demand: Demand, bundle: int) -> list[tuple[Span, int]]:
+        """The same with their bytes, and the shard that waits for the norm. That is taken before the range is freed, so it
+        counts in the interval before too.
+        """
+        spans, size = self.gradient_spans(demand, bundle), self.layout.bundle_bytes(bundle)
+        found = [(span, size) for span in spans]
+        if spans and self.keeps_shard(bundle):
+            found.append((Span(spans[0].end - 1, len(demand) - 1), self.layout.shard_bytes(bundle)))
+        return found
 
     def state_bytes(self, bundle: int) -> int:
         """Bytes of master weight, moments and accumulator of this rank's shards if they are on the device, else 0."""
@@ -94,10 +117,16 @@ class Residence:
         size, each = self.optimizer_bytes(bundle), self.context.optimizer_itemsize
         return size // each * self.context.accumulator_itemsize if bundle in self.layout.on_disk else size
 
+    def resting_bytes(self, bundle: int) -> int:
+        """Pool bytes of the bundle's parameters that are there at every moment: all of it, or this rank's shard."""
+        if bundle in self.sharded:
+            return self.layout.shard_bytes(bundle)
+        return self.layout.bundle_bytes(bundle) if bundle in self.on_device else 0
+
     @property
     def static_bytes(self) -> int:
         """Pool bytes that are there at every moment: parameters and optimizer state of the bundles on the device."""
-        return sum(self.layout.bundle_bytes(b) + self.state_bytes(b) for b in self.on_device)
+        return sum(self.resting_bytes(b) + self.state_bytes(b) for b in self.on_device)
 
 
 def slot_bytes(layout: Layout) -> int:

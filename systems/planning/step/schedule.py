@@ -24,6 +24,7 @@ Note [What happens at a moment]
 
 Note [Resources]
     device:param:B  device:grad:B  one bundle's device copy and gradient (in place, the first is both)
+    device:shard:B  device:grad-shard:B  this rank's part of the parameters, and of the gradient summed over ranks, beside those
     host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update; what
                     is used again in between is fetched from the master in state:S
     state:S         master weight, moments and accumulator of a segment, on whatever tier
@@ -58,7 +59,7 @@ from systems.planning.trace import ENTER, NO_UNIT, Moment, Phase, Trace
 @dataclass(frozen=True)
 class Schedule:
     """bare: the operations without their waits. late: see `with_waits`. initial_device_bytes: the pool at the step's start,
-    states included. resident_at_end: bundles there then.
+    states included. resident_at_end: bundles there then. shards_at_end: those whose shard is, though it is not their home.
     """
 
     bare: tuple[ScheduledOperation, ...]
@@ -66,6 +67,7 @@ class Schedule:
     flaws: tuple[Flaw, ...]
     initial_device_bytes: int
     resident_at_end: frozenset[int]
+    shards_at_end: frozenset[int]
     demand: Demand
     residence: Residence
 
@@ -90,17 +92,20 @@ class Schedule:
 
 def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> Schedule:
     """All operations of one steady step. Flaws of the plan are noted, not raised. O(operations x lanes)."""
-    residence = Residence.of(layout, context, plan.optimizer_tier, plan.update_rule, plan.in_place, plan.ahead)
+    rests = plan.optimizer_tier, plan.update_rule, plan.in_place, plan.ahead, plan.sharded
+    residence = Residence.of(layout, context, *rests)
     expansion = _Expansion(trace, plan, residence, demand_of(layout, trace, context, plan.in_place))
     for moment in range(len(trace)):
         expansion.step(moment)
-    initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.on_device)
+    initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.whole)
+    initial += sum(map(layout.shard_bytes, plan.shards_at_start))
     return Schedule(
         bare=tuple(expansion.order.operations),
         late=tuple(expansion.order.late),
         flaws=tuple(expansion.order.flaws),
         initial_device_bytes=initial,
         resident_at_end=frozenset(expansion.copies.resident),
+        shards_at_end=frozenset(expansion.copies.shards - residence.sharded),
         demand=expansion.demand,
         residence=residence,
     )
@@ -121,7 +126,7 @@ class _Expansion:
         self.trace, self.plan, self.residence, self.demand = trace, plan, residence, demand
         self.layout, self.context = residence.layout, residence.context
         self.order = IssueOrder(self.layout)
-        self.copies = DeviceCopies(plan.resident_at_start, residence, demand, self.order)
+        self.copies = DeviceCopies(plan, residence, demand, self.order)
         self._gradients = ScheduledGradients(residence, demand, self.copies, self.order)
         self._inputs = WaitingInputs(trace, plan, self.order)
         self._planned: dict[int, list[tuple[int, OpKind, int]]] = {}
@@ -154,11 +159,12 @@ class _Expansion:
             last_micro_step = entering.micro_step == self.context.accumulate - 1
             for bundle in self.trace.flushes[moment]:
                 self._gradients.flush(bundle, last_micro_step=last_micro_step)
+                if self.context.ranks > 1 and bundle in self.demand.stale[moment]:  # before a shard of the next one's is kept
+                    self.copies.drop_stale(bundle)
             if entering.phase is Phase.STEP_END:
                 self._gradients.update_all()
             for bundle in self.demand.stale[moment]:
-                if bundle in self.copies.resident and bundle not in self.residence.on_device:
-                    self.copies.drop(bundle)
+                self.copies.drop_stale(bundle)
             self._planned_operations(moment)
         self._inputs.offload()
         if moment < len(self.trace) - 1:
@@ -168,21 +174,35 @@ class _Expansion:
         entering = self.trace.moments[moment].phase in ENTER  # then its own holds come after the plan's operations
         held = self.demand.held[moment - 1 if entering else moment]
         for _, kind, bundle in self._planned.get(moment, ()):
-            if bundle in self.residence.on_device:
-                self.order.flaw(bundle, f"stays on the device, yet the plan has a {kind.value} of it")
+            why = self._hindrance(kind, bundle, held)
+            if why is not None:
+                self.order.flaw(bundle, why)
             elif kind is OpKind.FETCH:
-                if bundle in self.copies.resident:
-                    self.order.flaw(bundle, "is fetched though it is on the device")
-                else:
-                    self.copies.fetch(bundle, planned=True)
-            elif bundle not in self.copies.resident:
-                self.order.flaw(bundle, f"has a {kind.value} though it is not on the device")
-            elif bundle in held:
-                self.order.flaw(bundle, f"has a {kind.value} while a unit holds it")
+                self.copies.fetch(bundle, planned=True)
+            elif kind is OpKind.MOVE:
+                self.copies.move(bundle)
+            elif kind is OpKind.SHRINK:
+                self.copies.shrink(bundle)
             elif kind is OpKind.DROP or bundle in self.copies.outdated:
                 self.copies.drop(bundle)  # an outdated bundle is never written: its slot holds the gradient
             else:
                 self.copies.write_back(bundle)
+
+    def _hindrance(self, kind: OpKind, bundle: int, held: tuple[int, ...]) -> str | None:
+        """Why there can be no such operation now; None if there can."""
+        copies = self.copies
+        if bundle in self.residence.whole:
+            return f"stays on the device, yet the plan has a {kind.value} of it"
+        if bundle in self.residence.sharded and kind not in (OpKind.FETCH, OpKind.SHRINK):
+            return f"has its home on the device, yet the plan has a {kind.value} of it"
+        if kind is OpKind.FETCH:
+            there = bundle in copies.resident and bundle not in copies.moved
+            return "is fetched though it is on the device" if there else None
+        if kind is OpKind.MOVE:
+            return "is moved though it is on the device" if bundle in copies.resident | copies.shards else None
+        if bundle not in copies.resident and not (kind is OpKind.DROP and bundle in copies.shards):
+            return f"has a {kind.value} though it is not on the device"
+        return f"has a {kind.value} while a unit holds it" if bundle in held else None
 
     def _compute(self, moment: int) -> None:
         reads = tuple(param(bundle) for bundle in self.demand.held[moment])

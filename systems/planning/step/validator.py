@@ -24,6 +24,7 @@ class PlanError(ValueError):
 def validate(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> MemTimeline:
     """Raise PlanError for the first thing wrong with `plan`; the timeline of a good one."""
     check_shape(layout, trace, plan)
+    check_ranks(plan, context)
     schedule = expand(layout, trace, plan, context)
     check_ahead(trace, plan, schedule)
     check_waits(trace, schedule)
@@ -57,6 +58,8 @@ def check_shape(layout: Layout, trace: Trace, plan: Plan) -> None:
             raise PlanError(f"bundle {bundle.index} has segments updated on different tiers")
         if not bundle.movable and tiers != {Tier.DEVICE}:
             raise PlanError(f"bundle {bundle.index} never moves, yet its update is on the {tiers.pop().value}")
+        if bundle.index in plan.sharded and not (bundle.movable and tiers == {Tier.DEVICE}):
+            raise PlanError(f"bundle {bundle.index} rests as a shard, yet it never moves, or is updated on the host")
     for number in sorted(plan.ahead):
         if not 0 <= number < len(layout.bundles):
             raise PlanError(f"the update of bundle {number} is to run ahead of the norm, and there is no such bundle")
@@ -77,6 +80,16 @@ def check_shape(layout: Layout, trace: Trace, plan: Plan) -> None:
         places.add((p.trigger, p.priority))
 
 
+def check_ranks(plan: Plan, context: PlanningContext) -> None:
+    """Shards are parts of bundles on several ranks alone."""
+    shards = plan.sharded | plan.shards_at_start
+    if shards and context.ranks == 1:
+        raise PlanError(f"bundle {min(shards)} is to rest as a shard, and of one rank that is all of it")
+    both = plan.shards_at_start & plan.sharded
+    if both:
+        raise PlanError(f"bundle {min(both)} has its home on the device, and is to be moved there for the step's start")
+
+
 def check_ahead(trace: Trace, plan: Plan, schedule: Schedule) -> None:
     """Every bundle whose update is to run ahead of the norm has one that can."""
     if plan.ahead and plan.update_rule is UpdateRule.WHEN_REDUCED:
@@ -91,8 +104,7 @@ def check_ahead(trace: Trace, plan: Plan, schedule: Schedule) -> None:
 
 def check_steady(plan: Plan, schedule: Schedule) -> None:
     """The step ends as it began, so that the plan holds for the next one."""
-    on_device = schedule.residence.on_device
-    missing = sorted(on_device - plan.resident_at_start)
+    missing = sorted(schedule.residence.whole - plan.resident_at_start)
     if missing:
         raise PlanError(f"bundle {missing[0]} stays on the device, yet the plan does not have it resident at the start")
     for bundle in sorted(schedule.resident_at_end ^ plan.resident_at_start):
@@ -102,6 +114,8 @@ def check_steady(plan: Plan, schedule: Schedule) -> None:
             else "is not at the end of the step but"
         )
         raise PlanError(f"bundle {bundle} {where} at its start: the plan does not repeat")
+    for bundle in sorted(schedule.shards_at_end ^ plan.shards_at_start):
+        raise PlanError(f"bundle {bundle} is on the device as a shard at one end of the step alone: the plan does not repeat")
 
 
 def check_budgets(trace: Trace, memory: MemTimeline, context: PlanningContext) -> None:
@@ -126,7 +140,7 @@ def check_waits(trace: Trace, schedule: Schedule) -> None:
     last = len(trace) - 1
     waiting: dict[object, ScheduledOperation] = {}
     for o in schedule.operations:
-        if o.moment == last or o.kind is not Work.FETCH:
+        if o.moment == last or o.kind not in (Work.FETCH, Work.MOVE):
             continue
         if o.lane in waiting:
             first = waiting[o.lane]

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from systems.planning.policy.division import Division, added
 from systems.planning.policy.optimizer_cache import OptimizerCache, within_working_set
 from systems.planning.step.profiles import held_profile, pool_profile
+from systems.planning.step.residence import Residence
 
 
 @dataclass(frozen=True)
 class AngelPtmDivision:
-    """on_device: bundles updated there. room: bytes for all others, one entry a moment. cached: bytes of optimizer states."""
+    """residence: who is updated on the device. room: bytes for what comes and goes, one entry a moment. cached: bytes of
+    optimizer states."""
 
-    on_device: frozenset[int]
+    residence: Residence
     room: tuple[int, ...]
     cached: int
 
@@ -23,11 +25,11 @@ def place(division: Division, cache: int | None) -> AngelPtmDivision:
     everything = division.everything
     states = sum(map(everything.state_bytes, everything.on_device))
     if (cache is None or states <= cache) and division.fits(everything):
-        return AngelPtmDivision(everything.on_device, (0,) * len(division.trace), states)
+        return AngelPtmDivision(everything, (0,) * len(division.trace), states)
     division.least()
     residence = division.residence(division.base.on_device | _cached(division, cache))
     states = sum(map(residence.state_bytes, residence.on_device))
-    return AngelPtmDivision(residence.on_device, tuple(division.room(residence)), states)
+    return AngelPtmDivision(residence, tuple(division.room(residence)), states)
 
 
 def _cached(division: Division, cache: int | None) -> frozenset[int]:
@@ -45,6 +47,6 @@ def _cached(division: Division, cache: int | None) -> frozenset[int]:
         division.residence,
         need=working,
         pool=working,
-        stay=lambda b: within_working_set(b, demand, base, cost=base.optimizer_bytes(b)),
+        stay=lambda b, there: within_working_set(b, demand, there, cost=base.optimizer_bytes(b)),
         spare=cache,
     ).choose()

@@ -58,14 +58,14 @@ class Moves:
     advanced: int
 
 
-def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int]) -> Moves:
-    """Moves of the layers in `sizes` (bytes), which the host updates or nobody. room: bytes for them, one entry a moment, never
-    less than what is held.
+def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int], sharded: frozenset[int] = frozenset()) -> Moves:
+    """Moves of the layers in `sizes` (bytes), which come and go. room: bytes for them, one entry a moment, never less than what
+    is held. sharded: those whose shard stays as the rest goes.
     """
     scheduler = _Scheduler(demand, sizes, room)
     scheduler.prioritise_moves()
     advanced = scheduler.advance()
-    operations = scheduler.operations()
+    operations = scheduler.operations(sharded)
     fetches = [p for p in operations if p.operation.kind is OpKind.FETCH]
     at_start = sum(p.trigger == len(demand) - 1 for p in fetches)
     return Moves(operations, scheduler.resident(), at_start, len(fetches) - at_start, advanced)
@@ -179,12 +179,12 @@ class _Scheduler:
     def resident(self) -> frozenset[int]:
         return frozenset(layer.bundle for layer in self._layers if layer.first.trigger == 0)
 
-    def operations(self) -> tuple[PlannedOperation, ...]:
+    def operations(self, sharded: frozenset[int]) -> tuple[PlannedOperation, ...]:
         """At each moment what goes, then what comes, the one needed first before the others."""
         found: list[tuple[int, int, int, Operation]] = []  # moment, 0 for what goes, order, operation
-        drop, fetch = OpKind.DROP, OpKind.FETCH
-        last = self._length - 1
+        last, fetch = self._length - 1, OpKind.FETCH
         for layer in self._layers:
+            drop = OpKind.SHRINK if layer.bundle in sharded else OpKind.DROP
             stays = layer.tail is not None and layer.tail.trigger == layer.tail.begin
             gone = [before.end for before, life in layer.between if life.trigger > life.begin and not life.anew]
             if layer.tail is not None and not stays:

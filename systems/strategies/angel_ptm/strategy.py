@@ -37,8 +37,9 @@ class AngelPTM(FittedStrategy):
 
     def decide(self, division: Division) -> Plan:
         placement = place(division, None if self._options.cache == "auto" else self._options.cache)
-        moves = schedule(division.demand, division.sizes(placement.on_device), placement.room)
-        plan = division.plan(moves.operations, placement.on_device, moves.resident)
+        residence = placement.residence
+        moves = schedule(division.demand, division.sizes(residence), placement.room, residence.sharded)
+        plan = division.plan(moves.operations, residence, moves.resident)
         self.tell(
             cache_bytes=placement.cached,
             resident=len(plan.resident_at_start),

@@ -33,7 +33,11 @@ Where this departs from the paper, and why
 * Belady alone stalls at every miss; here the next bundles in order of use are fetched ahead (option prefetch).
 * C is a constant as in the paper, yet never more than what activations leave at each moment.
 * Inputs of recomputed blocks may wait for their backward in host memory (option activations); the paper has no such thing.
-* scatter=false with several ranks is not built yet and is refused.
+* Without offload each of several ranks has its shards of parameters, states and, until the norm is known, gradients on the
+  device, and C bounds the chunks that were brought together (ZeRO-3); with all of them there for good (C = inf, or auto where
+  that fits) it is ZeRO-2. Chunks whose states are cached on the device with offload rest as shards too.
+* Without scatter all of several ranks have all chunks and states for good and make the same updates (DDP): a gradient is
+  reduced and gathered in its range. That goes without offload and with C = inf alone.
 """
 
 from systems.strategies.elixir.strategy import Elixir

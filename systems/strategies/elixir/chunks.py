@@ -22,7 +22,8 @@ class ElixirChunker(ChunkCutter):
     """layout: the result, in chunks of `chunk` elements. statistics: fields of ElixirStatistics, what the search found."""
 
     def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext) -> None:
-        groups = chunk_groups(index, context.ranks)
+        self._scattered = options.scatter or context.ranks == 1
+        groups = chunk_groups(index, context.ranks, scattered=self._scattered)
         blocks = {u.name for u in index.units if u.block is not None}
         runs = [run for group in groups for run in group.runs]
         super().__init__(index, groups, [run for run in runs if blocks.intersection(run[0].users)] or runs, options, context)
@@ -54,7 +55,7 @@ class ElixirChunker(ChunkCutter):
         pieces.sort(key=lambda piece: piece[1][0][1][0].index)
         packed = ([pack(run, space=space, itemsize=itemsize) for space, run in parts] for _, parts in pieces)
         unmovable = {number for number, (movable, _) in enumerate(pieces) if not movable}
-        layout = Layout.of(index, itemsize, packed, unmovable=unmovable)
+        layout = Layout.of(index, itemsize, packed, unmovable=unmovable if self._scattered else range(len(pieces)))
         return layout, dict(
             num_chunks=len(found.inside),
             chunk_size_bytes=self.chunk * itemsize,
@@ -65,10 +66,10 @@ class ElixirChunker(ChunkCutter):
         )
 
 
-def chunk_groups(index: ModelIndex, ranks: int) -> list[ChunkGroup]:
+def chunk_groups(index: ModelIndex, ranks: int, *, scattered: bool = True) -> list[ChunkGroup]:
     """In model order of their first parameter."""
     found = []
-    for group in group_parameters(index, ranks):
+    for group in group_parameters(index, ranks, scattered=scattered):
         runs = tuple(tuple(run) for _, run in groupby(group.single, key=lambda p: p.users))
         found.append(ChunkGroup(group.space, runs, group.shared))
     return found

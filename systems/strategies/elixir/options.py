@@ -21,7 +21,8 @@ class ElixirOptions(ChunkRange, InputsOptions):
     """chunk_min, chunk_max, chunk_step: bytes of the searched chunk sizes; unset is a range that suits the model.
 
     cache: bytes of the R cache (C_SIZE), all movable bundles on the device together; auto takes what is left, inf sets
-    no limit of its own. scatter (S_FLAG): chunks are split over ranks. offload (O_FLAG): chunks may live on the host.
+    no limit of its own. scatter (S_FLAG): chunks are split over ranks; of several, false goes without offload alone. offload
+    (O_FLAG): chunks may live on the host; without it each of several ranks has its shards on the device.
     prefetch: bundles fetched ahead of their use, 0 for none. variant: write-back has no master shard on the host, so
     that an eviction writes 2 bytes a parameter.
     """

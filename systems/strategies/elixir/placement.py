@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from systems.errors import BudgetError
 from systems.planning.policy.division import Division, added
 from systems.planning.policy.optimizer_cache import OptimizerCache, within_working_set
-from systems.planning.step.profiles import gradient_profile, held_profile
+from systems.planning.step.profiles import gradient_profile, held_profile, minimum_need
 from systems.planning.step.residence import Residence
 from systems.sizes import format_need, format_size
 from systems.strategies.elixir.options import ElixirOptions
@@ -15,12 +15,12 @@ from systems.strategies.elixir.options import ElixirOptions
 
 @dataclass(frozen=True)
 class ElixirDivision:
-    """on_device: bundles updated on the device, or never moved. room: bytes for all others, one entry a moment.
+    """residence: who is updated on the device, or never moved. room: bytes for what comes and goes, one entry a moment.
 
     cache_bytes: C, the constant that room never exceeds.
     """
 
-    on_device: frozenset[int]
+    residence: Residence
     room: tuple[int, ...]
     cache_bytes: int
 
@@ -35,32 +35,46 @@ class Placer:
     def place(self) -> ElixirDivision:
         """BudgetError if not even what a unit holds fits."""
         division, limit, parameters = self.division, self.options.cache, self.division.layout.param_bytes
-        whole = limit is None or limit == "auto" or limit >= parameters or not self.options.offload
+        alone = division.context.ranks == 1
+        whole = limit is None or limit == "auto" or limit >= parameters or (alone and not self.options.offload)
         if whole and division.fits(division.everything):
-            return ElixirDivision(division.everything.on_device, (0,) * len(division.trace), parameters)
+            return ElixirDivision(division.everything, (0,) * len(division.trace), parameters)
         if not self.options.offload:
-            raise self._without_offload()
+            return self._without_offload()
         division.least()
         base = division.base
         on_device = base.on_device | self._optimizers(base)
-        residence = division.residence(on_device)
+        return self._beside(division.residence(on_device))
+
+    def _beside(self, residence: Residence) -> ElixirDivision:
+        """The R cache, for what comes and goes."""
+        division, limit, base = self.division, self.options.cache, self.division.base
         room = division.room(residence)
         working = added(held_profile(division.demand, residence), self._ahead(residence))
         capacity = max(min(room), max(working)) if limit == "auto" else max(room) if limit is None else limit
         if isinstance(limit, int):
             self._check_cache(limit, held_profile(division.demand, base))
-            capacity -= sum(division.layout.bundle_bytes(b) for b in on_device - base.on_device)
-        return ElixirDivision(on_device, tuple(min(r, capacity) for r in room), capacity)
+            capacity -= sum(division.layout.bundle_bytes(b) for b in residence.whole - base.whole)
+        return ElixirDivision(residence, tuple(min(r, capacity) for r in room), capacity)
 
-    def _without_offload(self) -> BudgetError:
-        context = self.division.context
-        needed, given = (
-            context.memory_for(size) for size in (max(self.division.fixed(self.division.everything)), context.device_budget)
-        )
-        return BudgetError(
+    def _without_offload(self) -> ElixirDivision:
+        """Of several ranks each has its shards on the device, and the cache the bundles that were brought together. BudgetError
+        where that does not fit, or there is one rank.
+        """
+        division, context = self.division, self.division.context
+        everything = division.everything
+        shards = division.residence(everything.on_device)
+        need = max(division.fixed(everything))
+        if context.ranks > 1:
+            need = minimum_need(division.trace, division.demand, shards).total_bytes
+            if need <= context.device_budget:
+                return self._beside(shards)
+        needed, given = context.memory_for(need), context.memory_for(context.device_budget)
+        advice = "allow offload" if self.options.scatter or context.ranks == 1 else "use `options=dict(scatter=True)`"
+        raise BudgetError(
             f"elixir with `options=dict(offload=False)` needs {format_need(needed, given)} of device memory for "
             f"parameters, gradients, optimizer state and activations, {format_size(given)} is given: raise "
-            "`device_memory` or allow offload",
+            f"`device_memory` or {advice}",
             tier="device",
             need=needed,
             have=given,
@@ -81,7 +95,7 @@ class Placer:
     def _ahead(self, residence: Residence) -> list[int]:
         """Bytes per moment of the next bundles that prefetching would like to have beside what is held."""
         demand, sizes = self.division.demand, self.division.layout.bundle_bytes
-        uses = [(m, b) for m, bundles in enumerate(demand.demanded) for b in bundles if b not in residence.on_device]
+        uses = [(m, b) for m, bundles in enumerate(demand.demanded) for b in bundles if b not in residence.whole]
         ahead, index, last = [], 0, len(demand) - 1
         for moment in range(len(demand)):
             while index < len(uses) and uses[index][0] <= moment:
@@ -107,6 +121,6 @@ class Placer:
             self.division.residence,
             need,
             pool=need,
-            stay=lambda b: within_working_set(b, demand, base, cost=layout.bundle_bytes(b)),
+            stay=lambda b, there: within_working_set(b, demand, there, cost=layout.bundle_bytes(b) if b in there.whole else 0),
             spare=limit - max(working) if isinstance(limit, int) else layout.param_bytes,
         ).choose()

@@ -31,9 +31,10 @@ class Elixir(FittedStrategy):
     _options: ElixirOptions
 
     def __init__(self, options: ElixirOptions, context: PlanningContext) -> None:
-        if context.ranks > 1 and not options.scatter:
+        if context.ranks > 1 and not options.scatter and (options.offload or options.cache not in ("auto", None)):
             raise UnsupportedError(
-                "elixir with `options=dict(scatter=False)` and several ranks is not built: use `options=dict(scatter=True)`"
+                "elixir with `options=dict(scatter=False)` keeps every chunk whole on each of several devices: use "
+                "`options=dict(scatter=False, offload=False)` with cache at auto or inf, or `options=dict(scatter=True)`"
             )
         super().__init__(options, context)
         self.write_back = options.variant == "write-back"
@@ -49,8 +50,9 @@ class Elixir(FittedStrategy):
     def decide(self, division: Division) -> Plan:
         placement = Placer(division, self._options).place()
         evict = OpKind.WRITE_BACK if self.write_back else OpKind.DROP
-        sizes = division.sizes(placement.on_device)
-        cache = plan_cache(CacheRequest(division.demand, sizes, placement.room, self._options.prefetch, evict))
-        plan = division.plan(cache.operations, placement.on_device, cache.resident)
+        residence, prefetch = placement.residence, self._options.prefetch
+        sizes, shards = division.sizes(residence), residence.sharded
+        cache = plan_cache(CacheRequest(division.demand, sizes, placement.room, prefetch, evict, shards))
+        plan = division.plan(cache.operations, residence, cache.resident)
         self.tell(cache_bytes=placement.cache_bytes, resident_bundles=len(plan.resident_at_start))
         return plan

@@ -9,8 +9,8 @@ The paper's words and where they are here
 | S, s_i (sections 3.2 and 3.3) | `switches.EVERY`, `switches.Switches` |
 | R, r_i (appendix B.3) | `switches.COMMUNICATION` |
 | rematerialise; offload hidden state | Plan.rematerialise; Plan.offload_inputs |
-| parameter partition | `compiling.Compiler._released`: dropped after forward, fetched again for backward |
-| lazy-prefetching | not on the device at the step's start; else fetched at STEP_END, once it is updated |
+| parameter partition | `compiling.Compiler._released`: dropped after forward (shrunk to a shard that rests), fetched again |
+| lazy-prefetching | not on the device at the step's start; else fetched (of several ranks: its shard moved) at STEP_END |
 | economical forward, backward | `compiling.Compiler._trigger`: fetched when the layer before is done, else when it begins |
 | segment synchronisation | Plan.barriers, `barriers.py`; see below |
 | calculation, NVLink and PCI-E streams; segment (figures 4, 7 to 9) | `costs.Clocks`, `costs.Clocks.segment` |
@@ -26,7 +26,7 @@ Where this departs from the paper, and why
   bins, which only thin many states out: rounding every layer up wastes up to a third of the budget. The search also drops what
   cannot beat greedy's and manual's assignment any more, for speed.
 * On one rank there is nobody to gather from: partition means that parameters live on the host between forward and backward. On
-  several, the runtime has no shard at rest on the device: without lazy prefetching the whole bundle rests there.
+  several a shard rests beside the gathered copy, not in it, and a frozen bundle without lazy prefetching stays whole.
 * A copy that leaves the device frees its room at once, and who gets it waits for that copy. So the paper's economical mode,
   which saves the memory of what is still leaving, would change nothing; here it saves the memory of what is coming.
 * Segment synchronisation is a barrier where a segment of a layer with the switch on ends: compute and copies (of several

@@ -38,12 +38,13 @@ class Compiler:
         demand = demand_of(self.layout, self.trace, self.context)
         layers = layer_of_bundle(self.layout, self.blocks)
         fetched: list[tuple[int, int, int, Operation]] = []
-        resident = set(on_device)
+        resident, shards = set(on_device), set[int]()
+        gone = {b: moment for moment in reversed(range(len(self.trace))) for b in demand.stale[moment]}
         for bundle in (b.index for b in self.layout.bundles if b.index not in on_device):
             mine = switches.get(layers[bundle], HELD) if bundle in layers else OTHERS[others]
-            fetched += self._operations(demand, bundle, mine)
+            fetched += self._operations(demand, bundle, mine, gone.get(bundle))
             if not mine.lazy_prefetch and demand.hold_spans.get(bundle):
-                resident.add(bundle)
+                (shards if self._rests(mine, gone.get(bundle)) else resident).add(bundle)
         operations = [
             PlannedOperation(trigger, number, operation)
             for number, (trigger, _, _, operation) in enumerate(sorted(fetched, key=lambda each: each[:3]))
@@ -55,17 +56,25 @@ class Compiler:
             operations=tuple(operations),
             optimizer_tier=optimizer_tiers(self.layout, on_device),
             resident_at_start=frozenset(resident),
+            shards_at_start=frozenset(shards),
             update_rule=self.rule,
             rematerialise=rematerialise,
             offload_inputs=hidden & rematerialise,
             barriers=barriers(self.trace, switches),
         )
 
-    def _operations(self, demand: Demand, bundle: int, s: Switches) -> Iterator[tuple[int, int, int, Operation]]:
-        """(trigger, drops first, next use, operation) of a bundle that the host updates, or that is frozen."""
-        fetch, drop = Operation(OpKind.FETCH, bundle), Operation(OpKind.DROP, bundle)
-        last = len(self.trace) - 1
-        gone = next((m for m, bundles in enumerate(demand.stale) if bundle in bundles), None)
+    def _rests(self, s: Switches, gone: int | None) -> bool:
+        """True if, of several ranks, each has its part on the device from one step to the next."""
+        return self.context.ranks > 1 and not s.lazy_prefetch and gone is not None
+
+    def _operations(
+        self, demand: Demand, bundle: int, s: Switches, gone: int | None
+    ) -> Iterator[tuple[int, int, int, Operation]]:
+        """(trigger, drops first, next use, operation) of a bundle that the host updates, or that is frozen. gone: the first
+        moment at which its device copy is stale.
+        """
+        rests, last = self._rests(s, gone), len(self.trace) - 1
+        fetch, drop = Operation(OpKind.FETCH, bundle), Operation(OpKind.SHRINK if rests else OpKind.DROP, bundle)
         spans = demand.hold_spans.get(bundle, ())
         before: Span | None = None
         for span in spans:
@@ -73,7 +82,7 @@ class Compiler:
             if before is not None and gone is not None and before.end <= gone <= span.begin:
                 yield span.begin, 1, span.begin, fetch  # its gradient has left, and it is used once more
             elif before is None:
-                if s.lazy_prefetch:
+                if s.lazy_prefetch or rests:
                     yield self._trigger(span.begin, after, s), 1, span.begin, fetch
             elif self._released(span.begin, s) and span.begin > before.end + 1:
                 yield before.end, 0, 0, drop
@@ -86,7 +95,7 @@ class Compiler:
             if before.end < last and not (stale and gone is not None and gone < last):
                 yield before.end, 0, 0, drop
         elif not s.lazy_prefetch and gone is not None:
-            yield last, 1, spans[0].begin, fetch
+            yield last, 1, spans[0].begin, Operation(OpKind.MOVE, bundle) if rests else fetch
 
     def _released(self, begin: int, s: Switches) -> bool:
         """True if the bundle goes between a use and the next one, which begins there."""

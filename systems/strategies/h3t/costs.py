@@ -15,7 +15,8 @@ Note [Two sets of rules]
     runs post-process before preparation on the stream that both use, so that their memory is not needed at once.
     SUBSTRATE is what this project's runtime does with a compiled plan: copies in each direction have a lane of their own, what
     rests on the device is the whole bundle, a copy that leaves frees its room at once (the next owner waits for it), and
-    economical mode prepares a layer only when the layer before it is out of the way.
+    economical mode prepares a layer only when the layer before it is out of the way. SUBSTRATE_OF_RANKS: the same of several
+    ranks, where what rests is a shard.
 
 Arithmetic is numpy's: switches and costs may be single values or arrays that broadcast. Times in seconds, memory in bytes.
 """
@@ -79,6 +80,7 @@ class Rules:
 PAPER = Rules()
 PAPER_WITHOUT_LINK = Rules(link=False)
 SUBSTRATE = Rules(duplex=True, shards_rest=False, lingers=False, needs_remat=True)
+SUBSTRATE_OF_RANKS = Rules(duplex=True, lingers=False, needs_remat=True)
 
 
 @dataclass(frozen=True)

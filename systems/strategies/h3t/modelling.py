@@ -12,7 +12,7 @@ from systems.planning.plan import LaneKind
 from systems.planning.policy.windows import Window, windows
 from systems.planning.step.timeline import MemTimeline
 from systems.planning.strategy import PlanningContext
-from systems.strategies.h3t.costs import SUBSTRATE, LayerCosts, ModelCosts
+from systems.strategies.h3t.costs import SUBSTRATE, SUBSTRATE_OF_RANKS, LayerCosts, ModelCosts
 from systems.strategies.h3t.layers import layer_of_bundle
 from systems.strategies.h3t.profiling import MeasuredLayers
 
@@ -38,7 +38,7 @@ class Modeller:
         first, last = firsts[0], firsts[-1]
         return ModelCosts(
             tuple(layers),
-            SUBSTRATE,
+            SUBSTRATE if self.context.ranks == 1 else SUBSTRATE_OF_RANKS,
             start_s=sum(seconds[: first.enter]),
             turn_s=sum(seconds[last.exit : last.back]),
             end_s=sum(seconds[first.done :]),
@@ -72,8 +72,8 @@ class Modeller:
             offload_s=copy_s(trained / ranks, rates.d2h),
             hidden_out_s=copy_s(hidden, rates.d2h),
             hidden_in_s=copy_s(hidden, rates.h2d),
-            parameter_bytes=moved,
-            resting_bytes=moved,
+            parameter_bytes=moved if ranks == 1 else moved + moved // ranks,  # with the shard beside it that came first
+            resting_bytes=moved // ranks,
             intermediate_bytes=measured.kept[unit],
             hidden_bytes=hidden if unit in trace.offloaded else 0,
             forward_bytes=max(max(total[w.enter : w.exit]) for w in calls) - moved,

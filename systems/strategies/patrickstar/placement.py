@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from systems.planning.policy.division import Division
 from systems.planning.policy.optimizer_cache import OptimizerCache
 from systems.planning.step.profiles import held_profile
+from systems.planning.step.residence import Residence
 from systems.strategies.patrickstar.options import PatrickStarOptions
 
 
 @dataclass(frozen=True)
 class PatrickStarDivision:
-    """on_device: bundles updated there. room: bytes for all others, one entry a moment."""
+    """residence: who is updated on the device. room: bytes for what comes and goes, one entry a moment."""
 
-    on_device: frozenset[int]
+    residence: Residence
     room: tuple[int, ...]
 
 
 def place(division: Division, options: PatrickStarOptions) -> PatrickStarDivision:
     """BudgetError if not even what a unit holds fits."""
     if options.places_optimizer and division.fits(division.everything):
-        return PatrickStarDivision(division.everything.on_device, (0,) * len(division.trace))
+        return PatrickStarDivision(division.everything, (0,) * len(division.trace))
     division.least()
     chosen = in_the_margin(division) if options.places_optimizer else frozenset[int]()
     residence = division.residence(division.base.on_device | chosen)
@@ -30,7 +31,7 @@ def place(division: Division, options: PatrickStarOptions) -> PatrickStarDivisio
         share = int(options.warmup_share * division.context.device_budget)
         held = held_profile(division.demand, residence)
         room = [min(r, max(share, h)) for r, h in zip(room, held, strict=True)]
-    return PatrickStarDivision(residence.on_device, tuple(room))
+    return PatrickStarDivision(residence, tuple(room))
 
 
 def in_the_margin(division: Division) -> frozenset[int]:

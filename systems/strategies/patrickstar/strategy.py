@@ -14,6 +14,7 @@ from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import ModelOrder
 from systems.planning.policy.options import StrategyStatistics
 from systems.planning.step.profiles import gradient_profile
+from systems.planning.step.residence import Residence
 from systems.planning.strategy import Eviction, PlanningContext
 from systems.strategies.patrickstar.chunks import PatrickStarChunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
@@ -50,22 +51,23 @@ class PatrickStar(FittedStrategy):
 
     def decide(self, division: Division) -> Plan:
         placement = place(division, self._options)
-        sizes, prefetch = division.sizes(placement.on_device), self._options.prefetch
-        cache = plan_cache(CacheRequest(division.demand, sizes, placement.room, prefetch, OpKind.WRITE_BACK))
-        plan = division.plan(cache.operations, placement.on_device, cache.resident)
-        self._tell_step(division, plan, placement.on_device)
+        residence, prefetch = placement.residence, self._options.prefetch
+        sizes, shards = division.sizes(residence), residence.sharded
+        cache = plan_cache(CacheRequest(division.demand, sizes, placement.room, prefetch, OpKind.WRITE_BACK, shards))
+        plan = division.plan(cache.operations, residence, cache.resident)
+        self._tell_step(division, plan, residence)
         return plan
 
-    def _tell_step(self, division: Division, plan: Plan, on_device: frozenset[int]) -> None:
+    def _tell_step(self, division: Division, plan: Plan, residence: Residence) -> None:
         layout, curve = division.layout, list(division.trace.non_model_bytes)
         each = self._context.optimizer_itemsize
         left = margin(layout, self._context.device_budget, curve, chunk=self._chunk, optimizer_itemsize=each)
-        ranged = [b.index for b in layout.bundles if b.trainable and b.index not in plan.in_place | on_device]
-        range_bytes = max(gradient_profile(division.demand, division.residence(on_device)))
+        ranged = [b.index for b in layout.bundles if b.trainable and b.index not in plan.in_place | residence.on_device]
+        range_bytes = max(gradient_profile(division.demand, residence))
         self.tell(
             num_ranged=len(ranged),
             model_bytes_per_parameter=(self._lists_bytes + range_bytes) / self._index.numel(),
-            copied_bytes=sum(map(layout.bundle_bytes, plan.resident_at_start - on_device)),
+            copied_bytes=sum(map(layout.bundle_bytes, plan.resident_at_start - residence.on_device)),
             margin_bytes=left.size_bytes,
             margin_chunks=left.chunks,
             non_model_peak_bytes=max(curve),

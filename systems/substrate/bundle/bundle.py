@@ -14,6 +14,7 @@ from systems.planning.plan import Tier
 from systems.substrate.bundle import states
 from systems.substrate.bundle.gradient import BundleGradient
 from systems.substrate.bundle.segments import SegmentPlace, StoredSegment, Stretch, lie_in, stretches_of
+from systems.substrate.bundle.shard import DeviceShard
 from systems.substrate.bundle.states import PARAMETER_MOVES, ParameterState
 from systems.substrate.bundle.storage import RebindableStorage
 
@@ -22,12 +23,15 @@ class ManagedBundle:
     """ManagedBundle is a bundle of the layout with what is true of it now.
 
     What it is      index: its number in the layout, which alone knows its units: it learns new ones. movable: by layout.
+                    scattered: see FlatSpace.
                     nbytes: of its parameters; shard_nbytes: of this rank's. segments: on every tier. stretches: those with
                     slots, as few as can be.
-    Parameters      storage: the permanent one. block: the device memory behind it, while there is any. holds: who needs it
-                    there, and how often. updated: on the host, since it was last on the device.
+    Parameters      storage: the permanent one. block: the device memory behind it, while there is any. shard: of several
+                    ranks, this one's part on the device. holds: who needs it there, and how often. updated: on the host, since
+                    it was last on the device.
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
-                    are updated on the host. pinned: it stays on the device, as it never moves by layout or is updated there.
+                    are updated on the host. pinned: its block stays on the device: it never moves by layout, or is updated
+                    there.
     Gradient        gradient: None where no parameter is trained. gradients: the same, for who knows that one is.
                     stays_in_autograd: until the device updates it.
     """
@@ -36,12 +40,13 @@ class ManagedBundle:
         self, bundle: Bundle, layout: Layout, segments: Sequence[StoredSegment], storage: RebindableStorage, *, accumulate: int
     ) -> None:
         self.index, self.movable, self.nbytes = bundle.index, bundle.movable, layout.bundle_bytes(bundle.index)
-        self.segments = tuple(segments)
+        self.segments, self.scattered = tuple(segments), bundle.scattered
         self.shard_nbytes = sum(each.segment.shard_numel for each in segments) * layout.itemsize
         self.stretches = stretches_of(zip(self.starts(), segments, strict=True)) if self.movable else []
 
         self.storage = storage
         self.block: Allocation | None = None
+        self.shard = DeviceShard(segments)
         self.holds: dict[object, int] = {}
         self.updated = False
 
@@ -60,7 +65,7 @@ class ManagedBundle:
     @property
     def state(self) -> ParameterState:
         if self.block is None:
-            return ParameterState.ABSENT
+            return ParameterState.ABSENT if self.shard.block is None else ParameterState.SHARDED
         return ParameterState.RESIDENT if self.storage.resident else ParameterState.FETCHING
 
     def count_states(self) -> int:
@@ -68,7 +73,7 @@ class ManagedBundle:
         there = sum(each.tier is Tier.DEVICE for each in self.segments)
         self.states_on_device = there
         self.updated_on_host = all(each.tier is Tier.HOST for each in self.segments)
-        self.pinned = not self.movable or there > 0
+        self.pinned = not self.movable or (there > 0 and not self.shard.at_home)
         self.stays_in_autograd = self._alone and there == len(self.segments)
         return there
 
@@ -113,7 +118,7 @@ class ManagedBundle:
     # ---- its parameters on the device
 
     def own(self, block: Allocation) -> None:
-        """A copy into the block is on its way."""
+        """A copy into the block is on its way, from the host or from the shard."""
         if states.CHECKED:
             states.check(PARAMETER_MOVES, self.state, ParameterState.FETCHING)
         self.block, self.updated = block, False

@@ -71,7 +71,7 @@ class SegmentPlace:
 class StoredSegment:
     """slot: see Note [The slot] in store.py; of no elements where there is none. at_home: the state's place on host or disk,
     kept while it is on the device. rank: whose shard it is that lies there; own: the shard in the segment;
-    placements: in the shard.
+    placements: in the shard; counted: those of them that are no other rank's too.
     """
 
     segment: Segment
@@ -83,7 +83,8 @@ class StoredSegment:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        self.placements, self.own = self.segment.shard(self.rank), self.segment.own(self.rank)
+        segment, rank = self.segment, self.rank
+        self.placements, self.own, self.counted = segment.shard(rank), segment.own(rank), segment.counted(rank)
 
     @property
     def has_slot(self) -> bool:

@@ -18,11 +18,13 @@ class ParameterState(Enum):
     breaks off leaves another state than what is there.
 
     ABSENT      There is no block; the storage points at poison. The host's slots (or masters) have the values.
+    SHARDED     The same of several ranks, but for this one's part, which is on the device.
     FETCHING    There is a block, and a copy into it is on its way; the storage points at poison still.
     RESIDENT    The storage points at the block, which compute is ordered behind.
     """
 
     ABSENT = "absent"
+    SHARDED = "sharded"
     FETCHING = "fetching"
     RESIDENT = "resident"
 
@@ -36,7 +38,8 @@ class GradientState(Enum):
                   first gradient came.
     IN_PLACE      The bundle's block has those of the parameters in `written`, which holds it; others may be `waiting`.
     PARKED        The slots have what came, which is not all; nothing was added to the accumulator yet.
-    KEPT          It is complete and stays on the device, in `waiting` or `range`, until it is updated there.
+    KEPT          It is complete and stays on the device, in `waiting` or `range`, until it is updated there. Of several ranks
+                  the range may be a shard's by then.
     SENT          It is complete and left: the slots have it, or the accumulator.
     """
 
@@ -52,9 +55,10 @@ class GradientState(Enum):
 P, G = ParameterState, GradientState
 
 PARAMETER_MOVES: Mapping[ParameterState, frozenset[ParameterState]] = {
-    P.ABSENT: frozenset({P.FETCHING}),
-    P.FETCHING: frozenset({P.RESIDENT, P.ABSENT}),
-    P.RESIDENT: frozenset({P.ABSENT}),
+    P.ABSENT: frozenset({P.SHARDED, P.FETCHING}),
+    P.SHARDED: frozenset({P.FETCHING, P.ABSENT}),
+    P.FETCHING: frozenset({P.RESIDENT, P.ABSENT, P.SHARDED}),
+    P.RESIDENT: frozenset({P.ABSENT, P.SHARDED}),
 }
 # Any state is left for NONE as well: when a micro-step begins, when a step ends, when it is given up.
 GRADIENT_MOVES: Mapping[GradientState, frozenset[GradientState]] = {

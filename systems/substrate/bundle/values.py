@@ -37,7 +37,8 @@ class StoredValues:
         if ranks.size > 1:  # what is told is a tensor's whole memory, so it gets one of its own
             told = ranks.exchange("values of a parameter", [(start, values.clone()) for start, values in mine])
             mine = [piece for each in told for piece in each]
-        return torch.cat([values for _, values in sorted(mine, key=lambda piece: piece[0])])
+        pieces = dict(mine)  # where every rank has all, any will do
+        return torch.cat([pieces[start] for start in sorted(pieces)])
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""
@@ -49,6 +50,9 @@ class StoredValues:
                 self._store.overwrite_part(stored, "master", piece, place)
             if bundle.movable:
                 self._store.device.host_kernel.cast(piece, stored.slot[place.here])
+            if bundle.shard.block is not None:
+                there = bundle.shard.pieces(bundle.shard.block)[bundle.segments.index(stored)]
+                there[place.here].copy_(piece)
         if bundle.block is not None:
             for stored, there in zip(bundle.segments, bundle.pieces(bundle.block), strict=True):
                 for place in stored.segment.placements:

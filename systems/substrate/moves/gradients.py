@@ -29,7 +29,7 @@ from systems.substrate.moves.tiers import TierMoves
 
 class Gradients:
     """bundles: those that are trained, by number. user: a unit that reads each parameter (the only one, where gradients are
-    written in place).
+    written in place). early: updates do not wait for the norm.
     """
 
     def __init__(
@@ -38,18 +38,19 @@ class Gradients:
         residency: Residency,
         tiers: TierMoves,
         device: Device,
-        *,
         dtype: torch.dtype,
+        *,
         accumulate: int,
         user: Mapping[int, int],
         ranks: Ranks,
+        early: bool,
     ) -> None:
         self.layout, self.device, self._dtype = layout, device, dtype
-        self.accumulate = accumulate
+        self.accumulate, self._waits = accumulate, accumulate == 1 and not early
         self.last_micro_step = accumulate == 1
         self.bundles = {bundle.index: bundle for bundle in residency.bundles if bundle.gradient is not None}
         self.squares = Squares(layout, device, self.on_device)
-        self._ranges = Ranges(residency, dtype)
+        self._ranges, self._gather = Ranges(residency, dtype), residency.gather
         several = accumulate > 1
         self.reductions = Reductions(ranks, layout, device, self.squares, several=several) if ranks.size > 1 else None
         self._accumulators = Accumulators(tiers)
@@ -152,10 +153,15 @@ class Gradients:
             self.reductions.complete(gradient, lambda parameter: self._ranges.view(block, parameter))
         self.device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle.index} ends")
         if self.reductions is not None:
-            self.reductions.reduce(bundle, block)
+            shard = self._ranges.allocate_shard(bundle) if on_device and self._waits and bundle.scattered else None
+            self.reductions.reduce(bundle, block, shard)
+            if shard is not None:
+                self._ranges.keep_shard(bundle, gradient, shard)
+            elif not bundle.scattered:
+                self._gather(bundle, block)
         if on_device and self.accumulate == 1:
-            gradient.leave(GradientState.KEPT)
-            return  # the range stays until the update
+            gradient.leave(GradientState.KEPT, reduced=self.reductions is not None)
+            return  # the range, or this rank's part of it, stays until the update
         if not on_device:
             self._ranges.offload(bundle, block)
         if self.accumulate > 1:

@@ -24,6 +24,13 @@ class Ranges:
     def allocate(self, bundle: ManagedBundle) -> Allocation:
         return self._room.allocate(bundle.nbytes, f"gradient of bundle {bundle.index}", compute=True)
 
+    def keep_shard(self, bundle: ManagedBundle, gradient: BundleGradient, shard: Allocation) -> None:
+        """Of the range nothing else is needed."""
+        self.device.pool.free(gradient.keep(shard), f"gradient of bundle {bundle.index}")
+
+    def allocate_shard(self, bundle: ManagedBundle) -> Allocation:
+        return self._room.allocate(bundle.shard_nbytes, f"gradient shard of bundle {bundle.index}")
+
     def open(self, bundle: ManagedBundle, gradient: BundleGradient) -> Allocation:
         """With what is in the slot, if that is part of this gradient, and in autograd's buffers."""
         block = self.allocate(bundle)
@@ -93,9 +100,7 @@ class Ranges:
         if gradient.range is None:
             return
         with contextlib.suppress(Exception):  # of a copy into it that failed: then nothing used it either
-            self.device.transfers.compute(
-                writes=[gradient.range.memory], label=f"gradient of bundle {bundle.index} is let go"
-            )
+            self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle.index} is let go")
         self.free(bundle, gradient)
 
     def free(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:

@@ -37,26 +37,30 @@ class Reductions:
                 place(parameter).zero_()
         gradient.fired.update(gradient.parameters)
 
-    def reduce(self, bundle: ManagedBundle, block: Allocation) -> None:
+    def reduce(self, bundle: ManagedBundle, block: Allocation, shard: Allocation | None = None) -> None:
         """Of the complete gradient in this block, a range or the bundle's own; compute has left it. What compute reads of the
-        block afterwards it is to be ordered behind.
+        block afterwards it is to be ordered behind. shard: where this rank's part of the sum goes; None leaves it in the block.
         """
         link, squares = self._ranks.link, self._squares
         kernel, left = self._device.kernel, None if self._several else squares.lane_left
         operation = of_bundle(self._layout, Work.REDUCE, LaneKind.REDUCE, bundle.index)
-        segments, pieces = bundle.segments, bundle.pieces(block)
+        segments, pieces, parts = bundle.segments, bundle.pieces(block), bundle.own_pieces(block)
+        kept = parts if shard is None else bundle.shard.pieces(shard)
 
         def work() -> None:
             link.reduce(operation.label, *pieces)
+            if shard is not None:
+                for target, source in zip(kept, parts, strict=True):
+                    target.copy_(source, non_blocking=True)
             if left is None:
                 return
-            shards = [(stored, piece[stored.own]) for stored, piece in zip(segments, pieces, strict=True)]
-            mine = [(p.parameter, own[p.here]) for stored, own in shards for p in stored.placements]
+            mine = [(p.parameter, own[p.here]) for stored, own in zip(segments, kept, strict=True) for p in stored.counted]
             left[bundle.index] = _by_parameter([p for p, _ in mine], kernel.sum_squares_all([own for _, own in mine]))
 
-        self._device.log.count("reduce_bytes", bundle.nbytes - bundle.shard_nbytes)
+        self._device.log.count("reduce_bytes", bundle.nbytes - bundle.nbytes // self._ranks.size)
         self.issued.append(bundle.index)
-        squares.wait_for(self._device.transfers.issue(operation, work, writes=[block.memory]))
+        written = [block.memory] if shard is None else [block.memory, shard.memory]
+        squares.wait_for(self._device.transfers.issue(operation, work, writes=written))
 
     def tell_fired(self, fired: Iterable[int], bundles: Mapping[int, ManagedBundle]) -> None:
         """Of the step, parameters that got a gradient on any rank: from here on they count as come on this one."""

@@ -22,10 +22,11 @@ from systems.substrate.bundle.bundle import ManagedBundle, hold, release
 from systems.substrate.bundle.segments import Stretch
 from systems.substrate.bundle.store import Store
 from systems.substrate.moves.room import DeviceRoom
+from systems.substrate.moves.shards import Shards
 
 
 class Residency:
-    """writes_back: what is evicted is copied to the host first, instead of being dropped."""
+    """writes_back: what is evicted is copied to the host first, instead of being dropped, if the host is its home."""
 
     def __init__(
         self, layout: Layout, bundles: Sequence[ManagedBundle], store: Store, device: Device, *, write_back: bool
@@ -33,7 +34,9 @@ class Residency:
         self.layout, self.bundles, self.device = layout, bundles, device
         self.writes_back = write_back
         self._store = store
-        self.room = DeviceRoom(device, bundles, self.evict if store.ranks.size == 1 else None)
+        alone, come = store.ranks.size == 1, self.fetch
+        self.room = DeviceRoom(device, bundles, self.evict if alone else None)
+        self.shards = Shards(layout, bundles, device, self.room, sources=self.sources, fetch=come, drop=self.drop, alone=alone)
 
     def settle(self, managed: ManagedBundle) -> None:
         """A block for a bundle that never moves, before it has values."""
@@ -45,41 +48,47 @@ class Residency:
         if managed.block is not None:
             return
         assert managed.movable, f"bundle {index} never moves, and the host has nothing of it"
-        block = self.room.allocate(managed.nbytes, f"bundle {index}")
+        block, shard = self.room.allocate(managed.nbytes, f"bundle {index}"), managed.shard.block
         fetch = of_bundle(self.layout, Work.FETCH, LaneKind.H2D, index)
         try:
-            sources, memories = self._sources(managed)
+            if shard is None:
+                sources, memories = self.sources(managed)
 
-            def copy() -> None:
-                for stretch, source in sources:
-                    stretch.on(block).copy_(source, non_blocking=True)
+                def copy() -> None:
+                    for stretch, source in sources:
+                        stretch.on(block).copy_(source, non_blocking=True)
 
-            self.device.log.count("h2d_bytes", managed.shard_nbytes)
-            with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
-                self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
+                self.device.log.count("h2d_bytes", managed.shard_nbytes)
+                with self.device.phases.of("h2d_updated" if managed.updated else "h2d_parameters"):
+                    self.device.transfers.issue(fetch, copy, reads=memories, writes=[block.memory])
             if self._store.ranks.size > 1:
-                self.gather(managed, block)
+                self.gather(managed, block, shard)
         except Exception:  # after Ctrl-C a copy may be on its way that left no ticket: the block goes once all is at rest
             self.device.pool.free(block, f"bundle {index}")
             raise
         managed.own(block)
 
-    def gather(self, managed: ManagedBundle, block: Allocation | None = None) -> None:
-        """A block of it, its own if none is given, in which this rank's shards are new, is brought together from all ranks, of
-        which there are several.
+    def gather(self, managed: ManagedBundle, block: Allocation | None = None, shard: Allocation | None = None) -> None:
+        """A block of it, its own if none is given, is brought together from all ranks, of which there are several. shard: where
+        this rank's part is; None where the block has it.
         """
         block, ranks = managed.block if block is None else block, self._store.ranks
         assert block is not None, "a bundle is gathered on the device"
         gather = of_bundle(self.layout, Work.GATHER, LaneKind.GATHER, managed.index)
-        pieces = managed.pieces(block)
+        pieces, own = managed.pieces(block), list[tuple[torch.Tensor, torch.Tensor]]()
+        if shard is not None:
+            own = list(zip(managed.own_pieces(block), managed.shard.pieces(shard), strict=True))
 
         def work() -> None:
+            for target, source in own:
+                target.copy_(source, non_blocking=True)
             ranks.link.gather(gather.label, *pieces)
 
-        self.device.log.count("gather_bytes", managed.nbytes - managed.shard_nbytes)
-        self.device.transfers.issue(gather, work, writes=[block.memory])
+        self.device.log.count("gather_bytes", managed.nbytes - managed.nbytes // ranks.size)
+        reads = [] if shard is None else [shard.memory]
+        self.device.transfers.issue(gather, work, reads=reads, writes=[block.memory])
 
-    def _sources(self, managed: ManagedBundle) -> tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
+    def sources(self, managed: ManagedBundle) -> tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
         if not any(each.slot_holds_gradient for each in managed.segments):
             return [(stretch, stretch.slot) for stretch in managed.stretches], [each.slot_memory for each in managed.segments]
@@ -128,20 +137,26 @@ class Residency:
                     self.drop(managed.index)
 
     def evict(self, index: int) -> None:
-        if self.writes_back:
+        if self.writes_back and not self.bundles[index].shard.at_home:
             self.write_back(index)
         else:
             self.drop(index)
 
-    def drop(self, index: int) -> None:
-        """Free the device copy; the host's is authoritative."""
+    def drop(self, index: int, *, keep_shard: bool = False) -> None:
+        """Free the device copy; the host's is authoritative, or the shard, if that is the bundle's home. One that is not goes
+        too, unless it is to be kept.
+        """
         managed = self.bundles[index]
-        if managed.block is None:
+        shard = managed.shard
+        goes = shard.block is not None and not shard.at_home and not keep_shard
+        if managed.block is None and not goes:
             return
         with labelled(f"drop bundle {index}"):
             block = managed.leave()
             if block is not None:
                 self.device.pool.free(block, f"bundle {index}")
+            if goes:
+                self.shards.forget(index)
 
     def write_back(self, index: int) -> None:
         """Copy the device's parameters to the host slots, then drop them."""
@@ -210,4 +225,5 @@ class Residency:
     def close(self) -> None:
         self.release_all()
         for managed in self.bundles:
+            managed.shard.rest(at_home=False)
             self.drop(managed.index)

@@ -57,7 +57,7 @@ class Squares:
         kernel, left = (self._device.host_kernel, self.lane_left) if on_host else (self._device.kernel, self.known)
         lying = [(stretch.accumulator, stretch.placements) for stretch in bundle.stretches]
         if not on_host:
-            lying = [(each.state.accumulator, each.placements) for each in segments if each.state is not None]
+            lying = [(each.state.accumulator, each.counted) for each in segments if each.state is not None]
         pieces: dict[int, list[torch.Tensor]] = {}
         for accumulator, placements in lying:
             assert accumulator is not None

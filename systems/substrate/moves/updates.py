@@ -24,6 +24,8 @@ from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.tiers import TierMoves
 
+Updated = tuple[StoredSegment, Allocation, torch.Tensor, "torch.Tensor | None"]
+
 
 class Issue(Protocol):
     """Issues updates that were prepared. done: bundles that have theirs already, and need none."""
@@ -264,7 +266,7 @@ class Updates:
         if not segments:
             return lambda factor: None
         memories, tasks, accumulators = [], [], []
-        for stored, block, out in segments:
+        for stored, block, out, total in segments:
             state = stored.state
             assert isinstance(state, OptimizerState)
             memories += [state.memory, block.memory]
@@ -272,8 +274,8 @@ class Updates:
                 accumulators.append(state.accumulator)
             for p in stored.placements:
                 if p.parameter in wanted:
-                    where, on_device = p.here, self._gradients.on_device
-                    gradient = on_device(p.parameter)[p.piece] if state.accumulator is None else state.accumulator[where]
+                    where, added = p.here, total if state.accumulator is None else state.accumulator
+                    gradient = self._gradients.on_device(p.parameter)[p.piece] if added is None else added[where]
                     ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
                     moments = state.exp_avg[where], state.exp_avg_sq[where]
                     tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
@@ -293,21 +295,30 @@ class Updates:
         return run
 
     def gather(self, reduced: Collection[int]) -> None:
-        """Of several ranks: each has updated its shards on the device of those bundles that were reduced in this step."""
+        """Of several ranks: each has updated its shards on the device of those bundles that were reduced in this step, and are
+        there whole.
+        """
         assert self._gather is not None
         for bundle in self._order:
-            if bundle.states_on_device and bundle.index in reduced:
+            if bundle.states_on_device and bundle.index in reduced and bundle.scattered and not bundle.shard.at_home:
                 self._gather(bundle)
 
 
-def _updated_there(bundle: ManagedBundle) -> list[tuple[StoredSegment, Allocation, torch.Tensor]]:
-    """Segments that are updated on the device, with the bundle's block and their parameters in it."""
+def _updated_there(bundle: ManagedBundle) -> list[Updated]:
+    """Segments that are updated on the device, with the block of their parameters and these in it, and their part of the sum
+    over ranks where that has been split off.
+    """
     if not bundle.states_on_device:
         return []
-    block = bundle.block
-    assert block is not None, "a segment updated on the device is always resident"
-    pieces = zip(bundle.segments, bundle.own_pieces(block), strict=True)
-    return [(each, block, piece) for each, piece in pieces if each.tier is Tier.DEVICE]
+    shard, gradient = bundle.shard, bundle.gradients
+    block = shard.block if shard.at_home else bundle.block
+    assert block is not None, "a segment updated on the device is always there, or its shard is"
+    pieces = shard.pieces(block) if shard.at_home else bundle.own_pieces(block)
+    totals: Sequence[torch.Tensor | None] = [None] * len(pieces)
+    if gradient.range is not None and gradient.range.nbytes < bundle.nbytes:
+        totals = shard.pieces(gradient.range)
+    found = zip(bundle.segments, pieces, totals, strict=True)
+    return [(each, block, piece, total) for each, piece, total in found if each.tier is Tier.DEVICE]
 
 
 def _ranges(bundles: Sequence[ManagedBundle]) -> list[TrackedMemory]:
