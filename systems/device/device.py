@@ -144,9 +144,12 @@ def ambient() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def join_ranks(device: Device, rank: int) -> None:
-    """It is one of several ranks', that one's: their collectives have one lane, be they gathers or reductions."""
-    link = LinkLane(LaneKind.GATHER, stream=device._stream(), jitter=device.jitter)
+def join_ranks(device: Device, rank: int, end: Callable[[], None]) -> None:
+    """It is one of several ranks', that one's: their collectives have one lane, be they gathers or reductions.
+
+    end: ends those that are under way on the device.
+    """
+    link = LinkLane(LaneKind.GATHER, end, stream=device._stream(), jitter=device.jitter)
     device.lanes.update({LaneKind.GATHER: link, LaneKind.REDUCE: link})
     device.pool.of_rank(rank)
 

@@ -10,6 +10,7 @@ Note [The ordered sum]
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -32,10 +33,15 @@ class RanksDifferError(RuntimeError):
 
 
 class Link(ABC):
-    """rank, size: as in Ranks."""
+    """rank, size: as in Ranks. chain: of the tags of all collectives that were issued, in order; equal on all ranks."""
 
     rank: int
     size: int
+    chain: int = 0
+
+    def issue(self, tag: str) -> None:
+        """A collective is on its way to the link's thread. Called by the thread that runs the steps."""
+        self.chain = zlib.crc32(tag.encode(), self.chain)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of it, a view."""
@@ -48,6 +54,10 @@ class Link(ABC):
     @abstractmethod
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Afterwards the own shard of each has the sum over all ranks: see Note [The ordered sum]. The rest is anything."""
+
+    def abandon(self) -> None:
+        """Other ranks may not come any more: what they are waited for in on devices ends, with anything as its result."""
+        return
 
     def sum_by(self, reduction: Reduction) -> None:
         """How the ranks' values are added on devices from here on: "ordered" is Note [The ordered sum], "native" the library's

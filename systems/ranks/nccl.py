@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from systems.ranks.gloo import GlooLink
 from systems.ranks.link import Link, Reduction, ordered_sum, pieces_for_all
+from systems.ranks.stuck import Waits
 
 # torch 2.13 calls them so, and warns about the older names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,12 +19,13 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class NcclLink(Link):
     """Queues its collectives on the stream that is current where it is called, and returns before they are done.
 
-    Tags are not compared: that would keep the host waiting. host: for tensors that are not on a device; it compares them.
+    Tags are not compared: that would keep the host waiting. Ranks that differ find it at the step's end, by `chain`, or are
+    stuck, which the watch sees. host: for tensors that are not on a device; it compares them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: GlooLink) -> None:
+    def __init__(self, group: dist.ProcessGroup, host: GlooLink, waits: Waits) -> None:
         self.rank, self.size = host.rank, host.size
-        self._group, self._host = group, host
+        self._group, self._host, self._waits = group, host, waits
         self._reduction: Reduction = "ordered"
 
     def sum_by(self, reduction: Reduction) -> None:
@@ -35,6 +37,7 @@ class NcclLink(Link):
             return
         for whole in wholes:
             _gather(whole, self.own(whole), group=self._group)
+        self._queue(tag)
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         if not wholes[0].is_cuda:
@@ -48,3 +51,20 @@ class NcclLink(Link):
                 coming = torch.empty_like(outgoing)
                 dist.all_to_all_single(coming, outgoing, group=self._group)
                 ordered_sum(list(coming), into)
+        self._queue(tag)
+
+    def _queue(self, tag: str) -> None:
+        event = torch.cuda.Event()
+        event.record()
+
+        def done() -> bool:
+            try:
+                return event.query()
+            except RuntimeError:  # of the device: told where its results are waited for
+                return True
+
+        self._waits.queue("devices", tag, done)
+
+    def abandon(self) -> None:
+        backend: Any = self._group._get_backend(torch.device("cuda"))
+        backend.abort()

@@ -31,7 +31,7 @@ def link_of(device: Device, timeout: timedelta, waits: Waits, *, shared: bool) -
     if device == "cpu" or shared:
         return GlooLink(host, waits), [host]
     devices = dist.new_group(backend="nccl", timeout=timeout)
-    return NcclLink(devices, GlooLink(host, waits)), [host, devices]
+    return NcclLink(devices, GlooLink(host, waits), waits), [host, devices]
 
 
 def _board(name: str, rank: int, size: int) -> Board:

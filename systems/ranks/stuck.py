@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +29,21 @@ class _Wait(NamedTuple):
     since_s: float
 
 
+class _Queued(NamedTuple):
+    """On a device's queue, where the host waits in nothing."""
+
+    number: int
+    what: str
+    done: Callable[[], bool]
+
+
 class Waits:
     """What this rank waits in, one a queue: each queue is of one thread."""
 
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
         self._now: dict[str, _Wait] = {}
+        self._queued: dict[str, deque[_Queued]] = {}
 
     @contextmanager
     def of(self, queue: str, what: str) -> Iterator[None]:
@@ -45,9 +54,26 @@ class Waits:
         finally:
             self._now.pop(queue, None)
 
+    def queue(self, queue: str, what: str, done: Callable[[], bool]) -> None:
+        """A collective that a device comes to in its turn; `older_than`, which looks now and then, forgets what is done."""
+        self._begun[queue] += 1
+        self._queued.setdefault(queue, deque()).append(_Queued(self._begun[queue], what, done))
+
+    def _look(self, now: float) -> None:
+        """What each device is at. It may have come to it just now, so that its wait begins where it was first seen there."""
+        for queue, queued in self._queued.copy().items():
+            while queued and queued[0].done():
+                queued.popleft()
+            seen = self._now.get(queue)
+            if not queued:
+                self._now.pop(queue, None)
+            elif seen is None or seen.number != queued[0].number:
+                self._now[queue] = _Wait(queued[0].number, queued[0].what, now)
+
     def older_than(self, seconds: float) -> str:
         """In words, each with its number in its queue; "" for none."""
         now = time.monotonic()
+        self._look(now)
         old = [(queue, wait) for queue, wait in sorted(self._now.copy().items()) if now - wait.since_s > seconds]
         return ", ".join(f"{wait.what!r} (number {wait.number} of {queue})" for queue, wait in old)
 

@@ -28,12 +28,13 @@ class Agreement:
         """Parameters that got a gradient in this step on any rank, in model order. mine: here. reduced: bundles whose gradients
         were summed over ranks, in order. updated: bundles that were updated before this was known.
         """
-        told = self._ranks.exchange("gradients", (mine, reduced, updated))
+        told = self._ranks.exchange("gradients", (mine, (reduced, self._ranks.link.chain), updated))
         other = next((rank for rank, (_, theirs, _) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:
+            (theirs, _), (first, _) = told[other][1], told[0][1]
+            what = "brought together" if theirs == first else "summed the gradients of"
             raise RuntimeError(
-                f"rank 0 and rank {other} summed the gradients of different bundles, or in another order: does the model do "
-                "the same on all ranks?"
+                f"rank 0 and rank {other} {what} different bundles, or in another order: does the model do the same on both?"
             )
         fired = {parameter for theirs, _, _ in told for parameter in theirs}
         for rank, (theirs, _, early) in enumerate(told):

@@ -245,7 +245,9 @@ def test_zeros_over_parameters_are_told_as_written() -> None:
         if (rank, step) == (1, 1):
             idle_in_part(engine.module)
 
-    found = on_ranks(STRATEGIES["patrickstar"], "stack", 2, before=differ, device_memory=tight("stack", 2), log_events=True)
+    found = on_ranks(
+        STRATEGIES["patrickstar"], "stack", 2, before=differ, device_memory=tight("stack", 2, 0.45), log_events=True
+    )
     for run in found:
         engine = managed(run.engine)
         in_place = engine.cursor.plan.in_place
@@ -256,12 +258,14 @@ def test_zeros_over_parameters_are_told_as_written() -> None:
 
 
 def test_what_waits_for_a_collective_that_nobody_comes_to_is_told_so() -> None:
-    lane, never = LinkLane(LaneKind.GATHER), threading.Event()
+    never, ended = threading.Event(), list[str]()
+    lane = LinkLane(LaneKind.GATHER, lambda: ended.append("on the device"))
     lane.patience_s = 0.2
     under_way = lane.submit(lambda: _wait(never), [], id=1)
     queued = lane.submit(lambda: None, [], id=2)
     began = time.monotonic()
     lane.abandon()
+    assert ended == ["on the device"]
     for ticket in (under_way, queued, lane.submit(lambda: None, [], id=3)):
         with pytest.raises(RuntimeError, match="did not come to a collective"):
             ticket.wait()
@@ -282,7 +286,7 @@ def test_an_engine_closes_where_another_rank_is_gone(strategy: str) -> None:
         link.patience_s = 0.2
         engine.store.ranks.link.reduce = lambda tag, *wholes: _wait(gone)
         loss = loss_of("stack")(engine, tokens(1, 1)[0, 0], 60)
-        engine.module.blocks[0].up.weight.register_hook(_fail)
+        engine.module.blocks[3].up.weight.register_hook(_fail)
         with pytest.raises(OSError, match="on purpose"):
             engine.backward(loss)
         began = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from systems.device.watch.labels import working
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import LaneOperation
 
+LOOK_S = 0.01
 PATIENCE_S = 2.0  # with collectives that other ranks may not come to any more
 
 
@@ -266,23 +268,29 @@ class UpdateLane(Lane):
 class LinkLane(Lane):
     """Of several ranks, what their collectives go through. A job in it ends when all ranks have come to it, be it never.
 
-    patience_s: seconds that `abandon` waits.
+    end: ends collectives that are under way on a device. patience_s: seconds that `abandon` waits.
     """
 
     def __init__(
-        self, kind: LaneKind, *, stream: torch.cuda.Stream | None = None, jitter: Callable[[], None] | None = None
+        self,
+        kind: LaneKind,
+        end: Callable[[], None],
+        *,
+        stream: torch.cuda.Stream | None = None,
+        jitter: Callable[[], None] | None = None,
     ) -> None:
-        self.patience_s, self._abandoned = PATIENCE_S, False
+        self.patience_s, self._abandoned, self._end = PATIENCE_S, False, end
         self._current: _LaneJob | None = None
         super().__init__(kind, stream=stream, jitter=jitter, in_caller=False)
 
     def abandon(self) -> None:
         """Other ranks may not come any more. What is queued has a while to end; then it fails, and who waits for it is told so.
 
-        Nothing ends a collective that is under way: its thread is left in it, and ends with the process.
+        Nothing ends a collective that a thread is in: the thread is left there, and ends with the process.
         """
         with self._lock:
-            if self._abandoned or self._changed.wait_for(lambda: not (self._waiting or self._busy), self.patience_s):
+            at_rest = self._changed.wait_for(lambda: not (self._waiting or self._busy), self.patience_s)
+            if self._abandoned or (at_rest and self._done_on_device()):
                 return
             self._abandoned, self._running, self._threads = True, False, []
             error = RuntimeError("other ranks did not come to a collective of this one any more")
@@ -290,6 +298,16 @@ class LinkLane(Lane):
             under_way = [] if self._current is None else [self._current]
             for job in (*under_way, *self._left()):
                 self._fail(job.ticket, error)
+        self._end()
+
+    def _done_on_device(self) -> bool:
+        """Before patience is over."""
+        until = time.monotonic() + self.patience_s
+        while self.stream is not None and not self.stream.query():
+            if time.monotonic() > until:
+                return False
+            time.sleep(LOOK_S)
+        return True
 
     def _carry_out(self, job: _LaneJob, *, by_caller: bool = False) -> None:
         self._current = job

@@ -59,6 +59,7 @@ class Reductions:
 
         self._device.log.count("reduce_bytes", bundle.nbytes - bundle.nbytes // self._ranks.size)
         self.issued.append(bundle.index)
+        link.issue(operation.label)
         written = [block.memory] if shard is None else [block.memory, shard.memory]
         squares.wait_for(self._device.transfers.issue(operation, work, writes=written))
 

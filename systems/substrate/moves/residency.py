@@ -86,6 +86,7 @@ class Residency:
 
         self.device.log.count("gather_bytes", managed.nbytes - managed.nbytes // ranks.size)
         reads = [] if shard is None else [shard.memory]
+        ranks.link.issue(gather.label)
         self.device.transfers.issue(gather, work, reads=reads, writes=[block.memory])
 
     def sources(self, managed: ManagedBundle) -> tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
