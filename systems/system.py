@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from systems import export
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
-from systems.ranks.ranks import Ranks
+from systems.ranks.ranks import Ranks, SingleRank
 from systems.reports import Reports
 from systems.settings import DType, Settings, StepOutcome
 
@@ -27,10 +27,14 @@ class Engine(Reports):
     """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
 
     Gradients of a step's micro-batches are summed, not averaged: divide each loss by what all of them count together.
+
+    ranks: this one and the others. On several, all of them initialize, step, drain, save, load, hand values out or take them
+    in, and close alike, and each gets the whole values.
     """
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
+    ranks: Ranks = SingleRank()
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

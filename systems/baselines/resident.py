@@ -66,7 +66,7 @@ class ResidentEngine(SteppingEngine):
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks) -> None:
         started = time.perf_counter()
-        self.module, self.settings, self._ranks = model, settings, ranks
+        self.module, self.settings, self.ranks = model, settings, ranks
         self._together = ranks if ranks.size > 1 else None
         self._access = Access()
         self.log = EventLog(keep=settings.log_events)
@@ -123,7 +123,7 @@ class ResidentEngine(SteppingEngine):
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
         """Give every parameter its compute copy, and every trainable one its fp32 state, on the device."""
         device = self.device.torch_device
-        alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
+        alike = FirstValuesAlike(self.ranks, found.index.parameters, initial_values(found, settings))
         self.parameters: list[nn.Parameter] = []
         self._masters: list[torch.Tensor | None] = []
         self._moments: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -214,7 +214,7 @@ class ResidentEngine(SteppingEngine):
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
-            for number, gradient in summed(self._rounded.take_all(), self._ranks, self.parameters).items():
+            for number, gradient in summed(self._rounded.take_all(), self.ranks, self.parameters).items():
                 accumulator = self._accumulators[number]
                 self._fired.add(number)
                 assert accumulator is not None
@@ -242,7 +242,7 @@ class ResidentEngine(SteppingEngine):
         added = {n: each for n, each in enumerate(self._accumulators) if n in self._fired and each is not None}
         gradients = added
         if self.settings.accumulate == 1:
-            gradients = summed(self._rounded.take_all(), self._ranks, self.parameters)
+            gradients = summed(self._rounded.take_all(), self.ranks, self.parameters)
         kernel = self.device.kernel
         with labelled("norm"):
             alike = self._repeats.take()
@@ -294,7 +294,7 @@ class ResidentEngine(SteppingEngine):
     def _state(self, what: str) -> ResidentState:
         self._settle(what, in_step=self._in_step)
         parameters = list(zip(self._names, self.parameters, strict=True))
-        return ResidentState(parameters, self._masters, self._moments, self.control)
+        return ResidentState(parameters, self._masters, self._moments, self.control, self.ranks)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -446,7 +446,9 @@ class ResidentState:
         masters: Sequence[torch.Tensor | None],
         moments: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
         control: StepControl,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._weights = [parameter for _, parameter in parameters]
         self._masters, self._moments, self.control = masters, moments, control
         self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in parameters]
@@ -459,6 +461,10 @@ class ResidentState:
             assert moments is not None
             source = moments[0 if part == "exp_avg" else 1]
         return source.to("cpu", torch.float32, copy=True).view(shape)
+
+    def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
+        """Each rank has all of it."""
+        return self.read(parameter, part) if self._ranks.rank == onto else None
 
     def write(self, parameter: int, state: SavedParameter) -> None:
         master = self._masters[parameter]

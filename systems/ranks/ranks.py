@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar, cast
+
+import torch
 
 from systems.errors import DivergedError, HiddenUseError, UnsupportedError
 from systems.messages import in_words
@@ -84,6 +86,20 @@ class Ranks(ABC):
                 raise theirs.kind(f"rank {rank}: {theirs.words}") from cause
         return [cast(Told, value) for value, _ in told]
 
+    def bring(self, about: str, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None = None) -> None:
+        """What each rank has of something comes together on rank `onto`, or on all: bit for bit, with no second copy.
+
+        pieces: by rank, flat tensors on the CPU, of the same types and sizes on all ranks. The own ones have their content, the
+        others are places for it; a rank that is not `onto` needs no places. RanksDifferError as in exchange.
+        """
+        if self.size > 1:
+            self.exchange(f"{about}, onto {'all' if onto is None else onto}", None)
+            self._bring([[_in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces], onto)
+
+    @abstractmethod
+    def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
+        """Of bytes (uint8), none of them empty."""
+
     @abstractmethod
     def close(self) -> None:
         """Nobody calls this or the link any more."""
@@ -99,5 +115,12 @@ class SingleRank(Ranks):
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         return [told]
 
+    def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
+        return
+
     def close(self) -> None:
         return
+
+
+def _in_bytes(piece: torch.Tensor) -> torch.Tensor:
+    return piece.detach().view(torch.uint8)

@@ -60,7 +60,7 @@ class ManagedEngine(ManagedReports):
         ranks: Ranks,
     ) -> None:
         started = time.perf_counter()
-        self.module, self.settings = model, settings
+        self.module, self.settings, self.ranks = model, settings, ranks
         self._together = ranks if ranks.size > 1 else None
         self._access = Access()
         self._cleanup = contextlib.ExitStack()
@@ -186,8 +186,6 @@ class ManagedEngine(ManagedReports):
             raise
 
     def _state(self, what: str) -> ManagedState:
-        if self.store.ranks.size > 1:
-            raise UnsupportedError(f"{what}: not on several ranks so far: every rank's summon() gives it the whole values")
         self._settle(what, in_step=self.progress.in_step)
         return ManagedState(self.index, values=self.values, control=self.control)
 
