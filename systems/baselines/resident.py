@@ -30,6 +30,7 @@ from systems.machine.budgets import device_budget
 from systems.ranks.beginnings import FirstValuesAlike, begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.sums import summed
+from systems.ranks.together import together
 from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls, Hook, outer_modules
 from systems.recipe.model.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled
@@ -85,7 +86,7 @@ class ResidentEngine(SteppingEngine):
         with starting(self):
             self._release = take(model)
             if self._states is not None:
-                self._states.attach(self._state, self._host_room)
+                self._states.attach(self._state, self._host_room, ranks)
         self._startup = {"initialize": time.perf_counter() - started}
 
     def _build(self, found: FoundModel) -> None:
@@ -293,12 +294,12 @@ class ResidentEngine(SteppingEngine):
 
     def _state(self, what: str) -> ResidentState:
         self._settle(what, in_step=self._in_step)
-        parameters = list(zip(self._names, self.parameters, strict=True))
-        return ResidentState(parameters, self._masters, self._moments, self.control, self.ranks)
+        return ResidentState(self)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._settle("summon", in_step=self._in_step, overwrites=write)
+        with together(self.ranks, "summon"):
+            self._settle("summon", in_step=self._in_step, overwrites=write)
         values = {}
         with torch.inference_mode(False):  # what is made within it has no version
             for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
@@ -309,9 +310,11 @@ class ResidentEngine(SteppingEngine):
         if not write:
             return
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
+            mine = values[name] if self.ranks.rank == 0 else torch.empty(parameter.shape)
+            value = self.ranks.of_first(f"summon(write=True) of {name}", mine)
             if master is not None:
-                master.copy_(values[name].reshape(-1))
-            data_of(parameter).copy_(values[name])
+                master.copy_(value.reshape(-1))
+            data_of(parameter).copy_(value)
         self._watch.accept()
 
     def _give_back(self, *, keep: bool) -> None:
@@ -440,18 +443,11 @@ def _state_bytes(found: FoundModel, settings: Settings) -> int:
 class ResidentState:
     """See systems.checkpoint.TrainingState."""
 
-    def __init__(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        masters: Sequence[torch.Tensor | None],
-        moments: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
-        control: StepControl,
-        ranks: Ranks,
-    ) -> None:
-        self._ranks = ranks
-        self._weights = [parameter for _, parameter in parameters]
-        self._masters, self._moments, self.control = masters, moments, control
-        self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in parameters]
+    def __init__(self, engine: ResidentEngine) -> None:
+        self._ranks, self._weights, self.control = engine.ranks, engine.parameters, engine.control
+        self._masters, self._moments = engine._masters, engine._moments
+        named = zip(engine._names, engine.parameters, strict=True)
+        self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in named]
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         shape, master, moments = self.parameters[parameter].shape, self._masters[parameter], self._moments[parameter]

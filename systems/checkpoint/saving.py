@@ -25,7 +25,7 @@ from systems.checkpoint.manifest import (
     read_manifest,
     sealed,
 )
-from systems.checkpoint.several import beside_of_all, check_same_folder, warn_of_buffers, writers_in
+from systems.checkpoint.several import beside_of_all, check_same_folder, turns_of, warn_of_buffers, writers_in
 from systems.checkpoint.state import (
     PARTS,
     CheckpointError,
@@ -165,17 +165,16 @@ def _write_manifest(
 def _entries(
     state: TrainingState, writer: Writer, writers: Sequence[int], ranks: Ranks, target: Path
 ) -> Iterator[tuple[str, ManifestEntry]]:
-    """Of the parameters that this rank writes. In each turn, every writer gets one."""
-    for begin in range(0, len(state.parameters), len(writers)):
-        turn = list(zip(range(begin, len(state.parameters)), writers, strict=False))
-        mine, files = next((number for number, writes in turn if writes == ranks.rank), None), dict[Part, str]()
+    """Of the parameters that this rank writes. In each turn, every writer gets one as long as it has any left."""
+    for turn in turns_of(state.parameters, writers):
+        mine, files = turn.get(ranks.rank), dict[Part, str]()
         for part in PARTS:
             brought = [
-                state.bring(number, part, writes)
-                for number, writes in turn
+                state.bring(number, part, writer_rank)
+                for writer_rank, number in turn.items()
                 if part in parts_of(state.parameters[number].trainable)
             ]
-            with _writing(ranks, f"{part} of parameters from {begin}", target):
+            with _writing(ranks, f"{part} of parameters {list(turn.values())}", target):
                 for values in brought:
                     if values is not None and mine is not None:
                         files[part] = _add(writer, part, state.parameters[mine].name, values)

@@ -1,8 +1,8 @@
 """A checkpoint of several ranks: who writes, who reads what, and what each rank has beside it.
 
 Note [Saved by several ranks]
-    A checkpoint of several ranks is that of one: whole tensors by name, which any number of ranks reads. Parameter i is brought
-    together, one part at a time, on one of the ranks that see the folder, in turn, which writes it to files of its own. Rank 0,
+    A checkpoint of several ranks is that of one: whole tensors by name, which any number of ranks reads. The ranks that see the
+    folder share the parameters evenly; each part of one is brought together on its writer, which has files of its own. Rank 0,
     which has the lock, writes the manifest once all files are on their disks. Buffers are rank 0's. What each rank has of its
     own beside the checkpoint (states of random generators) is given back where as many ranks load.
 """
@@ -10,15 +10,17 @@ Note [Saved by several ranks]
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from systems.checkpoint.manifest import BESIDE, MANIFEST, Manifest, read_manifest
-from systems.checkpoint.state import CheckpointError
+from systems.checkpoint.state import CheckpointError, Described, parts_of
 from systems.checkpoint.tensors import header, readable, tensor
 from systems.machine.durable import prove_folder
 from systems.ranks.hosts import this_host
@@ -33,7 +35,9 @@ def check_same_folder(ranks: Ranks, folder: Path) -> None:
     first, *_ = told = ranks.exchange("the folder of a checkpoint", str(folder))
     for rank, theirs in enumerate(told):
         if theirs != first:
-            raise ValueError(f"the checkpoint's folder is {first} on rank 0 and {theirs} on rank {rank}: name the same on all ranks")
+            raise ValueError(
+                f"the checkpoint's folder is {first} on rank 0 and {theirs} on rank {rank}: give all ranks the same"
+            )
 
 
 def writers_in(folder: Path, ranks: Ranks) -> list[int]:
@@ -44,6 +48,18 @@ def writers_in(folder: Path, ranks: Ranks) -> list[int]:
     except OSError:
         sees = False
     return [rank for rank, theirs in enumerate(ranks.exchange("who sees the folder", sees)) if theirs or rank == 0]
+
+
+def turns_of(parameters: Sequence[Described], writers: Sequence[int]) -> Iterator[dict[int, int]]:
+    """Who writes which parameter, turn by turn: writer to number. In model order, each goes to who has the least so far."""
+    shares: dict[int, list[int]] = {writer: [] for writer in writers}
+    loads = dict.fromkeys(writers, 0)
+    for number, each in enumerate(parameters):
+        writer = min(writers, key=loads.__getitem__)
+        shares[writer].append(number)
+        loads[writer] += math.prod(each.shape) * len(parts_of(each.trainable))
+    for turn in zip_longest(*shares.values()):
+        yield {writer: number for writer, number in zip(shares, turn, strict=True) if number is not None}
 
 
 def warn_of_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -62,9 +78,7 @@ def _digest(buffer: torch.Tensor) -> str:
     return hashlib.sha256(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def beside_of_all(
-    ranks: Ranks, beside: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def beside_of_all(ranks: Ranks, beside: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """beside: the loop's, of which rank 0's are saved; own: what each rank has for itself."""
     if ranks.size == 1:
         return {**beside, **own}
@@ -101,8 +115,8 @@ def _saved_by(path: Path) -> int:
 def warn_of_other_ranks(ranks: Ranks, saved: int, source: Path) -> None:
     if saved != ranks.size and ranks.rank == 0:
         warnings.warn(
-            f"the checkpoint in {source} was saved by {_ranks(saved)} and goes on with {_ranks(ranks.size)}: dropout begins anew, "
-            "and a step has another global batch unless micro-batches are more or fewer to the same degree",
+            f"the checkpoint in {source} was saved by {_ranks(saved)} and goes on with {_ranks(ranks.size)}: dropout begins "
+            "anew, and a step has another global batch unless `accumulate` or the batches make up for it",
             stacklevel=4,
         )
 
@@ -125,6 +139,6 @@ def readers_of(manifest: Manifest, source: Path, ranks: Ranks) -> Sequence[int]:
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise CheckpointError(
-                f"ranks 0 and {rank} find different checkpoints in {source}: name a folder that all of them see, or copy one to all"
+                f"ranks 0 and {rank} find different checkpoints in {source}: name a folder that all see, or copy one to all"
             )
     return [rank for rank, (_, files) in enumerate(told) if files == told[ranks.rank][1]]

@@ -96,6 +96,14 @@ class Ranks(ABC):
             self.exchange(f"{about}, onto {'all' if onto is None else onto}", None)
             self._bring([[_in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces], onto)
 
+    def of_first(self, about: str, mine: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, on the CPU; those of the others say its type and shape, which are the same."""
+        if self.size == 1:
+            return mine
+        flat = mine.detach().cpu().contiguous().reshape(-1) if self.rank == 0 else torch.empty(mine.numel(), dtype=mine.dtype)
+        self.bring(about, [[flat], *([] for _ in range(1, self.size))])
+        return flat.view(mine.shape)
+
     @abstractmethod
     def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
         """Of bytes (uint8), none of them empty."""

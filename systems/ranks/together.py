@@ -29,7 +29,7 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
     mine: BaseException | None = None
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - it is raised below, once the others know
         mine = error
     with contextlib.suppress(Exception) if mine is not None else contextlib.nullcontext():
         told = ranks.exchange(what, None if mine is None else _ToldError.of(mine))
@@ -52,16 +52,18 @@ class _ToldError:
 
     @classmethod
     def of(cls, error: BaseException) -> _ToldError:
-        kind, words = type(error), in_words(error)
-        ours = kind.__module__ in ("builtins", "systems") or kind.__module__.startswith("systems.")
-        if not ours or not isinstance(error, ValueError | OSError | RuntimeError) or isinstance(error, UnicodeError):
-            return cls(RuntimeError, f"{kind.__name__}: {words}", None, None, {})
+        words = in_words(error)
+        if not isinstance(error, ValueError | OSError | RuntimeError) or isinstance(error, UnicodeError | UnavailableError):
+            return cls(RuntimeError, f"{type(error).__name__}: {words}", None, None, {})
+        kind: type[Exception] = type(error)
+        if kind.__module__ != "builtins" and not kind.__module__.startswith("systems."):
+            kind = next(each for each in (ValueError, OSError, RuntimeError) if issubclass(kind, each))
         number = error.errno if isinstance(error, OSError) else None
         file = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else None
         if isinstance(error, OSError) and error.strerror:
             words = error.strerror
         details = {name: vars(error)[name] for name in DETAILS if name in vars(error)}
-        return cls(RuntimeError if isinstance(error, UnavailableError) else kind, words, number, file, details)
+        return cls(kind, words, number, file, details)
 
     def of_rank(self, rank: int) -> Exception:
         """As it is raised on the others."""

@@ -173,16 +173,20 @@ class Store:
         without = [each for each in self.segments if not each.has_slot]
         if not without:
             return
-        for part in STATE_PARTS:
-            if part in self._mappings:
-                self._mappings[part].empty()
-        if self.disk is not None:
-            self.disk.empty_buffers()
+        self.empty_states()
         need = sum(each.segment.shard_numel for each in without) * self.dtype.itemsize
         check_fresh(need, self.host.room)
         made = self._mappings["values"] = HostMapping("host-values", need, self.host, pinned=False)
         for each in without:
             each.take_slot(*made.take(self.dtype, each.segment.shard_numel))
+
+    def empty_states(self) -> None:
+        """Of all that the host has of segments the slots alone stay, as `give_slots` says. Twice is once."""
+        for part in STATE_PARTS:
+            if part in self._mappings:
+                self._mappings[part].empty()
+        if self.disk is not None:
+            self.disk.empty_buffers()
 
     def own(self, slot: torch.Tensor) -> torch.Tensor:
         """A slot, or a part of one, as what keeps its memory: see HostMapping.own."""

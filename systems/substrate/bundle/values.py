@@ -6,7 +6,6 @@ Call it only when drained, outside a step, and on all ranks alike: what their sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
@@ -15,9 +14,6 @@ from systems.planning.layout import Placement
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import StoredSegment
 from systems.substrate.bundle.store import Store
-
-
-Moment = Literal["exp_avg", "exp_avg_sq"]
 
 
 class StoredValues:
@@ -39,7 +35,7 @@ class StoredValues:
             mine += [(p.start, whole[p.here].float().cpu()) for p in here]
         return mine
 
-    def _moments_here(self, number: int, which: Moment) -> list[tuple[int, torch.Tensor]]:
+    def _moments_here(self, number: int, which: Part) -> list[tuple[int, torch.Tensor]]:
         return [(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(number)]
 
     def bring(self, number: int, part: Part, onto: int) -> torch.Tensor | None:
@@ -93,7 +89,19 @@ class StoredValues:
                     if place.parameter == number:
                         there[place.here].copy_(flat[place.piece])
 
-    def moment(self, parameter: int, which: Moment) -> torch.Tensor:
+    def restore(self, number: int) -> None:
+        """What this rank has of a parameter in its slots and on the device was edited, and is again as at rest."""
+        bundle, here = self.bundle_of(number), dict(self._values_here(number))
+        if bundle.movable:
+            for stored, place in self.pieces_of(number):
+                self._store.device.host_kernel.cast(here[place.start], stored.slot[place.here])
+        if bundle.block is not None:
+            for stored, there in zip(bundle.segments, bundle.pieces(bundle.block), strict=True):
+                for place in stored.placements:
+                    if place.parameter == number:
+                        there[stored.own][place.here].copy_(here[place.start])
+
+    def moment(self, parameter: int, which: Part) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy."""
         return self._whole(parameter, self._moments_here(parameter, which))
 
