@@ -69,7 +69,7 @@ class _ToldError:
         """As it is raised on the others."""
         words = f"{self.words} (rank {rank})"
         if issubclass(self.kind, OSError):
-            return self.kind(self.number, words, self.file)
+            return self.kind(words) if self.number is None else self.kind(self.number, words, self.file)
         made = self.kind.__new__(self.kind)
         made.args = (words,)
         vars(made).update(self.details)
