@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map
 from systems.checkpoint import TrainingState, copy_into
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.limits import free_host_memory
-from systems.ranks.hosts import on_this_host
 from systems.ranks.ranks import Ranks
 from systems.ranks.together import together
 from systems.settings import TORCH_DTYPE
@@ -57,9 +56,9 @@ class Exporting(Protocol):
 @torch.inference_mode(False)  # what is made within it is of little use outside
 def state_dict(engine: Exporting, dtype: str | torch.dtype) -> dict[str, Any]:
     """See Engine.state_dict."""
-    wanted, here = _dtype(dtype), len(on_this_host(engine.ranks))
+    wanted = _dtype(dtype)
     with together(engine.ranks, "state_dict"):
-        need = here * sum(nbytes for _, nbytes in _sizes(engine, wanted))
+        need = engine.ranks.local_size * sum(nbytes for _, nbytes in _sizes(engine, wanted))
         engine.make_host_room(need)
         check_host(need, "state_dict", "write them with engine.save_pretrained(folder), or ask for dtype='bf16'")
     with _whole(engine, wanted, _in_memory) as values:

@@ -14,7 +14,6 @@ from torch import nn
 
 from systems.planning.layout import Layout
 from systems.planning.plan import Tier
-from systems.ranks.hosts import on_this_host
 from systems.ranks.together import together
 from systems.recipe.model.giving_back import check_free
 from systems.recipe.model.parameters import set_data
@@ -51,7 +50,6 @@ def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: Stor
     thing. Raises BudgetError where the host has no room for what never had a slot, or for the copies.
     """
     ranks, numbers = store.ranks, sorted(store.layout.places)
-    here = len(on_this_host(ranks))
     with together(ranks, "values to give back"):
         store.give_slots()
         for managed in bundles:
@@ -62,7 +60,7 @@ def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: Stor
                         stored.slot.copy_(piece[stored.own])
         if ranks.size > 1:
             store.empty_states()
-            check_free(here * store.dtype.itemsize * sum(place.numel for place in store.layout.places.values()))
+            check_free(ranks.local_size * store.dtype.itemsize * sum(place.numel for place in store.layout.places.values()))
     if ranks.size > 1:  # a shard is in no other rank's memory
         return [[values.at_rest(number)] for number in numbers]
     return [slot_pieces(store, values, number) for number in numbers]

@@ -8,7 +8,6 @@ import pytest
 
 from systems.checkpoint import CheckpointError, SaveError
 from systems.errors import BudgetError, DivergedError, UnavailableError, UnsupportedError
-from systems.ranks.hosts import on_this_host
 from systems.ranks.link import RanksDifferError
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks, SingleRank
@@ -111,8 +110,3 @@ def test_an_error_of_its_own_stands_where_ranks_do_different_things() -> None:
         return "none"
 
     assert as_threads(2, work) == ["RanksDifferError", "ValueError"]
-
-
-def test_threads_are_on_one_host() -> None:
-    assert as_threads(3, on_this_host) == [[0, 1, 2]] * 3
-    assert on_this_host(SingleRank()) == [0]

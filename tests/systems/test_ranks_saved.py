@@ -66,7 +66,8 @@ def state_of(engine: Engine, losses: list[list[float]]) -> State:
 def asked(system: str, model: str, size: int, **given: Any) -> Settings:
     budget = AMPLE if system == "resident" else tight(model, size)
     accumulate = MOST if size == 1 else 1
-    return settings(ranks=size, accumulate=accumulate, clip=0.5, device_memory=budget, host_memory=AMPLE, **given)
+    wanted = {"ranks": size, "accumulate": accumulate, "clip": 0.5, "device_memory": budget, "host_memory": AMPLE}
+    return settings(**(wanted | given))
 
 
 def on_ranks(system: str, model: str, size: int, work: Callable[[Engine], Any], **given: Any) -> list[Any]:
