@@ -201,7 +201,7 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
         channel.enter("resume")
         with known.timing("resume"):
             _, beside = checkpoint.load(engine, job.spec.resume)
-            _set_random_states(beside)
+            _go_on_at_random(job.spec.resume, engine.ranks.size, beside, known)
     _tell(channel, known)
     work = _work(job, request)
     measurement = _measurement(engine, work, job, channel, known, request)
@@ -251,10 +251,18 @@ def _save(job: WorkerJob, engine: Engine) -> None:
     beside = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         beside["random.cuda"] = torch.cuda.get_rng_state()
-    checkpoint.save(engine, str(job.spec.checkpoint), beside=beside)
+    checkpoint.save(engine, str(job.spec.checkpoint), own=beside)
 
 
-def _set_random_states(beside: dict[str, torch.Tensor]) -> None:
+def _go_on_at_random(folder: str, ranks: int, beside: dict[str, torch.Tensor], known: Known) -> None:
+    """Where as many ranks go on as have saved: each has states of its own."""
+    saved = checkpoint.ranks_of(folder)
+    if saved != ranks:
+        known.notes.append(
+            f"--resume: of {saved} ranks, and {ranks} go on: dropout begins anew, and a step's batch is another unless "
+            "--batch-size and --accumulate make up for it"
+        )
+        return
     if "random.cpu" in beside:
         torch.set_rng_state(beside["random.cpu"])
     if "random.cuda" in beside and torch.cuda.is_available():

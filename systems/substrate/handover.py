@@ -51,15 +51,14 @@ def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: Stor
     """
     ranks, numbers = store.ranks, sorted(store.layout.places)
     with together(ranks, "values to give back"):
-        store.give_slots()
+        store.give_slots(more=ranks.size > 1)
         for managed in bundles:
             if managed.states_on_device or not managed.movable:
                 assert managed.block is not None, "what is updated on the device, or never moves, is always resident"
-                for stored, piece in zip(managed.segments, managed.pieces(managed.block), strict=True):
+                for stored, piece in zip(managed.segments, managed.own_pieces(managed.block), strict=True):
                     if stored.tier is Tier.DEVICE or not managed.movable:
-                        stored.slot.copy_(piece[stored.own])
+                        stored.slot.copy_(piece)
         if ranks.size > 1:
-            store.empty_states()
             check_free(ranks.local_size * store.dtype.itemsize * sum(place.numel for place in store.layout.places.values()))
     if ranks.size > 1:  # a shard is in no other rank's memory
         return [[values.at_rest(number)] for number in numbers]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,11 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from systems import checkpoint
 from systems.checkpoint import CheckpointError, SaveError
 from systems.errors import DivergedError
 from systems.ranks.loopback import as_threads
+from systems.ranks.processes import Processes
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.system import Engine
@@ -27,6 +33,7 @@ from tests.systems.running import AMPLE, AdamState, adam_states, parameters_of, 
 from tests.systems.test_checkpoint import contents
 from tests.systems.test_ranks import loss_of, make, tight
 
+ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS: dict[str, Any] = {**every.STRATEGIES, "resident": every.RESIDENT}
 BEFORE, AFTER = 3, 2  # steps, saved between them
 SAVED_BY = 2
@@ -417,3 +424,51 @@ def test_no_rank_has_more_than_one_tensor_and_a_file_in_memory(tmp_path: Path, m
     monkeypatch.setattr(TENSORS, "save_file", save_file)
     assert outcomes_of("angel-ptm", lambda engine: checkpoint.save(engine, tmp_path / "here")) == [None] * SAVED_BY
     assert all(number == 1 or nbytes <= 40_000 // SAVED_BY for number, nbytes in held)
+
+
+def save_and_die(rank: int, meet: Path, folder: Path) -> None:
+    """In a process of its own, of two: saves, and again after one more step, in which rank 1 is killed. Rank 0 tells what it
+    was told beside the folder.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=SAVED_BY)
+    chosen, ranks = SYSTEMS["elixir"], Processes()
+    wanted = settings(ranks=SAVED_BY, clip=0.5, device_memory=AMPLE, host_memory=AMPLE)
+    engine = chosen.initialize(make("stack"), wanted, chosen.Options(), ranks=ranks)
+    train(engine, "stack", 0, BEFORE, SAVED_BY)
+    checkpoint.save(engine, folder)
+    checkpoint.load(engine, folder)
+    train(engine, "stack", BEFORE, BEFORE + 1, SAVED_BY)
+    TENSORS.FILE_BYTES = 20_000
+    real, left = TENSORS.save_file, [3]
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        left[0] -= 1
+        if rank == 1 and left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(tensors, path)
+
+    TENSORS.save_file = save_file
+    try:
+        checkpoint.save(engine, folder)
+    except Exception as error:  # noqa: BLE001 - told
+        (folder.parent / "told").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)  # without waiting for who is gone
+
+
+def test_a_rank_that_is_killed_while_saving_leaves_the_last_one(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    script = "import sys, pathlib, tests.systems.test_ranks_saved as saved; rank, *paths = sys.argv[1:]; "
+    script += "saved.save_and_die(int(rank), *map(pathlib.Path, paths))"
+    words = [[sys.executable, "-c", script, str(rank), str(tmp_path / "meet"), str(folder)] for rank in range(SAVED_BY)]
+    started = [subprocess.Popen(each, env=variables, cwd=ROOT) for each in words]
+    assert [each.wait(timeout=120) for each in started] == [0, -signal.SIGKILL]
+    assert (tmp_path / "told").read_text().startswith("PeerGoneError: another rank is gone")
+    assert len(list(folder.iterdir())) == 2, "nothing unfinished is left"
+    with on_one_rank() as engine:
+        with pytest.warns(UserWarning, match="was saved by 2 ranks"):
+            checkpoint.load(engine, folder)
+        assert_same(without_interruption("stack", 1)[0], state_of(engine, []), after=BEFORE)
+        train(engine, "stack", BEFORE, BEFORE + AFTER, 1)
+        assert_same(without_interruption("stack", 1)[1], state_of(engine, []), after=BEFORE)

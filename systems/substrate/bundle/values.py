@@ -96,10 +96,10 @@ class StoredValues:
             for stored, place in self.pieces_of(number):
                 self._store.device.host_kernel.cast(here[place.start], stored.slot[place.here])
         if bundle.block is not None:
-            for stored, there in zip(bundle.segments, bundle.pieces(bundle.block), strict=True):
+            for stored, there in zip(bundle.segments, bundle.own_pieces(bundle.block), strict=True):
                 for place in stored.placements:
                     if place.parameter == number:
-                        there[stored.own][place.here].copy_(here[place.start])
+                        there[place.here].copy_(here[place.start])
 
     def moment(self, parameter: int, which: Part) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy."""
