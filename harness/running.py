@@ -238,9 +238,9 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
 
 
 def _check_room(job: WorkerJob, request: Request, model: torch.nn.Module) -> None:
-    """For the run's checkpoints, where it writes any."""
+    """For the run's checkpoints, where it writes any; of several ranks the first looks."""
     spec, resolved = job.spec, request.resolved
-    if spec.checkpoint is not None:
+    if spec.checkpoint is not None and job.rank == 0:
         steps, before = resolved.steps or 0, resolved.steps_before or 0
         within = (steps - 1) // spec.save_every - before // spec.save_every if spec.save_every else 0
         checkpoint.check_room(model, spec.checkpoint, saves=1 + within)
