@@ -26,7 +26,7 @@ from systems.checkpoint import TrainingState, copy_into
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.limits import free_host_memory
 from systems.ranks.ranks import Ranks
-from systems.ranks.together import together
+from systems.ranks.side_by_side import side_by_side
 from systems.settings import TORCH_DTYPE
 from systems.sizes import format_need, format_size
 from systems.state_dicts import with_values
@@ -57,7 +57,7 @@ class Exporting(Protocol):
 def state_dict(engine: Exporting, dtype: str | torch.dtype) -> dict[str, Any]:
     """See Engine.state_dict."""
     wanted = _dtype(dtype)
-    with together(engine.ranks, "state_dict"):
+    with side_by_side(engine.ranks, "state_dict"):
         need = engine.ranks.local_size * sum(nbytes for _, nbytes in _sizes(engine, wanted))
         engine.make_host_room(need)
         check_host(need, "state_dict", "write them with engine.save_pretrained(folder), or ask for dtype='bf16'")
@@ -85,7 +85,7 @@ def save_pretrained(
     wanted, module, target, ranks = _dtype(dtype), engine.module, Path(folder).absolute(), engine.ranks
     place: Place = _in_memory
     writes = ranks.rank == 0
-    with together(ranks, "save_pretrained"):
+    with side_by_side(ranks, "save_pretrained"):
         if not callable(getattr(module, "save_pretrained", None)):
             raise UnsupportedError(
                 f"save_pretrained: {type(module).__name__} has none of its own, as transformers' models have: "
@@ -98,7 +98,7 @@ def save_pretrained(
             with _writing(target):
                 target.mkdir(parents=True, exist_ok=True)
                 place = _place(target, sizes)
-    with _whole(engine, wanted, place, onto=0), _config_as_it_was(module), together(ranks, "save_pretrained's end"):
+    with _whole(engine, wanted, place, onto=0), _config_as_it_was(module), side_by_side(ranks, "save_pretrained's end"):
         if writes:
             with _writing(target):
                 module.save_pretrained(target, **more)  # type: ignore[operator]
@@ -144,7 +144,7 @@ def by_all_names(
         yield found
         return
     final: dict[str, torch.Tensor] = {}
-    with together(ranks, "the end of summon(write=True)"):
+    with side_by_side(ranks, "the end of summon(write=True)"):
         yield found
         if ranks.rank == 0:
             final = {first: _agreed(found, before, several) for first, several in names.items()}

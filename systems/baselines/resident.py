@@ -29,8 +29,8 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
 from systems.ranks.beginnings import FirstValuesAlike, begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
+from systems.ranks.side_by_side import side_by_side
 from systems.ranks.sums import summed
-from systems.ranks.together import together
 from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls, Hook, outer_modules
 from systems.recipe.model.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled
@@ -298,7 +298,7 @@ class ResidentEngine(SteppingEngine):
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        with together(self.ranks, "summon"):
+        with side_by_side(self.ranks, "summon"):
             self._settle("summon", in_step=self._in_step, overwrites=write)
         values = {}
         with torch.inference_mode(False):  # what is made within it has no version
@@ -446,7 +446,7 @@ class ResidentState:
     def __init__(self, engine: ResidentEngine) -> None:
         self._ranks, self._weights, self.control = engine.ranks, engine.parameters, engine.control
         self._masters, self._moments = engine._masters, engine._moments
-        named = zip(engine._names, engine.parameters, strict=True)
+        named = zip(engine._names, self._weights, strict=True)
         self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in named]
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
@@ -459,7 +459,6 @@ class ResidentState:
         return source.to("cpu", torch.float32, copy=True).view(shape)
 
     def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
-        """Each rank has all of it."""
         return self.read(parameter, part) if self._ranks.rank == onto else None
 
     def write(self, parameter: int, state: SavedParameter) -> None:

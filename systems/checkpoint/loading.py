@@ -32,7 +32,7 @@ from systems.checkpoint.state import (
 )
 from systems.checkpoint.tensors import check_hashes, header, readable, tensor
 from systems.ranks.ranks import Ranks
-from systems.ranks.together import together
+from systems.ranks.side_by_side import side_by_side
 
 NAMED = 3  # parameters that a message lists
 
@@ -45,15 +45,15 @@ def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, di
     Raises CheckpointError, before anything is changed, where a file or tensor is missing, damaged or does not fit the model.
     """
     ranks, source = engine.ranks, Path(folder).absolute()
-    with together(ranks, "what to load into"):
+    with side_by_side(ranks, "what to load into"):
         state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
     with contextlib.ExitStack() as stack:
-        with together(ranks, "what to load"):
+        with side_by_side(ranks, "what to load"):
             read_manifest(source)  # it is there
             with readable(source):
                 stack.enter_context(locked(source, fcntl.LOCK_SH))
         found = _load(state, buffers, source, ranks)
-    with together(ranks, "what was loaded"):
+    with side_by_side(ranks, "what was loaded"):
         engine.training_state()  # waits for the last copy to a device
     return found
 
@@ -66,7 +66,7 @@ def position(folder: str | os.PathLike[str]) -> LoopState:
 def _load(
     state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path, ranks: Ranks
 ) -> tuple[LoopState, dict[str, torch.Tensor]]:
-    with together(ranks, "the form of a checkpoint"):
+    with side_by_side(ranks, "the form of a checkpoint"):
         manifest = read_manifest(source)
         warn_of_format(manifest, source)
         files = source / manifest.data
@@ -78,14 +78,14 @@ def _load(
             pass
         _check_buffers(buffers, files / BUFFERS)
     readers = readers_of(manifest, source, ranks)
-    with together(ranks, "the content of a checkpoint"):
+    with side_by_side(ranks, "the content of a checkpoint"):
         share = slice(readers.index(ranks.rank), None, len(readers))
         check_hashes(dict(list((manifest.hashes or {}).items())[share]), files)
         _check_values(dict(list(manifest.parameters.items())[share]), files)
         saved_by, beside = beside_of_mine(files / BESIDE, ranks)
         saved = {name: tensor(files / BUFFERS, name) for name in buffers}
     warn_of_other_ranks(ranks, saved_by, source)
-    with together(ranks, "the values of a checkpoint"):
+    with side_by_side(ranks, "the values of a checkpoint"):
         try:
             _restore(state, manifest, files)
         except CheckpointError as error:

@@ -42,7 +42,7 @@ from systems.checkpoint.tensors import Writer
 from systems.errors import BudgetError, DivergedError
 from systems.machine.durable import flush, write_whole
 from systems.ranks.ranks import Ranks
-from systems.ranks.together import together
+from systems.ranks.side_by_side import side_by_side
 from systems.sizes import format_need, format_size
 
 OVERHEAD_BYTES = 1024  # of a parameter, for what says where it is; and of the rest
@@ -68,10 +68,10 @@ def save(
     """
     ranks = engine.ranks
     first = ranks.rank == 0
-    with together(ranks, "where to save"):
+    with side_by_side(ranks, "where to save"):
         target = check_folder(folder) if first else Path(folder).absolute()
     check_same_folder(ranks, target)
-    with together(ranks, "what to save"):
+    with side_by_side(ranks, "what to save"):
         state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
     warn_of_buffers(ranks, buffers)
     more = {BUFFERS: buffers, BESIDE: beside_of_all(ranks, beside or {}, own or {})}
@@ -109,8 +109,8 @@ def _alone_in(target: Path, state: TrainingState, more: More) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(ranks: Ranks, what: str, target: Path) -> Iterator[None]:
-    """As `together`; SaveError for what keeps a file from being written."""
-    with together(ranks, what):
+    """As `side_by_side`; SaveError for what keeps a file from being written."""
+    with side_by_side(ranks, what):
         try:
             yield
         except OSError as error:

@@ -17,28 +17,14 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
-from systems.errors import DivergedError, HiddenUseError, UnsupportedError
-from systems.messages import in_words
 from systems.ranks.link import Alone, Link, check_tags
+from systems.ranks.told import ToldError
 
 Told = TypeVar("Told")
-
-TOLD_AS = (HiddenUseError, UnsupportedError, DivergedError)  # what all raise where one does; else RuntimeError
-
-
-class _Wrong(NamedTuple):
-    """What one rank tells the others of its error."""
-
-    kind: type[Exception]
-    words: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Wrong:
-        return cls(next((kind for kind in TOLD_AS if isinstance(error, kind)), RuntimeError), in_words(error))
 
 
 class Ranks(ABC):
@@ -79,11 +65,11 @@ class Ranks(ABC):
         try:
             found = work()
         except Exception as error:  # noqa: BLE001 - raised below, by all
-            cause, wrong = error, _Wrong.of(error)
+            cause, wrong = error, ToldError.of(error)
         told = self.exchange(about, (found, wrong))
         for rank, (_, theirs) in enumerate(told):
             if theirs is not None:
-                raise theirs.kind(f"rank {rank}: {theirs.words}") from cause
+                raise theirs.of_rank(rank) from cause
         return [cast(Told, value) for value, _ in told]
 
     def bring(self, about: str, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None = None) -> None:

@@ -21,7 +21,7 @@ from systems.machine.limits import free_host_memory
 from systems.messages import in_words
 from systems.planning.strategy import PlanningContext, Strategy
 from systems.ranks.ranks import Ranks
-from systems.ranks.together import together
+from systems.ranks.side_by_side import side_by_side
 from systems.recipe.model.adoption import keeping_values
 from systems.recipe.model.giving_back import check_room, give
 from systems.recipe.model.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
@@ -199,7 +199,7 @@ class ManagedEngine(ManagedReports):
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
-        with together(self.ranks, "summon"):
+        with side_by_side(self.ranks, "summon"):
             self._settle("summon", in_step=self.progress.in_step, overwrites=write)
         self.make_host_room(4 * self.index.numel())
         with torch.inference_mode(False):  # what is made within it has no version
@@ -219,7 +219,7 @@ class ManagedEngine(ManagedReports):
         """
         store = self.store
         try:
-            with together(self.ranks, "close") if keep else contextlib.nullcontext():
+            with side_by_side(self.ranks, "close") if keep else contextlib.nullcontext():
                 if self.progress.in_step or self._broken_off:
                     self.recovery.abort()
                 self.drain()

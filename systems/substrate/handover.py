@@ -14,7 +14,7 @@ from torch import nn
 
 from systems.planning.layout import Layout
 from systems.planning.plan import Tier
-from systems.ranks.together import together
+from systems.ranks.side_by_side import side_by_side
 from systems.recipe.model.giving_back import check_free
 from systems.recipe.model.parameters import set_data
 from systems.recipe.model.units import FoundModel
@@ -50,7 +50,7 @@ def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: Stor
     thing. Raises BudgetError where the host has no room for what never had a slot, or for the copies.
     """
     ranks, numbers = store.ranks, sorted(store.layout.places)
-    with together(ranks, "values to give back"):
+    with side_by_side(ranks, "values to give back"):
         store.give_slots(more=ranks.size > 1)
         for managed in bundles:
             if managed.states_on_device or not managed.movable:

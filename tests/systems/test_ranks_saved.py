@@ -257,12 +257,12 @@ def test_a_save_that_fails_on_one_rank_leaves_the_last_one_and_is_told_on_all(
         if error is NO_SPACE:
             assert all(isinstance(each.error, OSError | ValueError) for each in told), step
             assert all("No space left on device" in str(each.error) for each in told), step
-            assert f"(rank {rank})" in str(told[1 - rank].error), step
+            assert f"rank {rank}: " in str(told[1 - rank].error), step
             for each in told:
                 assert not isinstance(each.error, SaveError) or "one before it is still there" in str(each.error), step
         else:
             assert isinstance(told[rank].error, KeyboardInterrupt), step
-            assert f"KeyboardInterrupt: KeyboardInterrupt (rank {rank})" in str(told[1 - rank].error), step
+            assert f"rank {rank}: KeyboardInterrupt: KeyboardInterrupt" in str(told[1 - rank].error), step
     for _, state in found:
         assert_same(without_interruption("stack", SAVED_BY)[1], state)
     assert checkpoint.position(folder).steps == BEFORE + AFTER

@@ -18,7 +18,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.planning.layout import ModelIndex
 from systems.ranks.beginnings import sum_of_bits
 from systems.ranks.ranks import Ranks, SingleRank
-from systems.ranks.together import together
+from systems.ranks.side_by_side import side_by_side
 from systems.recipe.step.control import StepControl
 from systems.recipe.step.parameter_groups import check_flags
 from systems.sizes import format_need, format_size
@@ -137,7 +137,7 @@ class OptimizerStates:
     # ---- out of the engine
 
     def _fill(self, optimizer: torch.optim.Optimizer) -> None:
-        with together(self._ranks, "optimizer.state_dict()"):
+        with side_by_side(self._ranks, "optimizer.state_dict()"):
             moments = self._moments("optimizer.state_dict()")
             updates = moments.control.updates
             stepped = [d.index for d in self._index.parameters if d.trainable and updates[d.index]]
@@ -175,7 +175,7 @@ class OptimizerStates:
     def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch is left with has no state. ValueError, and nothing changed, for what the engine cannot take."""
         what = "optimizer.load_state_dict()"
-        with together(self._ranks, what):
+        with side_by_side(self._ranks, what):
             self._moments(what)
             self._loading = {}
             saved = state_dict["param_groups"]

@@ -11,7 +11,7 @@ from systems.errors import BudgetError, DivergedError, UnavailableError, Unsuppo
 from systems.ranks.link import RanksDifferError
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks, SingleRank
-from systems.ranks.together import together
+from systems.ranks.side_by_side import side_by_side
 
 
 class StrangeError(Exception):
@@ -34,7 +34,7 @@ def told(error: BaseException) -> list[BaseException | None]:
 
     def work(ranks: Ranks) -> BaseException | None:
         try:
-            with together(ranks, "work"):
+            with side_by_side(ranks, "work"):
                 if ranks.rank == 1:
                     raise error
         except BaseException as raised:  # noqa: BLE001 - looked at
@@ -47,20 +47,20 @@ def told(error: BaseException) -> list[BaseException | None]:
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
-        (ValueError("a b"), ValueError, "a b (rank 1)"),
-        (UnsupportedError("leave it"), UnsupportedError, "leave it (rank 1)"),
-        (BudgetError("no room", tier="disk", need=3, have=2, final=True), BudgetError, "no room (rank 1)"),
-        (DivergedError("far"), DivergedError, "far (rank 1)"),
-        (CheckpointError("damaged"), CheckpointError, "damaged (rank 1)"),
-        (SaveError(28, "not written", "there"), SaveError, "not written (rank 1)"),
-        (FileNotFoundError(2, "No such file", "there"), FileNotFoundError, "[Errno 2] No such file (rank 1): 'there'"),
-        (OSError("odd"), OSError, "odd (rank 1)"),
-        (KeyboardInterrupt(), RuntimeError, "KeyboardInterrupt: KeyboardInterrupt (rank 1)"),
-        (UnavailableError("none", install="pip"), RuntimeError, "UnavailableError: none: pip (rank 1)"),
+        (ValueError("a b"), ValueError, "rank 1: a b"),
+        (UnsupportedError("leave it"), UnsupportedError, "rank 1: leave it"),
+        (BudgetError("no room", tier="disk", need=3, have=2, final=True), BudgetError, "rank 1: no room"),
+        (DivergedError("far"), DivergedError, "rank 1: far"),
+        (CheckpointError("damaged"), CheckpointError, "rank 1: damaged"),
+        (SaveError(28, "not written", "there"), SaveError, "rank 1: not written"),
+        (FileNotFoundError(2, "No such file", "there"), FileNotFoundError, "[Errno 2] rank 1: No such file: 'there'"),
+        (OSError("odd"), OSError, "rank 1: odd"),
+        (KeyboardInterrupt(), RuntimeError, "rank 1: KeyboardInterrupt: KeyboardInterrupt"),
+        (UnavailableError("none", install="pip"), RuntimeError, "rank 1: UnavailableError: none: pip"),
         (UnicodeDecodeError("utf8", b"", 0, 1, "why"), RuntimeError, None),
-        (StrangeError(), RuntimeError, "StrangeError: strange things (rank 1)"),
-        (StrangeValueError(), ValueError, "strange things (rank 1)"),
-        (KeyError("x"), RuntimeError, "KeyError: 'x' (rank 1)"),
+        (StrangeError(), RuntimeError, "rank 1: StrangeError: strange things"),
+        (StrangeValueError(), ValueError, "rank 1: strange things"),
+        (KeyError("x"), RuntimeError, "rank 1: KeyError: 'x'"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
@@ -78,31 +78,31 @@ def test_an_error_is_told_on_all_ranks_as_what_it_is(error: BaseException, kind:
 def test_two_errors_and_none() -> None:
     def work(ranks: Ranks) -> str:
         try:
-            with together(ranks, "work"):
+            with side_by_side(ranks, "work"):
                 if ranks.rank:
                     raise ValueError(f"of {ranks.rank}")
         except ValueError as error:
             return str(error)
         return "none"
 
-    assert as_threads(3, work) == ["of 1 (rank 1)", "of 1", "of 2"]
+    assert as_threads(3, work) == ["rank 1: of 1", "of 1", "of 2"]
 
     def fine(ranks: Ranks) -> None:
-        with together(ranks, "work"):
+        with side_by_side(ranks, "work"):
             pass
 
     assert as_threads(2, fine) == [None, None]
 
 
 def test_one_rank_raises_what_it_raises() -> None:
-    with pytest.raises(KeyError, match="x"), together(SingleRank(), "work"):
+    with pytest.raises(KeyError, match="x"), side_by_side(SingleRank(), "work"):
         raise KeyError("x")
 
 
 def test_an_error_of_its_own_stands_where_ranks_do_different_things() -> None:
     def work(ranks: Ranks) -> str:
         try:
-            with together(ranks, f"work of {ranks.rank}"):
+            with side_by_side(ranks, f"work of {ranks.rank}"):
                 if ranks.rank:
                     raise ValueError("mine")
         except (ValueError, RanksDifferError) as error:

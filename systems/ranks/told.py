@@ -1,47 +1,18 @@
-"""What ranks do side by side: all bring it to an end, or none, and what went wrong on one is told on all of them."""
+"""An error of one rank, as the others are told of it and raise it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from systems.errors import UnavailableError
 from systems.messages import in_words
-from systems.ranks.ranks import Ranks
 
 DETAILS = ("tier", "need", "have", "final")  # what errors carry beside their words (systems/errors.py)
 
 
-@contextmanager
-def together(ranks: Ranks, what: str) -> Iterator[None]:
-    """Around what each rank does alone, without a collective in it; all ranks come to its end.
-
-    Where it raises, so it does on all ranks: its own error on each that has one, on the others the first one's, of the same
-    class where that is one that is told in a line (ValueError, OSError, this project's own), else a RuntimeError. what: as in
-    Ranks.exchange.
-    """
-    if ranks.size == 1:
-        yield
-        return
-    mine: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:  # noqa: BLE001 - it is raised below, once the others know
-        mine = error
-    with contextlib.suppress(Exception) if mine is not None else contextlib.nullcontext():
-        told = ranks.exchange(what, None if mine is None else _ToldError.of(mine))
-    if mine is not None:
-        raise mine
-    for rank, theirs in enumerate(told):
-        if theirs is not None:
-            raise theirs.of_rank(rank)
-
-
 @dataclass(frozen=True)
-class _ToldError:
+class ToldError:
     """number, file: of an OSError. details: by name."""
 
     kind: type[Exception]
@@ -51,7 +22,7 @@ class _ToldError:
     details: dict[str, Any]
 
     @classmethod
-    def of(cls, error: BaseException) -> _ToldError:
+    def of(cls, error: BaseException) -> ToldError:
         words = in_words(error)
         if not isinstance(error, ValueError | OSError | RuntimeError) or isinstance(error, UnicodeError | UnavailableError):
             return cls(RuntimeError, f"{type(error).__name__}: {words}", None, None, {})
@@ -67,7 +38,7 @@ class _ToldError:
 
     def of_rank(self, rank: int) -> Exception:
         """As it is raised on the others."""
-        words = f"{self.words} (rank {rank})"
+        words = f"rank {rank}: {self.words}"
         if issubclass(self.kind, OSError):
             return self.kind(words) if self.number is None else self.kind(self.number, words, self.file)
         made = self.kind.__new__(self.kind)
