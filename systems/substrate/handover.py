@@ -54,8 +54,7 @@ def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: Stor
         store.give_slots(more=ranks.size > 1)
         for managed in bundles:
             if managed.states_on_device or not managed.movable:
-                assert managed.block is not None, "what is updated on the device, or never moves, is always resident"
-                for stored, piece in zip(managed.segments, managed.own_pieces(managed.block), strict=True):
+                for stored, piece in zip(managed.segments, _on_device(managed), strict=True):
                     if stored.tier is Tier.DEVICE or not managed.movable:
                         stored.slot.copy_(piece)
         if ranks.size > 1:
@@ -63,6 +62,15 @@ def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: Stor
     if ranks.size > 1:  # a shard is in no other rank's memory
         return [[values.at_rest(number)] for number in numbers]
     return [slot_pieces(store, values, number) for number in numbers]
+
+
+def _on_device(managed: ManagedBundle) -> list[torch.Tensor]:
+    """Of its segments, what this rank has of what is updated there, or never moves."""
+    if managed.shard.at_home:
+        assert managed.shard.block is not None, "a shard that is at home on the device is there"
+        return managed.shard.pieces(managed.shard.block)
+    assert managed.block is not None, "what is updated on the device, or never moves, is always resident"
+    return managed.own_pieces(managed.block)
 
 
 def slot_pieces(store: Store, values: StoredValues, parameter: int) -> list[torch.Tensor]:

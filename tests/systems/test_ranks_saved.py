@@ -77,12 +77,14 @@ def asked(system: str, model: str, size: int, **given: Any) -> Settings:
     return settings(**(wanted | given))
 
 
-def on_ranks(system: str, model: str, size: int, work: Callable[[Engine], Any], **given: Any) -> list[Any]:
+def on_ranks(
+    system: str, model: str, size: int, work: Callable[[Engine], Any], options: dict[str, Any] | None = None, **given: Any
+) -> list[Any]:
     """What `work` returns on each rank."""
     chosen, models, wanted = SYSTEMS[system], [make(model) for _ in range(size)], asked(system, model, size, **given)
 
     def run(ranks: Ranks) -> Any:
-        with chosen.initialize(models[ranks.rank], wanted, chosen.Options(), ranks=ranks) as engine:
+        with chosen.initialize(models[ranks.rank], wanted, chosen.Options(**(options or {})), ranks=ranks) as engine:
             return work(engine)
 
     return as_threads(size, run) if size > 1 else [run(SingleRank())]
@@ -154,6 +156,30 @@ def test_training_goes_on_as_if_it_had_not_stopped(
         assert_same(whole, found, after=BEFORE)
         assert found.losses == [each[rank::size] for each in whole.losses]
     assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"scatter": False, "offload": False}, {"offload": False}, {"offload": False, "cache": 40_000}]
+)
+def test_what_rests_on_the_device_is_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
+    """Every rank having all of it, or each its shard; and given back at close."""
+    _, whole = without_interruption("stack", SAVED_BY)
+    modules = list[Any]()
+
+    def save(engine: Engine) -> None:
+        train(engine, "stack", 0, BEFORE, SAVED_BY)
+        checkpoint.save(engine, tmp_path / "here")
+
+    def load(engine: Engine) -> State:
+        checkpoint.load(engine, tmp_path / "here")
+        modules.append(engine.module)
+        return state_of(engine, train(engine, "stack", BEFORE, BEFORE + AFTER, SAVED_BY))
+
+    on_ranks("elixir", "stack", SAVED_BY, save, options, device_memory=AMPLE)
+    for found in on_ranks("elixir", "stack", SAVED_BY, load, options, device_memory=AMPLE):
+        assert_same(whole, found, after=BEFORE)
+    for module in modules:
+        assert all(torch.equal(each.detach(), whole.parameters[name]) for name, each in module.named_parameters())
 
 
 HERE = threading.local()  # rank: of the thread

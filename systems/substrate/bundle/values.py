@@ -43,6 +43,8 @@ class StoredValues:
         ranks, here = self._store.ranks, self._values_here(number) if part == "value" else self._moments_here(number, part)
         if ranks.rank == onto:
             return self._whole(number, here, onto)
+        if not self.bundle_of(number).scattered:
+            return None
         given = [[values for _, values in here] if rank == ranks.rank else [] for rank in range(ranks.size)]
         ranks.bring(f"parameter {number}", given, onto)
         return None
@@ -57,7 +59,7 @@ class StoredValues:
     ) -> torch.Tensor:
         """A parameter out of the pieces that each rank has; here: this one's."""
         ranks = self._store.ranks
-        if ranks.size == 1:
+        if ranks.size == 1 or not self.bundle_of(number).scattered:  # every rank has all
             return torch.cat([values for _, values in sorted(here, key=lambda piece: piece[0])])
         whole = torch.empty(self._store.layout.places[number].numel, dtype=dtype)
         for start, values in here:
