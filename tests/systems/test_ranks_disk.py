@@ -83,7 +83,7 @@ def test_a_checkpoint_goes_to_a_disk_and_comes_from_one(strategy: str, tmp_path:
         train(engine, "stack", 2, 4, 2)
         return parameters_of(engine)
 
-    more = {"host_memory": host, "disk": tmp_path / "states", "disk_memory": DISK}
+    more: dict[str, Any] = {"host_memory": host, "disk": tmp_path / "states", "disk_memory": DISK}
     straight, again = each_rank(strategy, "stack", 2, save, **more), each_rank(strategy, "stack", 2, load, **more)
     for one, other in zip(straight, again, strict=True):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
