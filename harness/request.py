@@ -95,7 +95,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
     resumed = None if spec.resume is None else checkpoint.position(spec.resume)
     taken = 0 if resumed is None else resumed.steps
     steps, warmup = _check_steps(spec, device, shape, taken)
-    if spec.checkpoint is not None:
+    if spec.checkpoint is not None and job.rank == 0:
         checkpoint.check_folder(spec.checkpoint)
     dataset = _open_data(spec, shape, seq_len)
     label = "cpu-emulated" if device == "cpu" else torch.cuda.get_device_name()

@@ -201,7 +201,7 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
         channel.enter("resume")
         with known.timing("resume"):
             _, beside = checkpoint.load(engine, job.spec.resume)
-            _set_random_states(beside)
+            _go_on_at_random(job.spec.resume, engine.ranks.size, beside, known)
     _tell(channel, known)
     work = _work(job, request)
     measurement = _measurement(engine, work, job, channel, known, request)
@@ -238,9 +238,9 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
 
 
 def _check_room(job: WorkerJob, request: Request, model: torch.nn.Module) -> None:
-    """For the run's checkpoints, where it writes any."""
+    """For the run's checkpoints, where it writes any; of several ranks the first looks."""
     spec, resolved = job.spec, request.resolved
-    if spec.checkpoint is not None:
+    if spec.checkpoint is not None and job.rank == 0:
         steps, before = resolved.steps or 0, resolved.steps_before or 0
         within = (steps - 1) // spec.save_every - before // spec.save_every if spec.save_every else 0
         checkpoint.check_room(model, spec.checkpoint, saves=1 + within)
@@ -251,10 +251,18 @@ def _save(job: WorkerJob, engine: Engine) -> None:
     beside = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         beside["random.cuda"] = torch.cuda.get_rng_state()
-    checkpoint.save(engine, str(job.spec.checkpoint), beside=beside)
+    checkpoint.save(engine, str(job.spec.checkpoint), own=beside)
 
 
-def _set_random_states(beside: dict[str, torch.Tensor]) -> None:
+def _go_on_at_random(folder: str, ranks: int, beside: dict[str, torch.Tensor], known: Known) -> None:
+    """Where as many ranks go on as have saved: each has states of its own."""
+    saved = checkpoint.ranks_of(folder)
+    if saved != ranks:
+        known.notes.append(
+            f"--resume: of {saved} ranks, and {ranks} go on: dropout begins anew, and a step's batch is another unless "
+            "--batch-size and --accumulate make up for it"
+        )
+        return
     if "random.cpu" in beside:
         torch.set_rng_state(beside["random.cpu"])
     if "random.cuda" in beside and torch.cuda.is_available():

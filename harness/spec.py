@@ -127,14 +127,6 @@ class RunSpec(BaseModel):
             raise ValueError(f"--checkpoint is of one run: leave out --repeat {self.repeat}")
         return self
 
-    @model_validator(mode="after")
-    def _ranks_keep_no_checkpoint(self) -> RunSpec:
-        if (self.ranks or 1) > 1:
-            for name in ("checkpoint", "resume"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"--{name} is of one rank so far: leave it out, or use --ranks 1")
-        return self
-
     def resolve_steps(self, device: Device, taken: int = 0) -> tuple[int, int]:
         """(steps, warm-up steps) on that device; taken: steps of the run that is resumed, which steps count.
 

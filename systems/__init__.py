@@ -109,7 +109,7 @@ def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
     """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
 
     What the optimizer's groups say (lr, betas, ...), the scheduler and the data's order are the loop's to keep: README has the
-    lines.
+    lines. All ranks call it, with one folder.
     """
     from systems.checkpoint import save
 
@@ -117,7 +117,9 @@ def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
 
 
 def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Restore what any system saved of the same model, for the loop to restore the rest; see systems.checkpoint.load."""
+    """Restore what any system and any number of ranks saved of the same model, for the loop to restore the rest; all ranks call
+    it. See systems.checkpoint.load.
+    """
     from systems.checkpoint import load
 
     load(engine, folder)

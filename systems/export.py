@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map
 from systems.checkpoint import TrainingState, copy_into
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.limits import free_host_memory
+from systems.ranks.ranks import Ranks
+from systems.ranks.side_by_side import side_by_side
 from systems.settings import TORCH_DTYPE
 from systems.sizes import format_need, format_size
 from systems.state_dicts import with_values
@@ -39,6 +41,7 @@ class Exporting(Protocol):
     """An engine (systems.system.Engine), as far as it is asked here."""
 
     module: nn.Module
+    ranks: Ranks
 
     @property
     def has_training_state(self) -> bool: ...
@@ -54,9 +57,10 @@ class Exporting(Protocol):
 def state_dict(engine: Exporting, dtype: str | torch.dtype) -> dict[str, Any]:
     """See Engine.state_dict."""
     wanted = _dtype(dtype)
-    need = sum(nbytes for _, nbytes in _sizes(engine, wanted))
-    engine.make_host_room(need)
-    check_host(need, "state_dict", "write them with engine.save_pretrained(folder), or ask for dtype='bf16'")
+    with side_by_side(engine.ranks, "state_dict"):
+        need = engine.ranks.local_size * sum(nbytes for _, nbytes in _sizes(engine, wanted))
+        engine.make_host_room(need)
+        check_host(need, "state_dict", "write them with engine.save_pretrained(folder), or ask for dtype='bf16'")
     with _whole(engine, wanted, _in_memory) as values:
         found: dict[str, Any] = engine.module.state_dict()
     kept = {value.untyped_storage().data_ptr(): value for value in values}
@@ -78,27 +82,39 @@ def save_pretrained(
     engine: Exporting, folder: str | os.PathLike[str], dtype: str | torch.dtype, more: Mapping[str, Any]
 ) -> None:
     """See Engine.save_pretrained."""
-    wanted, module, target = _dtype(dtype), engine.module, Path(folder).absolute()
-    if not callable(getattr(module, "save_pretrained", None)):
-        raise UnsupportedError(
-            f"save_pretrained: {type(module).__name__} has none of its own, as transformers' models have: "
-            "torch.save(engine.state_dict(), file) keeps its weights"
-        )
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"save_pretrained: {target} is a file: name a folder, which is made if need be")
-    sizes = _sizes(engine, wanted)
+    wanted, module, target, ranks = _dtype(dtype), engine.module, Path(folder).absolute(), engine.ranks
+    place: Place = _in_memory
+    writes = ranks.rank == 0
+    with side_by_side(ranks, "save_pretrained"):
+        if not callable(getattr(module, "save_pretrained", None)):
+            raise UnsupportedError(
+                f"save_pretrained: {type(module).__name__} has none of its own, as transformers' models have: "
+                "torch.save(engine.state_dict(), file) keeps its weights"
+            )
+        sizes = _sizes(engine, wanted)
+        if writes:
+            if target.exists() and not target.is_dir():
+                raise ValueError(f"save_pretrained: {target} is a file: name a folder, which is made if need be")
+            with _writing(target):
+                target.mkdir(parents=True, exist_ok=True)
+                place = _place(target, sizes)
+    with _whole(engine, wanted, place, onto=0), _config_as_it_was(module), side_by_side(ranks, "save_pretrained's end"):
+        if writes:
+            with _writing(target):
+                module.save_pretrained(target, **more)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        place = _place(target, sizes)
-        with _whole(engine, wanted, place), _config_as_it_was(module):
-            module.save_pretrained(target, **more)  # type: ignore[operator]
+        yield
     except (OSError, SafetensorError) as error:
         raise ValueError(f"save_pretrained: {target} cannot be written: {error}") from error
 
 
 @contextlib.contextmanager
 def by_all_names(
-    module: nn.Module, values: MutableMapping[str, torch.Tensor], *, write: bool
+    module: nn.Module, values: MutableMapping[str, torch.Tensor], *, write: bool, ranks: Ranks
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Values, given by first name, under every name, and copies of what a state dict has beside them: persistent buffers, and
     parameters that are no engine's (integers).
@@ -106,6 +122,7 @@ def by_all_names(
     write: what is edited is put into `values`, or into the model, in the end. Then each name has a tensor of its own, so that a
     loop over all of them edits none twice; where one of a weight's names was edited, that counts, and where several were, they
     have to agree. ValueError, before anything is changed, where they do not, or where an entry is missing or of another shape.
+    Of several ranks, the first one's edits count, in its `values` and in all models.
     """
     live: dict[str, torch.Tensor] = {}  # by first name, as the next
     names: dict[str, list[str]] = {}
@@ -123,14 +140,21 @@ def by_all_names(
                 live[name] = tensor
                 found[name] = tensor.detach().to("cpu", copy=True)
     before = {name: (tensor, tensor._version) for name, tensor in found.items()}
-    yield found
-    if write:
-        final = {first: _agreed(found, before, several) for first, several in names.items()}
-        values.update({first: tensor for first, tensor in final.items() if first in values})
-        with torch.no_grad():
-            for first, tensor in live.items():
-                if any(_edited(found, before, name) for name in names[first]):
-                    copy_into(final[first].to(tensor.device), tensor)
+    if not write:
+        yield found
+        return
+    final: dict[str, torch.Tensor] = {}
+    with side_by_side(ranks, "the end of summon(write=True)"):
+        yield found
+        if ranks.rank == 0:
+            final = {first: _agreed(found, before, several) for first, several in names.items()}
+    values.update({first: tensor for first, tensor in final.items() if first in values})
+    edited = [first for first in live if final and any(_edited(found, before, name) for name in names[first])]
+    with torch.no_grad():
+        for first in ranks.exchange("what summon(write=True) edited", edited)[0]:
+            tensor = live[first]
+            value = ranks.of_first(f"summon(write=True) of {first}", final[first].to(tensor.dtype) if final else tensor)
+            copy_into(value.to(tensor.device), tensor)
 
 
 Before = Mapping[str, tuple[torch.Tensor, int]]
@@ -186,15 +210,17 @@ def _dtype(given: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def _one_by_one(engine: Exporting) -> Iterator[tuple[str, torch.Tensor]]:
-    """First name and value of each parameter; all at once only where a package has no other way."""
+def _one_by_one(engine: Exporting, onto: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """First name and value of each parameter; all at once only where a package has no other way. onto: the rank that gets them,
+    where the others get None.
+    """
     if not engine.has_training_state:
         with engine.masters() as values:
             yield from values.items()
         return
     state = engine.training_state()
     for number, described in enumerate(state.parameters):
-        yield described.name, state.read(number, "value")
+        yield described.name, state.read(number, "value") if onto is None else state.bring(number, "value", onto)
 
 
 def _names(engine: Exporting) -> set[str] | None:
@@ -258,8 +284,8 @@ def _scratch(folder: Path, nbytes: int) -> Place:
 
 
 @contextlib.contextmanager
-def _whole(engine: Exporting, dtype: torch.dtype, place: Place) -> Iterator[list[torch.Tensor]]:
-    """Within, the engine's parameters are others, with values in that dtype; gives the values."""
+def _whole(engine: Exporting, dtype: torch.dtype, place: Place, onto: int | None = None) -> Iterator[list[torch.Tensor]]:
+    """Within, the engine's parameters are others, with values in that dtype; gives the values. onto: the only rank where."""
     module = engine.module
     live: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor, is_buffer in _named(module):
@@ -267,7 +293,9 @@ def _whole(engine: Exporting, dtype: torch.dtype, place: Place) -> Iterator[list
             live.setdefault(id(tensor), (name, tensor))
     number_of = {name: key for key, (name, _) in live.items()}
     stand_ins: dict[int, nn.Parameter] = {}
-    for name, value in _one_by_one(engine):
+    for name, value in _one_by_one(engine, onto):
+        if value is None:
+            continue
         target = place(tuple(value.shape), dtype if value.is_floating_point() else value.dtype).copy_(value)
         key = number_of.get(name)
         if key is None:

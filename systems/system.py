@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from systems import export
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
-from systems.ranks.ranks import Ranks
+from systems.ranks.ranks import Ranks, SingleRank
 from systems.reports import Reports
 from systems.settings import DType, Settings, StepOutcome
 
@@ -27,10 +27,14 @@ class Engine(Reports):
     """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
 
     Gradients of a step's micro-batches are summed, not averaged: divide each loss by what all of them count together.
+
+    ranks: this one and the others. On several, all of them initialize, step, drain, save, load, hand values out or take them
+    in, and close alike, and each gets the whole values.
     """
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
+    ranks: Ranks = SingleRank()
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +97,7 @@ class Engine(Reports):
     @abstractmethod
     def masters(self, *, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """Every parameter once, under its first name, as an fp32 value on the CPU; with write=True changes are taken over on
-        exit.
+        exit, rank 0's on all ranks.
         """
 
     @contextmanager
@@ -101,10 +105,14 @@ class Engine(Reports):
         """Parameters as fp32 master values and persistent buffers, on the CPU, by all names that the model has for them.
 
         Without write a tied weight is one tensor under its names. With write=True what has changed is taken over on exit; each
-        name then has a tensor of its own, one edited name speaks for all, and several have to agree (ValueError).
+        name then has a tensor of its own, one edited name speaks for all, and several have to agree (ValueError); of several
+        ranks, the first one's edits are taken over on all.
         Until then nothing else may be asked of the engine (UnsupportedError).
         """
-        with self.masters(write=write) as values, export.by_all_names(self.module, values, write=write) as found:
+        with (
+            self.masters(write=write) as values,
+            export.by_all_names(self.module, values, write=write, ranks=self.ranks) as found,
+        ):
             yield found
 
     def make_host_room(self, nbytes: int) -> None:
@@ -115,7 +123,7 @@ class Engine(Reports):
         """What the model's own state_dict() would give, on the CPU: every name of tied weights, buffers, extra state.
 
         dtype: of the parameters; fp32 gives the masters as they are. It takes as much host memory as it holds: BudgetError
-        where that is not free. UnsupportedError within a step.
+        where that is not free. UnsupportedError within a step. Each of several ranks gets all of it.
         """
         return export.state_dict(self, dtype)
 
@@ -124,7 +132,8 @@ class Engine(Reports):
 
         more: arguments of the model's own save_pretrained. Until they are written the values are in host memory if half of what
         is free there holds them, otherwise in a scratch file in the folder, as large as the result. BudgetError (disk) where
-        the folder lacks the room, UnsupportedError for a model that has no such method, and within a step.
+        the folder lacks the room, UnsupportedError for a model that has no such method, and within a step. All ranks call it,
+        and the first one writes.
         """
         export.save_pretrained(self, folder, dtype, more)
 

@@ -29,6 +29,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
 from systems.ranks.beginnings import FirstValuesAlike, begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
+from systems.ranks.side_by_side import side_by_side
 from systems.ranks.sums import summed
 from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls, Hook, outer_modules
@@ -66,7 +67,7 @@ class ResidentEngine(SteppingEngine):
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks) -> None:
         started = time.perf_counter()
-        self.module, self.settings, self._ranks = model, settings, ranks
+        self.module, self.settings, self.ranks = model, settings, ranks
         self._together = ranks if ranks.size > 1 else None
         self._access = Access()
         self.log = EventLog(keep=settings.log_events)
@@ -85,7 +86,7 @@ class ResidentEngine(SteppingEngine):
         with starting(self):
             self._release = take(model)
             if self._states is not None:
-                self._states.attach(self._state, self._host_room)
+                self._states.attach(self._state, self._host_room, ranks)
         self._startup = {"initialize": time.perf_counter() - started}
 
     def _build(self, found: FoundModel) -> None:
@@ -123,7 +124,7 @@ class ResidentEngine(SteppingEngine):
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
         """Give every parameter its compute copy, and every trainable one its fp32 state, on the device."""
         device = self.device.torch_device
-        alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
+        alike = FirstValuesAlike(self.ranks, found.index.parameters, initial_values(found, settings))
         self.parameters: list[nn.Parameter] = []
         self._masters: list[torch.Tensor | None] = []
         self._moments: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -214,7 +215,7 @@ class ResidentEngine(SteppingEngine):
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
-            for number, gradient in summed(self._rounded.take_all(), self._ranks, self.parameters).items():
+            for number, gradient in summed(self._rounded.take_all(), self.ranks, self.parameters).items():
                 accumulator = self._accumulators[number]
                 self._fired.add(number)
                 assert accumulator is not None
@@ -242,7 +243,7 @@ class ResidentEngine(SteppingEngine):
         added = {n: each for n, each in enumerate(self._accumulators) if n in self._fired and each is not None}
         gradients = added
         if self.settings.accumulate == 1:
-            gradients = summed(self._rounded.take_all(), self._ranks, self.parameters)
+            gradients = summed(self._rounded.take_all(), self.ranks, self.parameters)
         kernel = self.device.kernel
         with labelled("norm"):
             alike = self._repeats.take()
@@ -293,12 +294,12 @@ class ResidentEngine(SteppingEngine):
 
     def _state(self, what: str) -> ResidentState:
         self._settle(what, in_step=self._in_step)
-        parameters = list(zip(self._names, self.parameters, strict=True))
-        return ResidentState(parameters, self._masters, self._moments, self.control)
+        return ResidentState(self)
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._settle("summon", in_step=self._in_step, overwrites=write)
+        with side_by_side(self.ranks, "summon"):
+            self._settle("summon", in_step=self._in_step, overwrites=write)
         values = {}
         with torch.inference_mode(False):  # what is made within it has no version
             for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
@@ -309,9 +310,11 @@ class ResidentEngine(SteppingEngine):
         if not write:
             return
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
+            mine = values[name] if self.ranks.rank == 0 else torch.empty(parameter.shape)
+            value = self.ranks.of_first(f"summon(write=True) of {name}", mine)
             if master is not None:
-                master.copy_(values[name].reshape(-1))
-            data_of(parameter).copy_(values[name])
+                master.copy_(value.reshape(-1))
+            data_of(parameter).copy_(value)
         self._watch.accept()
 
     def _give_back(self, *, keep: bool) -> None:
@@ -440,16 +443,11 @@ def _state_bytes(found: FoundModel, settings: Settings) -> int:
 class ResidentState:
     """See systems.checkpoint.TrainingState."""
 
-    def __init__(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        masters: Sequence[torch.Tensor | None],
-        moments: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
-        control: StepControl,
-    ) -> None:
-        self._weights = [parameter for _, parameter in parameters]
-        self._masters, self._moments, self.control = masters, moments, control
-        self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in parameters]
+    def __init__(self, engine: ResidentEngine) -> None:
+        self._ranks, self._weights, self.control = engine.ranks, engine.parameters, engine.control
+        self._masters, self._moments = engine._masters, engine._moments
+        named = zip(engine._names, self._weights, strict=True)
+        self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in named]
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         shape, master, moments = self.parameters[parameter].shape, self._masters[parameter], self._moments[parameter]
@@ -459,6 +457,9 @@ class ResidentState:
             assert moments is not None
             source = moments[0 if part == "exp_avg" else 1]
         return source.to("cpu", torch.float32, copy=True).view(shape)
+
+    def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
+        return self.read(parameter, part) if self._ranks.rank == onto else None
 
     def write(self, parameter: int, state: SavedParameter) -> None:
         master = self._masters[parameter]

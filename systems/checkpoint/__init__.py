@@ -18,6 +18,7 @@ Note [What is checked]
 from systems.checkpoint.loading import load, position
 from systems.checkpoint.manifest import BESIDE, BUFFERS, MANIFEST
 from systems.checkpoint.saving import check_folder, check_room, remove_unfinished, save
+from systems.checkpoint.several import ranks_of
 from systems.checkpoint.state import (
     PARTS,
     CheckpointError,
@@ -53,6 +54,7 @@ __all__ = [
     "load",
     "persistent_buffers",
     "position",
+    "ranks_of",
     "remove_unfinished",
     "save",
 ]

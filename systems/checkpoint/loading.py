@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from systems.checkpoint.manifest import BESIDE, BUFFERS, Manifest, read_manifest, warn_of_format
+from systems.checkpoint.manifest import BESIDE, BUFFERS, Manifest, ManifestEntry, read_manifest, warn_of_format
 from systems.checkpoint.saving import locked
+from systems.checkpoint.several import beside_of_mine, readers_of, warn_of_other_ranks
 from systems.checkpoint.state import (
     CheckpointError,
     Described,
@@ -30,6 +31,8 @@ from systems.checkpoint.state import (
     unsound,
 )
 from systems.checkpoint.tensors import check_hashes, header, readable, tensor
+from systems.ranks.ranks import Ranks
+from systems.ranks.side_by_side import side_by_side
 
 NAMED = 3  # parameters that a message lists
 
@@ -37,16 +40,21 @@ NAMED = 3  # parameters that a message lists
 def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, dict[str, torch.Tensor]]:
     """Restore a checkpoint into an engine whose model has the same parameters, before its first step or between two.
 
-    Returns where it stands, and the tensors that were saved beside it.
+    Returns where it stands, and the tensors that were saved beside it: those that each rank had for itself only where as many
+    ranks load as saved. All ranks load, each for itself; what one refuses, all do.
     Raises CheckpointError, before anything is changed, where a file or tensor is missing, damaged or does not fit the model.
     """
-    state, source = engine.training_state(), Path(folder).absolute()
-    read_manifest(source)  # it is there
+    ranks, source = engine.ranks, Path(folder).absolute()
+    with side_by_side(ranks, "what to load into"):
+        state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
     with contextlib.ExitStack() as stack:
-        with readable(source):
-            stack.enter_context(locked(source, fcntl.LOCK_SH))
-        found = _load(state, dense(persistent_buffers(engine.module)), source)
-    engine.training_state()  # waits for the last copy to a device
+        with side_by_side(ranks, "what to load"):
+            read_manifest(source)  # it is there
+            with readable(source):
+                stack.enter_context(locked(source, fcntl.LOCK_SH))
+        found = _load(state, buffers, source, ranks)
+    with side_by_side(ranks, "what was loaded"):
+        engine.training_state()  # waits for the last copy to a device
     return found
 
 
@@ -55,24 +63,35 @@ def position(folder: str | os.PathLike[str]) -> LoopState:
     return read_manifest(Path(folder).absolute()).position
 
 
-def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path) -> tuple[LoopState, dict[str, torch.Tensor]]:
-    manifest = read_manifest(source)
-    warn_of_format(manifest, source)
-    files = source / manifest.data
-    if files.is_symlink():
-        raise CheckpointError(f"{files} cannot be read: it is a link")
-    _check_parameters(state.parameters, manifest, source)
-    _check_files(manifest, files)
-    beside_keys = [key for key, _, _ in header(files / BESIDE)]
-    _check_buffers(buffers, files / BUFFERS)
-    check_hashes(manifest.hashes or {}, files)
-    _check_values(manifest, files)
-    beside = {key: tensor(files / BESIDE, key) for key in beside_keys}
-    saved = {name: tensor(files / BUFFERS, name) for name in buffers}
-    try:
-        _restore(state, manifest, files)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; it could be read before: of the engine a part is restored, so load again") from None
+def _load(
+    state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path, ranks: Ranks
+) -> tuple[LoopState, dict[str, torch.Tensor]]:
+    with side_by_side(ranks, "the form of a checkpoint"):
+        manifest = read_manifest(source)
+        warn_of_format(manifest, source)
+        files = source / manifest.data
+        if files.is_symlink():
+            raise CheckpointError(f"{files} cannot be read: it is a link")
+        _check_parameters(state.parameters, manifest, source)
+        _check_files(manifest, files)
+        for _ in header(files / BESIDE):  # it is there
+            pass
+        _check_buffers(buffers, files / BUFFERS)
+    readers = readers_of(manifest, source, ranks)
+    with side_by_side(ranks, "the content of a checkpoint"):
+        share = slice(readers.index(ranks.rank), None, len(readers))
+        check_hashes(dict(list((manifest.hashes or {}).items())[share]), files)
+        _check_values(dict(list(manifest.parameters.items())[share]), files)
+        saved_by, beside = beside_of_mine(files / BESIDE, ranks)
+        saved = {name: tensor(files / BUFFERS, name) for name in buffers}
+    warn_of_other_ranks(ranks, saved_by, source)
+    with side_by_side(ranks, "the values of a checkpoint"):
+        try:
+            _restore(state, manifest, files)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; it could be read before: of the engine a part is restored, so load again"
+            ) from None
     with torch.no_grad():
         for name, buffer in buffers.items():
             copy_into(saved[name], buffer)
@@ -136,9 +155,9 @@ def _check_files(manifest: Manifest, folder: Path) -> None:
             raise CheckpointError(f"{folder / file} lacks {next(iter(tensors))}")
 
 
-def _check_values(manifest: Manifest, folder: Path) -> None:
+def _check_values(parameters: Mapping[str, ManifestEntry], folder: Path) -> None:
     """Training can go on from every value and moment."""
-    for name, entry in manifest.parameters.items():
+    for name, entry in parameters.items():
         for part, file in entry.files.items():
             if wrong := unsound(part, tensor(folder / file, f"{part}/{name}")):
                 what = name if part == "value" else f"{part} of {name}"

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,13 +19,17 @@ from systems.checkpoint.manifest import (
     BUFFERS,
     DATA,
     MANIFEST,
+    FileHash,
     Manifest,
     ManifestEntry,
     read_manifest,
     sealed,
 )
+from systems.checkpoint.several import beside_of_all, check_same_folder, turns_of, warn_of_buffers, writers_in
 from systems.checkpoint.state import (
+    PARTS,
     CheckpointError,
+    Part,
     SaveError,
     Trained,
     TrainingState,
@@ -37,36 +41,80 @@ from systems.checkpoint.state import (
 from systems.checkpoint.tensors import Writer
 from systems.errors import BudgetError, DivergedError
 from systems.machine.durable import flush, write_whole
+from systems.ranks.ranks import Ranks
+from systems.ranks.side_by_side import side_by_side
 from systems.sizes import format_need, format_size
 
 OVERHEAD_BYTES = 1024  # of a parameter, for what says where it is; and of the rest
 
 
-def save(engine: Trained, folder: str | os.PathLike[str], *, beside: Mapping[str, torch.Tensor] | None = None) -> None:
+More = Mapping[str, Mapping[str, torch.Tensor]]  # by file: what is no parameter's
+
+
+def save(
+    engine: Trained,
+    folder: str | os.PathLike[str],
+    *,
+    beside: Mapping[str, torch.Tensor] | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write a checkpoint; one that is there is replaced once the new one is complete: see Note [Replacing a checkpoint].
 
-    Waits for the work of the last step. beside: tensors of the loop's own, which `load` gives back.
+    Waits for the work of the last step. All ranks save: see Note [Saved by several ranks]. beside: tensors of the loop's own,
+    which `load` gives back. own: such as each rank has for itself, under other names.
     Raises what `check_folder` does, BudgetError where the disk has no room, UnsupportedError within a step and for a model with
     sparse buffers, DivergedError for weights or moments that are not finite, and SaveError where writing fails: then the
-    last checkpoint is still there, unless somebody removed it.
+    last checkpoint is still there, unless somebody removed it. What one rank raises, all do.
     """
-    target = check_folder(folder)
-    state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
-    more = {name: dict(tensors) for name, tensors in ((BUFFERS, buffers), (BESIDE, beside or {}))}
+    ranks = engine.ranks
+    first = ranks.rank == 0
+    with side_by_side(ranks, "where to save"):
+        target = check_folder(folder) if first else Path(folder).absolute()
+    check_same_folder(ranks, target)
+    with side_by_side(ranks, "what to save"):
+        state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
+    warn_of_buffers(ranks, buffers)
+    more = {BUFFERS: buffers, BESIDE: beside_of_all(ranks, beside or {}, own or {})}
     try:
-        target.mkdir(exist_ok=True)
-        with locked(target, fcntl.LOCK_EX):
-            try:
-                _replace_tidily(state, more, target)
-            except BaseException:  # Ctrl-C may have come while what is left was being removed
-                _clear(target)
-                raise
+        with contextlib.ExitStack() as stack:
+            with _writing(ranks, "room to save", target):
+                if first:
+                    stack.enter_context(_alone_in(target, state, more))
+            _replace(state, more, target, ranks)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            target.rmdir()  # if nothing is in it
-        if isinstance(error, OSError):
+        if first:
+            with contextlib.suppress(OSError):
+                target.rmdir()  # if nothing is in it
+        if isinstance(error, OSError) and not isinstance(error, SaveError):
             raise _not_saved(error, target) from error
         raise
+
+
+@contextlib.contextmanager
+def _alone_in(target: Path, state: TrainingState, more: More) -> Iterator[None]:
+    """Within, nobody else reads or writes there, and there is room. Afterwards there is nothing unfinished."""
+    target.mkdir(exist_ok=True)
+    with locked(target, fcntl.LOCK_EX):
+        try:
+            try:
+                _tidy(target)
+                _check_disk(state, more, target)
+                yield
+            finally:
+                _clear(target)
+        except BaseException:  # Ctrl-C may have come while what is left was being removed
+            _clear(target)
+            raise
+
+
+@contextlib.contextmanager
+def _writing(ranks: Ranks, what: str, target: Path) -> Iterator[None]:
+    """As `side_by_side`; SaveError for what keeps a file from being written."""
+    with side_by_side(ranks, what):
+        try:
+            yield
+        except OSError as error:
+            raise _not_saved(error, target) from error
 
 
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
@@ -76,53 +124,79 @@ def remove_unfinished(folder: str | os.PathLike[str]) -> None:
         _clear(target)
 
 
-def _replace_tidily(state: TrainingState, more: Mapping[str, dict[str, torch.Tensor]], target: Path) -> None:
-    try:
-        _tidy(target)
-        _check_disk(state, more, target)
-        _replace(state, more, target)
-    finally:
-        _clear(target)
-
-
 def _clear(target: Path) -> None:
     with contextlib.suppress(OSError):
         _tidy(target)
         target.rmdir()  # if nothing is in it
 
 
-def _replace(state: TrainingState, more: Mapping[str, dict[str, torch.Tensor]], target: Path) -> None:
-    fresh = target / f"data-{secrets.token_hex(8)}"
-    fresh.mkdir()
-    with Writer(fresh) as writer:
-        entries = dict(_entries(state, writer))
-        for name, tensors in more.items():
-            writer.write(name, {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()})
-        hashes = writer.finish()
-    content = sealed(Manifest(**vars(state.control.loop), data=fresh.name, parameters=entries, hashes=hashes))
+def _replace(state: TrainingState, more: More, target: Path, ranks: Ranks) -> None:
+    first, name = ranks.rank == 0, f"data-{secrets.token_hex(8)}"
+    with _writing(ranks, "the folder of the files", target):
+        if first:
+            (target / name).mkdir()
+    fresh = target / ranks.exchange("its name", name)[0]
+    writers = writers_in(fresh, ranks)
+    with Writer(fresh, rank=ranks.rank, ranks=ranks.size) as writer:
+        entries = dict(_entries(state, writer, writers, ranks, target))
+        with _writing(ranks, "the last files", target):
+            for name, tensors in more.items() if first else ():
+                writer.write(name, {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()})
+            hashes = writer.finish() if ranks.rank in writers else {}
+    told = ranks.exchange("what is in the files", (entries, hashes))
+    with _writing(ranks, "the manifest", target):
+        if first:
+            _write_manifest(state, told, target, fresh)
+
+
+def _write_manifest(
+    state: TrainingState, told: Sequence[tuple[dict[str, ManifestEntry], dict[str, FileHash]]], target: Path, fresh: Path
+) -> None:
+    """told: by each rank, of the files that it wrote."""
+    found = {name: entry for entries, _ in told for name, entry in entries.items()}
+    parameters = {described.name: found[described.name] for described in state.parameters}
+    hashes = {name: each for _, theirs in told for name, each in theirs.items()}
+    content = sealed(Manifest(**vars(state.control.loop), data=fresh.name, parameters=parameters, hashes=hashes))
     write_whole(target / MANIFEST, content, over="file", aside=fresh / MANIFEST)  # what is in a subfolder goes with that
     flush(target)
     flush(target.parent)
 
 
-def _entries(state: TrainingState, writer: Writer) -> Iterator[tuple[str, ManifestEntry]]:
-    for number, described in enumerate(state.parameters):
-        files = {}
-        for part in parts_of(described.trainable):
-            values = state.read(number, part)
-            if wrong := unsound(part, values):
-                what = described.name if part == "value" else f"{part} of {described.name}"
-                raise DivergedError(f"no checkpoint is written, for {what} {wrong}; the one before it stays, if there is one")
-            files[part] = writer.add(f"{part}/{described.name}", values)
-        yield (
-            described.name,
-            ManifestEntry(
-                shape=described.shape,
-                trainable=described.trainable,
-                updates=state.control.updates[number],
-                files=files,
-            ),
-        )
+def _entries(
+    state: TrainingState, writer: Writer, writers: Sequence[int], ranks: Ranks, target: Path
+) -> Iterator[tuple[str, ManifestEntry]]:
+    """Of the parameters that this rank writes. In each turn, every writer gets one as long as it has any left."""
+    for turn in turns_of(state.parameters, writers):
+        mine, files = turn.get(ranks.rank), dict[Part, str]()
+        for part in PARTS:
+            brought = [
+                state.bring(number, part, writer_rank)
+                for writer_rank, number in turn.items()
+                if part in parts_of(state.parameters[number].trainable)
+            ]
+            with _writing(ranks, f"{part} of parameters {list(turn.values())}", target):
+                for values in brought:
+                    if values is not None and mine is not None:
+                        files[part] = _add(writer, part, state.parameters[mine].name, values)
+        if mine is not None:
+            described = state.parameters[mine]
+            yield (
+                described.name,
+                ManifestEntry(
+                    shape=described.shape,
+                    trainable=described.trainable,
+                    updates=state.control.updates[mine],
+                    files=files,
+                ),
+            )
+
+
+def _add(writer: Writer, part: Part, name: str, values: torch.Tensor) -> str:
+    """The name of the file it comes into."""
+    if wrong := unsound(part, values):
+        what = name if part == "value" else f"{part} of {name}"
+        raise DivergedError(f"no checkpoint is written, for {what} {wrong}; the one before it stays, if there is one")
+    return writer.add(f"{part}/{name}", values)
 
 
 def _not_saved(error: OSError, target: Path) -> SaveError:
@@ -224,7 +298,7 @@ def need_bytes(parameters: Iterable[tuple[int, bool]], tensors: Iterable[torch.T
     return states + sum(each.numel() * each.element_size() for each in tensors) + OVERHEAD_BYTES
 
 
-def _check_disk(state: TrainingState, more: Mapping[str, Mapping[str, torch.Tensor]], folder: Path) -> None:
+def _check_disk(state: TrainingState, more: More, folder: Path) -> None:
     sizes = ((math.prod(p.shape), p.trainable) for p in state.parameters)
     need = need_bytes(sizes, (tensor for tensors in more.values() for tensor in tensors.values()))
     have = shutil.disk_usage(folder).free

@@ -10,6 +10,7 @@ import torch
 
 from systems.errors import UnsupportedError
 from systems.messages import one_line
+from systems.ranks.ranks import Ranks
 
 Part = Literal["value", "exp_avg", "exp_avg_sq"]
 PARTS: tuple[Part, ...] = ("value", "exp_avg", "exp_avg_sq")
@@ -78,7 +79,13 @@ class TrainingState(Protocol):
     def parameters(self) -> Sequence[Described]: ...
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
-        """One at a time, since each is a copy: as in SavedParameter. Of a frozen parameter there is only the value."""
+        """One at a time, since each is a copy: as in SavedParameter. Of a frozen parameter there is only the value.
+
+        On all ranks alike, each of which gets the whole.
+        """
+
+    def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
+        """As `read` on rank `onto`; the others give it what they have of it and get None."""
 
     def write(self, parameter: int, state: SavedParameter) -> None:
         """All of it but its updates."""
@@ -88,6 +95,7 @@ class Trained(Protocol):
     """An engine, as far as checkpoints know it."""
 
     module: torch.nn.Module
+    ranks: Ranks
 
     def training_state(self) -> TrainingState:
         """UnsupportedError within a step, and from engines whose package keeps its state to itself."""

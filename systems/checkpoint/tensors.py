@@ -25,10 +25,14 @@ HASHERS = 4  # threads: SHA-256 takes 1.4 GB/s each on a processor with instruct
 
 
 class Writer:
-    """Gathers tensors into files of a folder. Each goes to the disk, and is hashed, while the next one is filled."""
+    """Gathers tensors into files of a folder. Each goes to the disk, and is hashed, while the next one is filled.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+    rank: this one, of so many that write at once: they share what is held back, and each has file names of its own.
+    """
+
+    def __init__(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+        self._folder, self._count, self._most = folder, 0, FILE_BYTES // ranks
+        self._prefix = f"state-{rank}" if ranks > 1 else "state"
         self._waiting: dict[str, torch.Tensor] = {}
         self._hashes: dict[str, Future[FileHash]] = {}
         self._pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="checkpoint")
@@ -41,14 +45,14 @@ class Writer:
 
     def add(self, key: str, tensor: torch.Tensor) -> str:
         """The name of the file it comes into."""
-        if sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > FILE_BYTES:
+        if sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > self._most:
             self._flush()
         self._waiting[key] = tensor.contiguous()
         return self._name
 
     @property
     def _name(self) -> str:
-        return f"state-{self._count:05d}.safetensors"
+        return f"{self._prefix}-{self._count:05d}.safetensors"
 
     def _flush(self) -> None:
         if self._waiting:

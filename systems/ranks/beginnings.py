@@ -70,7 +70,7 @@ class FirstValuesAlike:
         """What `initial` does."""
         self._initial(number, out)
         if self._ranks.size > 1:
-            self._sums[number] = _sum_of_bits(out)
+            self._sums[number] = sum_of_bits(out)
 
     def check(self) -> None:
         """UnsupportedError on all ranks where a parameter's values differ. What was not filled, because only others have a part
@@ -93,7 +93,7 @@ class FirstValuesAlike:
                     )
 
 
-def _sum_of_bits(values: torch.Tensor) -> int:
+def sum_of_bits(values: torch.Tensor) -> int:
     """Of fp32 values, the same for the same bits."""
     bits = values.detach().reshape(-1).view(torch.int32)
     return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE)) if bits.numel() else 0

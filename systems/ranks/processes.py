@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from systems.ranks.gloo import GlooLink, gather_on_host
+from systems.ranks.gloo import GlooLink, gather_on_host, with_peers
 from systems.ranks.link import Link
 from systems.ranks.nccl import NcclLink
 from systems.ranks.ranks import Ranks
@@ -85,6 +85,21 @@ class Processes(Ranks):
             found = [torch.empty_like(mine) for _ in range(self.size)]
             gather_on_host(found, mine, self._control, about)
         return [each[: int(size)].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+
+    def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
+        """Not told as waiting: all ranks have come, and who neither gives nor gets goes on to wait for the next thing."""
+        for source, theirs in enumerate(pieces):
+            for piece in theirs if source != onto else ():
+                with with_peers("what ranks bring together"):
+                    self._move(piece, source, onto)
+
+    def _move(self, piece: torch.Tensor, source: int, onto: int | None) -> None:
+        if onto is None:
+            dist.broadcast(piece, source, group=self._control)
+        elif self.rank == source:
+            dist.send(piece, onto, group=self._control)
+        elif self.rank == onto:
+            dist.recv(piece, source, group=self._control)
 
     def close(self) -> None:
         self._watch.close()

@@ -16,27 +16,15 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
-from systems.errors import DivergedError, HiddenUseError, UnsupportedError
-from systems.messages import in_words
+import torch
+
 from systems.ranks.link import Alone, Link, check_tags
+from systems.ranks.told import ToldError
 
 Told = TypeVar("Told")
-
-TOLD_AS = (HiddenUseError, UnsupportedError, DivergedError)  # what all raise where one does; else RuntimeError
-
-
-class _Wrong(NamedTuple):
-    """What one rank tells the others of its error."""
-
-    kind: type[Exception]
-    words: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Wrong:
-        return cls(next((kind for kind in TOLD_AS if isinstance(error, kind)), RuntimeError), in_words(error))
 
 
 class Ranks(ABC):
@@ -77,12 +65,34 @@ class Ranks(ABC):
         try:
             found = work()
         except Exception as error:  # noqa: BLE001 - raised below, by all
-            cause, wrong = error, _Wrong.of(error)
+            cause, wrong = error, ToldError.of(error)
         told = self.exchange(about, (found, wrong))
         for rank, (_, theirs) in enumerate(told):
             if theirs is not None:
-                raise theirs.kind(f"rank {rank}: {theirs.words}") from cause
+                raise theirs.of_rank(rank) from cause
         return [cast(Told, value) for value, _ in told]
+
+    def bring(self, about: str, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None = None) -> None:
+        """What each rank has of something comes together on rank `onto`, or on all: bit for bit, with no second copy.
+
+        pieces: by rank, flat tensors on the CPU, of the same types and sizes on all ranks. The own ones have their content, the
+        others are places for it; a rank that is not `onto` needs no places. RanksDifferError as in exchange.
+        """
+        if self.size > 1:
+            self.exchange(f"{about}, onto {'all' if onto is None else onto}", None)
+            self._bring([[_in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces], onto)
+
+    def of_first(self, about: str, mine: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, on the CPU; those of the others say its type and shape, which are the same."""
+        if self.size == 1:
+            return mine
+        flat = mine.detach().cpu().contiguous().reshape(-1) if self.rank == 0 else torch.empty(mine.numel(), dtype=mine.dtype)
+        self.bring(about, [[flat], *([] for _ in range(1, self.size))])
+        return flat.view(mine.shape)
+
+    @abstractmethod
+    def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
+        """Of bytes (uint8), none of them empty."""
 
     @abstractmethod
     def close(self) -> None:
@@ -99,5 +109,12 @@ class SingleRank(Ranks):
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         return [told]
 
+    def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
+        return
+
     def close(self) -> None:
         return
+
+
+def _in_bytes(piece: torch.Tensor) -> torch.Tensor:
+    return piece.detach().view(torch.uint8)

@@ -21,6 +21,7 @@ from systems.machine.limits import free_host_memory
 from systems.messages import in_words
 from systems.planning.strategy import PlanningContext, Strategy
 from systems.ranks.ranks import Ranks
+from systems.ranks.side_by_side import side_by_side
 from systems.recipe.model.adoption import keeping_values
 from systems.recipe.model.giving_back import check_room, give
 from systems.recipe.model.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
@@ -60,7 +61,7 @@ class ManagedEngine(ManagedReports):
         ranks: Ranks,
     ) -> None:
         started = time.perf_counter()
-        self.module, self.settings = model, settings
+        self.module, self.settings, self.ranks = model, settings, ranks
         self._together = ranks if ranks.size > 1 else None
         self._access = Access()
         self._cleanup = contextlib.ExitStack()
@@ -87,7 +88,7 @@ class ManagedEngine(ManagedReports):
             self._cleanup.callback(refuse_state_dict(model))
             self.store.take_rest()
             if self._states is not None:
-                self._states.attach(self._state, partial(_host_room, self))
+                self._states.attach(self._state, partial(_host_room, self), ranks)
         self.outcomes: list[StepOutcome] = self.control.outcomes
         self._startup = {"initialize": time.perf_counter() - started}
 
@@ -186,8 +187,6 @@ class ManagedEngine(ManagedReports):
             raise
 
     def _state(self, what: str) -> ManagedState:
-        if self.store.ranks.size > 1:
-            raise UnsupportedError(f"{what}: not on several ranks so far: every rank's summon() gives it the whole values")
         self._settle(what, in_step=self.progress.in_step)
         return ManagedState(self.index, values=self.values, control=self.control)
 
@@ -200,9 +199,8 @@ class ManagedEngine(ManagedReports):
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """See Engine.masters."""
-        if write and self.store.ranks.size > 1:
-            raise UnsupportedError("summon: not with write=True on several ranks so far: give the model these values first")
-        self._settle("summon", in_step=self.progress.in_step, overwrites=write)
+        with side_by_side(self.ranks, "summon"):
+            self._settle("summon", in_step=self.progress.in_step, overwrites=write)
         self.make_host_room(4 * self.index.numel())
         with torch.inference_mode(False):  # what is made within it has no version
             values = {p.name: self.values.parameter(p.index, p.shape) for p in self.index.parameters}
@@ -210,7 +208,8 @@ class ManagedEngine(ManagedReports):
             yield values
         if write:
             for p in self.index.parameters:
-                self.values.overwrite_parameter(p.index, values[p.name])
+                mine = values[p.name] if self.ranks.rank == 0 else torch.empty(p.shape)
+                self.values.overwrite_parameter(p.index, self.ranks.of_first(f"summon(write=True) of {p.name}", mine))
             self._watch.accept()
             self.drain()
 
@@ -220,14 +219,15 @@ class ManagedEngine(ManagedReports):
         """
         store = self.store
         try:
-            if self.progress.in_step or self._broken_off:
-                self.recovery.abort()
-            self.drain()
-            self.control.check_whole()
-            if keep:
-                self._watch.undo(partial(_restore, self))
-                self.versions.release()
-                self.inputs.close()
+            with side_by_side(self.ranks, "close") if keep else contextlib.nullcontext():
+                if self.progress.in_step or self._broken_off:
+                    self.recovery.abort()
+                self.drain()
+                self.control.check_whole()
+                if keep:
+                    self._watch.undo(partial(_restore, self))
+                    self.versions.release()
+                    self.inputs.close()
             pieces = values_in_slots(store, self.bundles, self.values) if keep else []
         except BaseException:
             self._let_go()
@@ -259,7 +259,7 @@ def _restore(engine: ManagedEngine, parameter: int) -> bool:
     edited_alone = engine.residency.writes_back or (not bundle.movable and bundle.storage.resident)
     if edited_alone and not described.trainable:
         return False
-    engine.values.overwrite_parameter(parameter, engine.values.parameter(parameter, described.shape))
+    engine.values.restore(parameter)
     return True
 
 

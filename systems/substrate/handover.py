@@ -14,6 +14,8 @@ from torch import nn
 
 from systems.planning.layout import Layout
 from systems.planning.plan import Tier
+from systems.ranks.side_by_side import side_by_side
+from systems.recipe.model.giving_back import check_free
 from systems.recipe.model.parameters import set_data
 from systems.recipe.model.units import FoundModel
 from systems.substrate.bundle.bundle import ManagedBundle
@@ -44,20 +46,31 @@ def adopt_parameters(
 def values_in_slots(store: Store, bundles: Sequence[ManagedBundle], values: StoredValues) -> list[list[torch.Tensor]]:
     """Every parameter's values in the compute dtype, flat, as one piece or several of the slots' memory.
 
-    That is theirs from then on. Call only when drained, outside a step, as the last thing. Raises BudgetError where the host
-    has no room for what never had a slot.
+    That is theirs from then on; on several ranks each gets copies of all. Call only when drained, outside a step, as the last
+    thing. Raises BudgetError where the host has no room for what never had a slot, or for the copies.
     """
-    if store.ranks.size > 1:  # a shard is in no other rank's memory
-        numbers = sorted(store.layout.places)
-        return [[values.parameter(number, (-1,)).to(store.dtype)] for number in numbers]
-    store.give_slots()
-    for managed in bundles:
-        if managed.states_on_device or not managed.movable:
-            assert managed.block is not None, "what is updated on the device, or never moves, is always resident"
-            for stored, piece in zip(managed.segments, managed.pieces(managed.block), strict=True):
-                if stored.tier is Tier.DEVICE or not managed.movable:
-                    stored.slot.copy_(piece)
-    return [slot_pieces(store, values, number) for number in sorted(store.layout.places)]
+    ranks, numbers = store.ranks, sorted(store.layout.places)
+    with side_by_side(ranks, "values to give back"):
+        store.give_slots(more=ranks.size > 1)
+        for managed in bundles:
+            if managed.states_on_device or not managed.movable:
+                for stored, piece in zip(managed.segments, _on_device(managed), strict=True):
+                    if stored.tier is Tier.DEVICE or not managed.movable:
+                        stored.slot.copy_(piece)
+        if ranks.size > 1:
+            check_free(ranks.local_size * store.dtype.itemsize * sum(place.numel for place in store.layout.places.values()))
+    if ranks.size > 1:  # a shard is in no other rank's memory
+        return [[values.at_rest(number)] for number in numbers]
+    return [slot_pieces(store, values, number) for number in numbers]
+
+
+def _on_device(managed: ManagedBundle) -> list[torch.Tensor]:
+    """Of its segments, what this rank has of what is updated there, or never moves."""
+    if managed.shard.at_home:
+        assert managed.shard.block is not None, "a shard that is at home on the device is there"
+        return managed.shard.pieces(managed.shard.block)
+    assert managed.block is not None, "what is updated on the device, or never moves, is always resident"
+    return managed.own_pieces(managed.block)
 
 
 def slot_pieces(store: Store, values: StoredValues, parameter: int) -> list[torch.Tensor]:

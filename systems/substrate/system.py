@@ -55,8 +55,6 @@ class ManagedSystem(System):
         """
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
-        if ranks is not None and ranks.size > 1:
-            _refuse_what_needs_one_rank(settings)
         budget, disk = device_budget(settings), disk_budget(settings)
 
         def make(log: EventLog) -> Device:
@@ -67,7 +65,8 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            budgets = Budgets(host=host_budget(settings), disk=disk)
+            least = min(mine.exchange("free disk", disk))  # it changes from one rank's look to the next's
+            budgets = Budgets(host=host_budget(settings), disk=least)
             host_memory = budgets.host * settings.ranks_here
             begin_alike(mine, settings, options, model, device_memory=budget, host_memory=host_memory)
             if isinstance(options, StrategyOptions):
@@ -78,9 +77,3 @@ class ManagedSystem(System):
                 free = format_size(shutil.disk_usage(settings.disk).free)
                 error.args = (f"{error} ({free} are free on the disk of {os.fspath(settings.disk)})",)
             raise
-
-
-def _refuse_what_needs_one_rank(settings: Settings) -> None:
-    """UnsupportedError for what was asked that several ranks cannot do so far."""
-    if settings.disk is not None:
-        raise UnsupportedError("several ranks share no disk so far: leave out `disk`, or use one rank")

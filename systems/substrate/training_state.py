@@ -11,7 +11,7 @@ from systems.substrate.bundle.values import StoredValues
 
 
 class ManagedState:
-    """Call only when drained, outside a step."""
+    """Call only when drained, outside a step. Reading is the same work on all ranks, writing each rank's own."""
 
     def __init__(self, index: ModelIndex, *, values: StoredValues, control: StepControl) -> None:
         self._values, self.control = values, control
@@ -20,6 +20,10 @@ class ManagedState:
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         values, shape = self._values, self.parameters[parameter].shape
         return values.parameter(parameter, shape) if part == "value" else values.moment(parameter, part).view(shape)
+
+    def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
+        found = self._values.bring(parameter, part, onto)
+        return None if found is None else found.view(self.parameters[parameter].shape)
 
     def write(self, parameter: int, state: SavedParameter) -> None:
         self._values.overwrite_parameter(parameter, state.value)

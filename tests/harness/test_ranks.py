@@ -75,12 +75,13 @@ def assert_is_one_rank(found: Record, expected: Record, ranks: int) -> None:
     assert (found.spec.ranks, len(found.memory_by_rank)) == (ranks, ranks)
 
 
-def test_two_ranks_are_one_that_accumulates(run_here: Callable[..., Record], mark: str) -> None:
+def test_two_ranks_are_one_that_accumulates(run_here: Callable[..., Record], mark: str, tmp_path: Path) -> None:
     expected = oracle(run_here, 2)
     whole = run_system("resident", ranks=2)
     assert_is_one_rank(whole, expected, 2)
     budget = int(0.6 * (expected.memory.device_peak_bytes or 0))
-    found = run_system("elixir", ranks=2, device_memory=budget, host_memory="2GiB")
+    kept = str(tmp_path / "kept")
+    found = run_system("elixir", ranks=2, device_memory=budget, host_memory="2GiB", checkpoint=kept)
     assert_is_one_rank(found, expected, 2)
     mine, each = found.memory, found.memory_by_rank
     assert mine.device_peak_bytes == max(rank.device_peak_bytes or 0 for rank in each) <= budget
@@ -91,6 +92,19 @@ def test_two_ranks_are_one_that_accumulates(run_here: Callable[..., Record], mar
     assert found.traffic.gather_bytes and found.traffic.reduce_bytes
     assert (whole.memory.host_peak_bytes, found.environment.threads.intra_op) == (0, 1)
     assert nothing_is_left(mark)
+    assert_goes_on(kept, run_here)
+
+
+def assert_goes_on(kept: str, run_here: Callable[..., Record]) -> None:
+    """One rank with as many micro-batches, from what two have saved, as if nobody had stopped."""
+    asked = {"system": "resident", **ASKED, "accumulate": 2, "steps": 5}
+    whole = run_here(make_spec(**asked))
+    with pytest.warns(UserWarning, match="was saved by 2 ranks and goes on with 1 rank"):
+        after = run_here(make_spec(**asked, resume=kept))
+    assert after.status == "ok", after.reason
+    assert after.metrics.loss == whole.metrics.loss[3:]
+    assert after.metrics.grad_norm_before_clip == whole.metrics.grad_norm_before_clip[3:]
+    assert any("--resume: of 2 ranks, and 1 go on: dropout begins anew" in note for note in after.notes)
 
 
 @pytest.mark.slow
@@ -117,20 +131,6 @@ def test_figures_of_hosts_and_devices() -> None:
         MemoryPeaks(host=1, device_peak_bytes=4, host_peak_bytes=20, disk_direct=False),
     ]
     assert ranks.together(by_rank) == {"device_peak_bytes": 5, "host_peak_bytes": 21, "disk_direct": False}
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--checkpoint", "kept"), "--checkpoint is of one rank so far: leave it out, or use --ranks 1"),
-        (("--resume", "kept"), "--resume is of one rank so far"),
-    ],
-)
-def test_what_ranks_cannot_do_so_far(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    with start(*dummy(tmp_path, "--ranks", "2", *flags), light=True) as process:
-        out, err = process.communicate(timeout=START_S)
-    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
-    assert told in err
 
 
 @pytest.mark.slow

@@ -129,11 +129,62 @@ dist.destroy_process_group()
 
 def test_processes_have_the_same_bits(tmp_path: Path) -> None:
     numel = 3 * 70_000
-    what = f"[both(ranks, {numel}, dtype) for dtype in DTYPES] + [ranks.exchange('a', 'x' * ranks.rank)]"
-    for *sums, told in of_processes(3, tmp_path, what):
-        for dtype, found in zip(DTYPES, sums, strict=True):
-            assert torch.equal(found, expected_sum(3, numel, dtype))
+    what = f"[both(ranks, {numel}, dtype) for dtype in DTYPES] + [ranks.exchange('a', 'x' * ranks.rank), {BROUGHT}]"
+    found = of_processes(3, tmp_path, what)
+    assert_brought([each for *_, each in found])
+    for *sums, told, _ in found:
+        for dtype, total in zip(DTYPES, sums, strict=True):
+            assert torch.equal(total, expected_sum(3, numel, dtype))
         assert told == ["", "x", "xx"]
+
+
+def brought(ranks: Ranks, onto: int | None) -> torch.Tensor | None:
+    """A tensor whose pieces lie on ranks in turn, some of them empty; where it comes together, else None."""
+    whole, here = torch.full((100,), -1.0), onto in (None, ranks.rank)
+    for each in PLACES[ranks.rank]:
+        whole[each] = pieced()[each]
+    places = [[whole[each] for each in mine] if here or rank == ranks.rank else [] for rank, mine in enumerate(PLACES)]
+    ranks.bring("pieces", places, onto)
+    return whole if here else None
+
+
+PLACES = ([slice(0, 10), slice(60, 100)], [slice(10, 10), slice(40, 60)], [slice(10, 40)])
+
+
+def pieced() -> torch.Tensor:
+    """NaNs of other bits than torch's own among them, which have to come through."""
+    found = torch.arange(100, dtype=torch.float32)
+    found.view(torch.int32)[::7] = 0x7FC0BEEF
+    return found
+
+
+def of_rank_0(ranks: Ranks) -> list[torch.Tensor]:
+    """Tensors of several types, without elements and without dimensions."""
+    found = [torch.tensor([True, False]), torch.tensor([[1 + 2j]]), torch.tensor(7), torch.empty(0, 3), pieced().bfloat16()]
+    return [ranks.of_first("a", each if ranks.rank == 0 else torch.zeros_like(each)) for each in found]
+
+
+def assert_brought(found: list[Any]) -> None:
+    """found: by rank, onto each of three and onto all; and what rank 0 gave."""
+    for rank, (*onto_each, onto_all, received) in enumerate(found):
+        assert [number for number, each in enumerate(onto_each) if each is not None] == [rank]
+        for each in (onto_each[rank], onto_all):
+            assert torch.equal(each.view(torch.int32), pieced().view(torch.int32))
+        for mine, first in zip(received, of_rank_0(SingleRank()), strict=True):
+            assert mine.dtype == first.dtype and mine.shape == first.shape
+            assert torch.equal(mine.reshape(-1).view(torch.uint8), first.reshape(-1).view(torch.uint8))
+
+
+BROUGHT = "[brought(ranks, onto) for onto in (0, 1, 2, None)] + [of_rank_0(ranks)]"
+
+
+def test_what_ranks_have_pieces_of_comes_together_bit_for_bit() -> None:
+    assert_brought(as_threads(3, lambda ranks: [brought(ranks, onto) for onto in (0, 1, 2, None)] + [of_rank_0(ranks)]))
+
+
+def test_ranks_that_bring_different_things_together_are_told_by_name() -> None:
+    with pytest.raises(RanksDifferError, match="rank 0 at 'pieces, onto 0'; rank 1 at 'pieces, onto 1'"):
+        as_threads(3, lambda ranks: brought(ranks, ranks.rank))
 
 
 def test_processes_that_differ_are_told_by_name(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from systems import export
 from systems.errors import BudgetError, UnsupportedError
+from systems.ranks.ranks import SingleRank
 from systems.system import Engine
 from tests.systems.models_small import build, tokens
 from tests.systems.running import RESIDENT, assert_equal, finished, one_step, settings, start
@@ -218,7 +219,7 @@ def test_parameters_that_are_no_engine_s_are_there_too() -> None:
     model = nn.Linear(3, 2)
     model.codes = nn.Parameter(torch.arange(4), requires_grad=False)
     values = {name: value.detach().clone() for name, value in model.named_parameters() if name != "codes"}
-    with export.by_all_names(model, values, write=True) as found:
+    with export.by_all_names(model, values, write=True, ranks=SingleRank()) as found:
         assert str(model.load_state_dict(found)) == MATCHED
         found["codes"] += 1
         found["bias"] = torch.ones(2)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from systems import save_checkpoint
 from systems.device.emulated import EmulatedDevice
 from systems.errors import UnsupportedError
 from systems.ranks.loopback import as_threads
@@ -380,17 +378,11 @@ def test_ranks_with_other_budgets_are_told_so(strategy: str) -> None:
         as_threads(2, work)
 
 
-def test_what_ranks_cannot_do_so_far_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="several ranks share no disk"):
-        on_ranks(elixir(), "stack", 2, disk=tmp_path)
+def test_what_ranks_cannot_do_so_far_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="reduction: native is NCCL's own sum"):
         on_ranks(elixir(), "stack", 2, options={"reduction": "native"})
     with pytest.raises(UnsupportedError, match="no link between cuda devices"):
         on_ranks(RESIDENT, "stack", 2, device="cuda")
-    with pytest.raises(UnsupportedError, match=r"several ranks so far: every rank's summon\(\)"):
-        on_ranks(elixir(), "stack", 2, before=lambda engine, rank, step: save_checkpoint(engine, tmp_path / "saved"))
-    with pytest.raises(UnsupportedError, match="summon: not with write=True on several ranks"):
-        on_ranks(elixir(), "stack", 2, before=lambda engine, rank, step: engine.summon(write=True).__enter__())
     with pytest.raises(UnsupportedError, match="on one rank so far"):
         elixir().initialize(make("stack"), settings(ranks=2), elixir().Options())
 

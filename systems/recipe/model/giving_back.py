@@ -84,7 +84,7 @@ def check_fresh(need: int, room: int) -> None:
             need=need,
             have=max(room, 0),
         )
-    _check_free(need)
+    check_free(need)
 
 
 def check_room(pieces: Sequence[Sequence[torch.Tensor]], room: int) -> None:
@@ -103,11 +103,11 @@ def on_the_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of those that are elsewhere. BudgetError, before any is made, where the host has no room for them."""
     need = sum(value.nbytes for value in values if value.device.type != "cpu")
     if need:
-        _check_free(need)
+        check_free(need)
     return [value.to("cpu") for value in values]
 
 
-def _check_free(need: int) -> None:
+def check_free(need: int) -> None:
     """Of the machine's memory."""
     check_host(need, "close", "make room, or save a checkpoint before")
 

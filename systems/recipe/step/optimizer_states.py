@@ -13,9 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from systems.checkpoint import Described, Part
+from systems.checkpoint import Part, TrainingState
 from systems.errors import BudgetError, UnsupportedError
 from systems.planning.layout import ModelIndex
+from systems.ranks.beginnings import sum_of_bits
+from systems.ranks.ranks import Ranks, SingleRank
+from systems.ranks.side_by_side import side_by_side
 from systems.recipe.step.control import StepControl
 from systems.recipe.step.parameter_groups import check_flags
 from systems.sizes import format_need, format_size
@@ -33,17 +36,10 @@ COPY = (
 _MARK = "_engine_states"
 
 
-class AdamMoments(Protocol):
-    """An engine's state between two steps; see systems.checkpoint.TrainingState."""
+class AdamMoments(TrainingState, Protocol):
+    """An engine's state between two steps."""
 
     control: StepControl
-
-    @property
-    def parameters(self) -> Sequence[Described]: ...
-
-    def read(self, parameter: int, part: Part) -> torch.Tensor: ...
-
-    def write(self, parameter: int, state: Any) -> None: ...
 
     def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """In the parameter's shape, fp32 on the CPU."""
@@ -74,23 +70,25 @@ class OptimizerStates:
         self._number = {id(p): i for i, p in enumerate(parameters)}
         self._state: Callable[[str], AdamMoments] | None = None
         self._room: Callable[[int], int] = _none
+        self._ranks: Ranks = SingleRank()
         self._used = False
         self._loading: dict[int, _GivenState] = {}
         self._handles: list[Any] = []
         found = {self._number.get(id(p)): entry for p, entry in optimizer.state.items() if entry}
         self._found = self._checked(found.items(), "the optimizer")
 
-    def attach(self, state: Callable[[str], AdamMoments], room: Callable[[int], int]) -> None:
+    def attach(self, state: Callable[[str], AdamMoments], room: Callable[[int], int], ranks: Ranks) -> None:
         """The engine is there: it gets the state that the optimizer has, which then keeps none.
 
         state: of the engine, called with what it is wanted for; room: bytes of host memory that are
-        left, told how many are wanted.
+        left, told how many are wanted; ranks: with which all is asked and given alike from now on.
         """
         optimizer = self._optimizer
         before = vars(optimizer).get(_MARK)
         if before is not None:
             before._remove()
-        self._state, self._room = state, room
+        self._state, self._room, self._ranks = state, room, ranks
+        _check_alike(ranks, self._index, self._found, "the optimizer")
         if self._found:
             moments = state("initialize")
             for number, entry in self._found.items():
@@ -139,20 +137,21 @@ class OptimizerStates:
     # ---- out of the engine
 
     def _fill(self, optimizer: torch.optim.Optimizer) -> None:
-        moments = self._moments("optimizer.state_dict()")
-        updates = moments.control.updates
-        stepped = [d.index for d in self._index.parameters if d.trainable and updates[d.index]]
-        need = BYTES * sum(self._index.parameters[n].numel for n in stepped)
-        have = self._room(need)
-        if need > have:
-            raise BudgetError(
-                f"optimizer.state_dict() needs {format_need(need, have)} of host memory for the moments, "
-                f"{format_size(max(have, 0))} are left of the budget: raise host_memory, or use systems.save_checkpoint, which "
-                "copies one tensor at a time",
-                tier="host",
-                need=need,
-                have=max(have, 0),
-            )
+        with side_by_side(self._ranks, "optimizer.state_dict()"):
+            moments = self._moments("optimizer.state_dict()")
+            updates = moments.control.updates
+            stepped = [d.index for d in self._index.parameters if d.trainable and updates[d.index]]
+            need = BYTES * sum(self._index.parameters[n].numel for n in stepped)
+            have = self._room(need)
+            if need > have:
+                raise BudgetError(
+                    f"optimizer.state_dict() needs {format_need(need, have)} of host memory for the moments, "
+                    f"{format_size(max(have, 0))} are left of the budget: raise host_memory, or use systems.save_checkpoint, "
+                    "which copies one tensor at a time",
+                    tier="host",
+                    need=need,
+                    have=max(have, 0),
+                )
         optimizer.state.clear()
         try:
             for number in stepped:
@@ -176,21 +175,25 @@ class OptimizerStates:
     def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch is left with has no state. ValueError, and nothing changed, for what the engine cannot take."""
         what = "optimizer.load_state_dict()"
-        self._moments(what)
-        self._loading = {}
-        saved = state_dict["param_groups"]
-        check_flags(f"{what}: {type(optimizer).__name__}", saved)
-        ours, theirs = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved))
-        if ours == theirs:  # else torch says so
-            ids = chain.from_iterable(group["params"] for group in saved)
-            parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-            number = {key: self._number[id(p)] for key, p in zip(ids, parameters, strict=True)}
-            entries = ((number.get(key), entry) for key, entry in state_dict["state"].items())
-            self._loading = self._checked(entries, what)
+        with side_by_side(self._ranks, what):
+            self._moments(what)
+            self._loading = {}
+            saved = state_dict["param_groups"]
+            check_flags(f"{what}: {type(optimizer).__name__}", saved)
+            ours, theirs = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved))
+            if ours == theirs:
+                ids = chain.from_iterable(group["params"] for group in saved)
+                parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+                number = {key: self._number[id(p)] for key, p in zip(ids, parameters, strict=True)}
+                entries = ((number.get(key), entry) for key, entry in state_dict["state"].items())
+                self._loading = self._checked(entries, what)
+            elif self._ranks.size > 1:  # else torch says so
+                raise ValueError(f"{what} has groups of {theirs} parameters, this optimizer of {ours}: give one of this model")
+        _check_alike(self._ranks, self._index, self._loading, what)
         return {**state_dict, "state": {}}
 
     def _write(self, optimizer: torch.optim.Optimizer) -> None:
-        """torch has taken the groups over. A parameter without a state has taken no step."""
+        """torch has taken the groups over. A parameter without a state has taken no step. Each rank writes what it has."""
         moments = self._moments("optimizer.load_state_dict()")
         loading, self._loading = self._loading, {}
         control = moments.control
@@ -226,6 +229,24 @@ class OptimizerStates:
                 "requires_grad before initialize"
             )
         return described
+
+
+def _check_alike(ranks: Ranks, index: ModelIndex, given: Mapping[int, _GivenState], what: str) -> None:
+    """UnsupportedError on all ranks where one is given another state than the first."""
+    if ranks.size == 1:
+        return
+    told = ranks.exchange(what, {number: _digest(entry) for number, entry in given.items()})
+    for rank, theirs in enumerate(told):
+        for number in sorted({*told[0], *theirs}):
+            if told[0].get(number) != theirs.get(number):
+                name = index.parameters[number].name
+                raise UnsupportedError(
+                    f"{what}: the state of parameter {name} is not the same on ranks 0 and {rank}: give all ranks the same"
+                )
+
+
+def _digest(entry: _GivenState) -> tuple[int, int, int]:
+    return entry.step, sum_of_bits(_fp32(entry.exp_avg)), sum_of_bits(_fp32(entry.exp_avg_sq))
 
 
 def states_of(

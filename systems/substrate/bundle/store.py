@@ -164,20 +164,23 @@ class Store:
             if part not in TAKEN_FIRST:
                 mapping.touch()
 
-    def give_slots(self) -> None:
+    def give_slots(self, *, more: bool) -> None:
         """To the segments that have none, in fresh memory of their size. What else the host has of segments goes back to the
-        machine before, but for the slots: only an engine that closes may ask, drained, once.
+        machine before, but for the slots: only an engine that closes may ask, drained, once. more: there is more to be made
+        room for than slots.
 
         Raises BudgetError where the host has no room.
         """
         without = [each for each in self.segments if not each.has_slot]
-        if not without:
+        if not without and not more:
             return
         for part in STATE_PARTS:
             if part in self._mappings:
                 self._mappings[part].empty()
         if self.disk is not None:
             self.disk.empty_buffers()
+        if not without:
+            return
         need = sum(each.segment.shard_numel for each in without) * self.dtype.itemsize
         check_fresh(need, self.host.room)
         made = self._mappings["values"] = HostMapping("host-values", need, self.host, pinned=False)

@@ -6,10 +6,10 @@ Call it only when drained, outside a step, and on all ranks alike: what their sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
+from systems.checkpoint import Part
 from systems.planning.layout import Placement
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import StoredSegment
@@ -24,21 +24,53 @@ class StoredValues:
 
     def parameter(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Its fp32 master (or, if frozen, its value at rest) as a CPU copy."""
+        return self._whole(number, self._values_here(number)).view(shape)
+
+    def _values_here(self, number: int) -> list[tuple[int, torch.Tensor]]:
+        """Pieces that this rank has, with their first elements."""
         bundle, mine = self.bundle_of(number), list[tuple[int, torch.Tensor]]()
         for stored, rest in zip(bundle.segments, bundle.at_rest(), strict=True):
             here = [p for p in stored.placements if p.parameter == number]
             whole = rest if stored.state is None or not here else self._store.part(stored, "master")
             mine += [(p.start, whole[p.here].float().cpu()) for p in here]
-        return self._joined(mine).view(shape)
+        return mine
 
-    def _joined(self, mine: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """Of a parameter, out of the pieces that each rank has, with their first elements."""
+    def _moments_here(self, number: int, which: Part) -> list[tuple[int, torch.Tensor]]:
+        return [(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(number)]
+
+    def bring(self, number: int, part: Part, onto: int) -> torch.Tensor | None:
+        """A parameter's master or one of its moments, flat: whole on rank `onto`, None on the others."""
+        ranks, here = self._store.ranks, self._values_here(number) if part == "value" else self._moments_here(number, part)
+        if ranks.rank == onto:
+            return self._whole(number, here, onto)
+        if not self.bundle_of(number).scattered:
+            return None
+        given = [[values for _, values in here] if rank == ranks.rank else [] for rank in range(ranks.size)]
+        ranks.bring(f"parameter {number}", given, onto)
+        return None
+
+    def at_rest(self, number: int) -> torch.Tensor:
+        """In the compute dtype, out of the slots of all ranks, flat."""
+        here = [(p.start, stored.slot[p.here]) for stored, p in self.pieces_of(number)]
+        return self._whole(number, here, dtype=self._store.dtype)
+
+    def _whole(
+        self, number: int, here: list[tuple[int, torch.Tensor]], onto: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """A parameter out of the pieces that each rank has; here: this one's."""
         ranks = self._store.ranks
-        if ranks.size > 1:  # what is told is a tensor's whole memory, so it gets one of its own
-            told = ranks.exchange("values of a parameter", [(start, values.clone()) for start, values in mine])
-            mine = [piece for each in told for piece in each]
-        pieces = dict(mine)  # where every rank has all, any will do
-        return torch.cat([pieces[start] for start in sorted(pieces)])
+        if ranks.size == 1 or not self.bundle_of(number).scattered:  # every rank has all
+            return torch.cat([values for _, values in sorted(here, key=lambda piece: piece[0])])
+        whole = torch.empty(self._store.layout.places[number].numel, dtype=dtype)
+        for start, values in here:
+            whole[start : start + values.numel()].copy_(values)
+        segments = self.bundle_of(number).segments
+        places = [
+            [whole[p.piece] for stored in segments for p in stored.segment.shard(rank) if p.parameter == number]
+            for rank in range(ranks.size)
+        ]
+        ranks.bring(f"parameter {number}", places, onto)
+        return whole
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""
@@ -59,11 +91,21 @@ class StoredValues:
                     if place.parameter == number:
                         there[place.here].copy_(flat[place.piece])
 
-    def moment(self, parameter: int, which: Literal["exp_avg", "exp_avg_sq"]) -> torch.Tensor:
+    def restore(self, number: int) -> None:
+        """What this rank has of a parameter in its slots and on the device was edited, and is again as at rest."""
+        bundle, here = self.bundle_of(number), dict(self._values_here(number))
+        if bundle.movable:
+            for stored, place in self.pieces_of(number):
+                self._store.device.host_kernel.cast(here[place.start], stored.slot[place.here])
+        if bundle.block is not None:
+            for stored, there in zip(bundle.segments, bundle.own_pieces(bundle.block), strict=True):
+                for place in stored.placements:
+                    if place.parameter == number:
+                        there[place.here].copy_(here[place.start])
+
+    def moment(self, parameter: int, which: Part) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy."""
-        return self._joined(
-            [(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(parameter)]
-        )
+        return self._whole(parameter, self._moments_here(parameter, which))
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained."""

@@ -59,7 +59,7 @@ class InPlace:
     def takes(self, bundle: ManagedBundle, gradient: BundleGradient) -> bool:
         """True if gradients that come now take their parameters' place. See Note [Detours] for when they do not."""
         free = gradient.range is None and gradient.state in FREE and bundle.block is not None
-        return free and bundle.index in self.allowed and not self._several and not bundle.stays_in_autograd
+        return free and bundle.movable and bundle.index in self.allowed and not self._several and not bundle.stays_in_autograd
 
     def enter(self, bundle: ManagedBundle, unit: int, gradient: BundleGradient) -> None:
         """The unit's backward begins: if its parameters have become gradients, they must come back first. Of several ranks it

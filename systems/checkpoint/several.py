@@ -1,0 +1,144 @@
+"""A checkpoint of several ranks: who writes, who reads what, and what each rank has beside it.
+
+Note [Saved by several ranks]
+    A checkpoint of several ranks is that of one: whole tensors by name, which any number of ranks reads. The ranks that see the
+    folder share the parameters evenly; each part of one is brought together on its writer, which has files of its own. Rank 0,
+    which has the lock, writes the manifest once all files are on their disks. Buffers are rank 0's. What each rank has of its
+    own beside the checkpoint (states of random generators) is given back where as many ranks load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from systems.checkpoint.manifest import BESIDE, MANIFEST, Manifest, read_manifest
+from systems.checkpoint.state import CheckpointError, Described, parts_of
+from systems.checkpoint.tensors import header, readable, tensor
+from systems.machine.durable import prove_folder
+from systems.ranks.processes import BOOT_ID
+from systems.ranks.ranks import Ranks
+
+OF_RANKS = "ranks/"  # begins the name of what only several ranks save beside a checkpoint
+SIZE = OF_RANKS + "size"
+
+
+def check_same_folder(ranks: Ranks, folder: Path) -> None:
+    """ValueError on all ranks where they name different ones."""
+    first, *_ = told = ranks.exchange("the folder of a checkpoint", str(folder))
+    for rank, theirs in enumerate(told):
+        if theirs != first:
+            raise ValueError(
+                f"the checkpoint's folder is {first} on rank 0 and {theirs} on rank {rank}: give all ranks the same"
+            )
+
+
+def writers_in(folder: Path, ranks: Ranks) -> list[int]:
+    """The ranks that see it, which rank 0 has made, and can write there."""
+    try:
+        prove_folder(folder)
+        sees = True
+    except OSError:
+        sees = False
+    return [rank for rank, theirs in enumerate(ranks.exchange("who sees the folder", sees)) if theirs or rank == 0]
+
+
+def turns_of(parameters: Sequence[Described], writers: Sequence[int]) -> Iterator[dict[int, int]]:
+    """Who writes which parameter, turn by turn: writer to number. In model order, each goes to who has the least so far."""
+    shares: dict[int, list[int]] = {writer: [] for writer in writers}
+    loads = dict.fromkeys(writers, 0)
+    for number, each in enumerate(parameters):
+        writer = min(writers, key=loads.__getitem__)
+        shares[writer].append(number)
+        loads[writer] += math.prod(each.shape) * len(parts_of(each.trainable))
+    for turn in zip_longest(*shares.values()):
+        yield {writer: number for writer, number in zip(shares, turn, strict=True) if number is not None}
+
+
+def warn_of_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Where they differ, as running averages do: rank 0's count."""
+    if ranks.size == 1:
+        return
+    mine = {name: _digest(buffer) for name, buffer in buffers.items()}
+    told = ranks.exchange("buffers", mine)
+    different = [name for name in mine if any(theirs.get(name) != told[0].get(name) for theirs in told)]
+    if different and ranks.rank == 0:
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        warnings.warn(f"buffer {different[0]}{more} differ between ranks: the checkpoint has those of rank 0", stacklevel=4)
+
+
+def _digest(buffer: torch.Tensor) -> str:
+    return hashlib.sha256(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def beside_of_all(ranks: Ranks, beside: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """beside: the loop's, of which rank 0's are saved; own: what each rank has for itself."""
+    if ranks.size == 1:
+        return {**beside, **own}
+    told = ranks.exchange("own tensors", {key: each.detach().cpu().contiguous().clone() for key, each in own.items()})
+    named = {f"{OF_RANKS}{rank}/{key}": each for rank, theirs in enumerate(told) for key, each in theirs.items()}
+    return {**beside, SIZE: torch.tensor(ranks.size), **named}
+
+
+def beside_of_mine(path: Path, ranks: Ranks) -> tuple[int, dict[str, torch.Tensor]]:
+    """How many ranks saved that file, and of what it has this rank's and what is everybody's."""
+    keys, saved = [key for key, _, _ in header(path)], _saved_by(path)
+    found = {key: tensor(path, key) for key in keys if not key.startswith(OF_RANKS)}
+    mine = f"{OF_RANKS}{ranks.rank}/"
+    if saved == ranks.size:
+        found |= {key.removeprefix(mine): tensor(path, key) for key in keys if key.startswith(mine)}
+    return saved, found
+
+
+def ranks_of(folder: str | os.PathLike[str]) -> int:
+    """How many ranks saved the checkpoint. Raises CheckpointError."""
+    source = Path(folder).absolute()
+    return _saved_by(source / read_manifest(source).data / BESIDE)
+
+
+def _saved_by(path: Path) -> int:
+    for key, shape, _ in header(path):
+        if key == SIZE:
+            if shape:
+                raise CheckpointError(f"{path} has {SIZE} of shape {shape}, expected one number")
+            return int(tensor(path, key))
+    return 1
+
+
+def warn_of_other_ranks(ranks: Ranks, saved: int, source: Path) -> None:
+    if saved != ranks.size and ranks.rank == 0:
+        warnings.warn(
+            f"the checkpoint in {source} was saved by {_ranks(saved)} and goes on with {_ranks(ranks.size)}: dropout begins "
+            "anew, and a step has another global batch unless `accumulate` or the batches make up for it",
+            stacklevel=4,
+        )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def readers_of(manifest: Manifest, source: Path, ranks: Ranks) -> Sequence[int]:
+    """The ranks that read the very files that this one reads, itself among them: they share the work of checking them.
+
+    CheckpointError where ranks read different checkpoints under the folder's name.
+    """
+    if ranks.size == 1:
+        return [0]
+    with readable(source / MANIFEST):
+        found = (source / MANIFEST).stat()
+    content = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
+    told = ranks.exchange("which checkpoint", (content, (BOOT_ID.read_text(), found.st_dev, found.st_ino)))
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise CheckpointError(
+                f"ranks 0 and {rank} find different checkpoints in {source}: name a folder that all see, or copy one to all"
+            )
+    return [rank for rank, (_, files) in enumerate(told) if files == told[ranks.rank][1]]
