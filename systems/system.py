@@ -31,6 +31,7 @@ class Engine(Reports):
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
+    _behind: Callable[[], None] | None = None
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +81,15 @@ class Engine(Reports):
         What went wrong behind the last step and was not told is raised: DivergedError where nonfinite=stop finds only now that
         it was not finite, RuntimeError where parameters belong to two steps.
         """
+
+    def close_behind(self, end: Callable[[], None]) -> None:
+        """Called last when the engine is closed, whatever closing meets."""
+        self._behind = end
+
+    def _end_behind(self) -> None:
+        """The last thing of each engine's close."""
+        if self._behind is not None:
+            self._behind()
 
     def training_state(self) -> TrainingState:
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""

@@ -193,6 +193,7 @@ class DummyEngine(Engine):
             self.drain()
             self._background.put(None)
             self._thread.join()
+            self._end_behind()
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
