@@ -1,7 +1,7 @@
 """Trains systems in a process of their own: packages change what is global, and one process a system would be slow.
 
-As a module it is the process: `python -m tests.baselines.training JOBS RESULTS`, both files of torch.save. On several ranks there
-are as many, `... JOBS RESULTS RANK SIZE MEET`, which meet in a file, and the results are the first one's.
+As a module it is the process: `python -m tests.baselines.training JOBS RESULTS`, both files of torch.save. Of several
+ranks each is one, `... JOBS RESULTS RANK SIZE MEET`: they meet in a file, and the results are the first one's.
 """
 
 from __future__ import annotations
