@@ -179,7 +179,7 @@ class Fsdp2Offload(RankedSystem):
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, FsdpOptions)
-        mine = begin(settings, options, ranks, self.name)
+        mine = begin(model, settings, options, ranks, self.name)
         if settings.dtype == "fp16":
             raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use `dtype='bf16'`")
         cuda = settings.device == "cuda"

@@ -225,7 +225,7 @@ class RoundPipeSystem(System):
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         assert isinstance(options, RoundPipeOptions)
-        begin(settings, options, None, self.name)
+        begin(model, settings, options, None, self.name)
         self._check(settings)
         found = find_weights(model, settings, self.name)
         cut(model, self.name)

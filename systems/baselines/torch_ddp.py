@@ -165,7 +165,7 @@ class TorchDdp(RankedSystem):
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, DdpOptions)
-        mine = begin(settings, options, ranks, self.name)
+        mine = begin(model, settings, options, ranks, self.name)
         if settings.dtype == "fp16" and options.weights != "autocast":
             raise UnsupportedError("torch-ddp scales fp16's loss under autocast only: use `options=dict(weights='autocast')`")
         found = find_weights(model, settings, self.name)

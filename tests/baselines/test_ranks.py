@@ -114,7 +114,7 @@ def test_roundpipe_stays_at_one_rank() -> None:
 def _other_options(ranks: Ranks) -> None:
     system = registry.get("torch-ddp")
     options = registry.parse_options(system, ["weights=autocast"] if ranks.rank else [])
-    begin(Settings(ranks=2), options, ranks, system.name)
+    begin(nn.Linear(1, 1), Settings(ranks=2), options, ranks, system.name)
 
 
 def test_ranks_are_asked_alike() -> None:

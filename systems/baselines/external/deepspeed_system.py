@@ -70,7 +70,7 @@ class DeepSpeedSystem(RankedSystem):
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, ConfigOptions)
-        mine = begin(settings, options, ranks, self.name)
+        mine = begin(model, settings, options, ranks, self.name)
         variant = self.variant
         if isinstance(options, InfinityOptions):
             variant = dataclasses.replace(variant, parameters=options.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -158,14 +159,15 @@ class PackageEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        if self.settings.device == "cuda":
-            torch.cuda.synchronize()
-        try:
+        with contextlib.ExitStack() as ends:  # the last one first
+            ends.callback(self._end_behind)
+            ends.callback(
+                leave_without, self.module, f"the weights of this model went with {type(self).__name__}, which is closed", KEEP
+            )
+            ends.callback(self.limits.lift)
+            if self.settings.device == "cuda":
+                torch.cuda.synchronize()
             self._shut_down()
-        finally:
-            self.limits.lift()
-            leave_without(self.module, f"the weights of this model went with {type(self).__name__}, which is closed", KEEP)
-            self._end_behind()
 
     def _check_edits(self, write: bool) -> None:
         """All ranks would have to make the same ones."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
+from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.ranks.beginnings import begin_alike
@@ -23,14 +24,14 @@ from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 
 
-def begin(settings: Settings, options: BaseModel, ranks: Ranks | None, system: str) -> Ranks:
+def begin(model: nn.Module, settings: Settings, options: BaseModel, ranks: Ranks | None, system: str) -> Ranks:
     """Who trains. UnsupportedError, on all ranks alike, for what a package cannot do, and where ranks were asked otherwise."""
     if settings.optimizer is not None:
         raise UnsupportedError(f"{system} builds its own optimizer: give the learning rate and decay, not a torch optimizer")
     if ranks is None and settings.ranks != 1:
         raise UnsupportedError(f"{system} is given no other ranks: leave `ranks` at 1")
     mine = SingleRank() if ranks is None else ranks
-    begin_alike(mine, settings, options)
+    begin_alike(mine, settings, options, model)
     return mine
 
 
