@@ -96,7 +96,7 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
         share_cores(ranks.local_size, chosen_threads())
         mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
         engine = chosen.initialize(model, chosen.look_for_room(model, mine, options), options, ranks=ranks)
-        engine.close_behind(ranks.close)
+        engine.behind = ranks.close
     except BaseException:
         ranks.close()
         raise

@@ -27,11 +27,12 @@ class Engine(Reports):
     """A model under a system: call it, `backward(loss)` once per micro-batch, then `step()`.
 
     Gradients of a step's micro-batches are summed, not averaged: divide each loss by what all of them count together.
+    behind: called last when the engine is closed, whatever closing meets.
     """
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
-    _behind: Callable[[], None] | None = None
+    behind: Callable[[], None] | None = None
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,15 +82,6 @@ class Engine(Reports):
         What went wrong behind the last step and was not told is raised: DivergedError where nonfinite=stop finds only now that
         it was not finite, RuntimeError where parameters belong to two steps.
         """
-
-    def close_behind(self, end: Callable[[], None]) -> None:
-        """Called last when the engine is closed, whatever closing meets."""
-        self._behind = end
-
-    def _end_behind(self) -> None:
-        """The last thing of each engine's close."""
-        if self._behind is not None:
-            self._behind()
 
     def training_state(self) -> TrainingState:
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""

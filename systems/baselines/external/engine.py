@@ -160,7 +160,8 @@ class PackageEngine(Engine):
             return
         self._closed = True
         with contextlib.ExitStack() as ends:  # the last one first
-            ends.callback(self._end_behind)
+            if self.behind is not None:
+                ends.callback(self.behind)
             ends.callback(
                 leave_without, self.module, f"the weights of this model went with {type(self).__name__}, which is closed", KEEP
             )

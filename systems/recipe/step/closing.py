@@ -71,7 +71,8 @@ class ClosingEngine(Engine):
         try:
             self._end(keep)
         finally:
-            self._end_behind()
+            if self.behind is not None:
+                self.behind()
 
     def _end(self, keep: bool) -> None:
         lost, told, amid = self._watch.lost(), frozenset(self.control.told), sys.exception() is not None
