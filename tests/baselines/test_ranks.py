@@ -39,7 +39,9 @@ BF16 = (
     Job("fsdp2-offload", dtype="bf16", recompute="none"),
 )
 ONCE = (*(Job(system, accumulate=1) for system in TORCH), *(Job(system, model="frozen-middle") for system in TORCH))
-MOST = (*map(Job, EXACT), *ONCE, *(Job(system, model="frozen-middle") for system in ("deepspeed-zero3", "deepspeed-zero2")))
+FROZEN = tuple(Job(system, model="frozen-middle") for system in ("deepspeed-zero3", "deepspeed-zero2"))
+DEEPSPEED_BF16 = tuple(Job(system, dtype="bf16", recompute="none") for system in ("deepspeed-zero3-offload", "deepspeed-zero2"))
+MOST = (*map(Job, EXACT), *ONCE, *FROZEN, *DEEPSPEED_BF16)
 
 
 def assert_is_the_reference(found: Result, expected: Result, *, exact: bool) -> None:
@@ -142,6 +144,48 @@ def test_first_values_are_alike() -> None:
 def test_threads_have_no_group_for_a_package() -> None:
     with pytest.raises(UnsupportedError, match=r"torch.distributed, which is not initialized here: use processes"):
         as_threads(2, lambda ranks: PackageGroup({"cpu": "gloo"}, ranks))
+
+
+class _Fourth(SingleRank):
+    """The second of its host's two, of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size, self.local_rank, self.local_size = 3, 4, 1, 2
+
+
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """With a device each, as a process finds them."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return monkeypatch
+
+
+def test_a_package_is_told_which_rank_it_is(four_ranks: pytest.MonkeyPatch) -> None:
+    """The group that is there is taken and left; what the environment said before is said again."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
+    four_ranks.setenv("LOCAL_RANK", "7")
+    before = [os.environ.get(name) for name in names]
+    group = PackageGroup({"cuda": "nccl"}, _Fourth())
+    assert [os.environ[name] for name in names] == ["3", "1", "4", "2"]
+    four_ranks.setattr(torch.cuda, "current_device", lambda: 0)  # a process that sees its own device alone
+    alone = PackageGroup({"cuda": "nccl"}, _Fourth())
+    assert os.environ["LOCAL_RANK"] == "0"
+    alone.close()
+    group.close()
+    group.close()
+    assert [os.environ.get(name) for name in names] == before
+
+
+def test_a_group_that_a_package_cannot_use(four_ranks: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="torch.distributed runs 4 ranks here, this system wants one"):
+        PackageGroup({"cpu": "gloo"}, SingleRank())
+    four_ranks.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    with pytest.raises(UnsupportedError, match="has cpu:gloo,cuda:gloo, this system needs nccl: initialize it with backend="):
+        PackageGroup({"cuda": "nccl"}, _Fourth())
 
 
 # ---- what DeepSpeed is told

@@ -267,8 +267,7 @@ def _states_need(variant: Variant, settings: Settings, sizes: Sizes, config: Con
 
 
 def check_disk(sizes: Sizes, folder: str | None, system: str, ranks_here: int = 1) -> Path:
-    """The folder. UnsupportedError without one, BudgetError when its disk has no room for what so many ranks will write.
-    """
+    """The folder. UnsupportedError without one, BudgetError when its disk has no room for what so many ranks will write."""
     if folder is None:
         raise UnsupportedError(f"{system} keeps model states on disk: say where with `options=dict(nvme_path='FOLDER')`")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
