@@ -90,15 +90,13 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
     from systems.machine.threads import share_cores
     from systems.ranks.joining import joined
     from systems.ranks.launchers import chosen_threads
-    from systems.recipe.step.closing import ClosingEngine
 
     ranks = joined(settings.device)
     try:
         share_cores(ranks.local_size, chosen_threads())
         mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
         engine = chosen.initialize(model, chosen.look_for_room(model, mine, options), options, ranks=ranks)
-        assert isinstance(engine, ClosingEngine)
-        engine.close_behind(ranks.close)
+        engine.behind = ranks.close
     except BaseException:
         ranks.close()
         raise

@@ -30,11 +30,13 @@ class Engine(Reports):
 
     ranks: this one and the others. On several, all of them initialize, step, drain, save, load, hand values out or take them
     in, and close alike, and each gets the whole values.
+    behind: called last when the engine is closed, whatever closing meets.
     """
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
     ranks: Ranks = SingleRank()
+    behind: Callable[[], None] | None = None
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

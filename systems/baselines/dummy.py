@@ -193,6 +193,8 @@ class DummyEngine(Engine):
             self.drain()
             self._background.put(None)
             self._thread.join()
+            if self.behind is not None:
+                self.behind()
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:

@@ -4,14 +4,16 @@ Every block is a group of its own, the rest (embeddings, final norm, head) is th
 compute dtype on the device after they are fetched, as fully_shard does it, so the host sends 4 bytes a parameter and
 gets 4 back. With several micro-batches each one's gradient goes to the host and is added there in fp32: kept on the
 device until the last, a whole model's gradient would have to fit there. The norm is computed only if clipping asks for
-it. At one rank nothing is sharded; what is measured is its offload.
+it. At one rank nothing is sharded; what is measured is its offload. On several each keeps its rows of every parameter, and
+gradients are summed in the compute dtype, micro-batch by micro-batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,17 +25,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from systems.baselines.external import budget
-from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, LateNumber, PackageEngine, Update
+from systems.baselines.external.engine import NO_DISK, LateNumber, PackageEngine, Update
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
-from systems.baselines.external.process import OneRank
+from systems.baselines.external.process import PackageGroup, begin
+from systems.baselines.external.shares import whole_value
 from systems.baselines.external.torch_adam import adam, arguments_of, check_arguments, set_rate
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.adoption import place_buffers
 from systems.recipe.model.units import FoundModel
 from systems.recipe.recomputation.recompute import apply_recompute
 from systems.settings import TORCH_DTYPE, Settings
-from systems.system import Abilities, Engine, System
+from systems.system import Abilities, Engine, RankedSystem
 
 
 class FsdpOptions(ConfigOptions):
@@ -43,43 +47,60 @@ class FsdpOptions(ConfigOptions):
 class FsdpEngine(PackageEngine):
     """config: arguments of fully_shard, its two policies, and the optimizer."""
 
+    averages = False  # it is told to divide by 1
+
     def __init__(
         self,
         model: nn.Module,
         found: FoundModel,
         settings: Settings,
+        ranks: Ranks,
         *,
         limits: budget.BudgetInForce,
         config: Config,
         statistics: PackageStatistics,
     ) -> None:
         started = time.perf_counter()
-        super().__init__(model, settings, limits, NO_OTHER_RANK | NO_DISK)
+        super().__init__(model, settings, limits, NO_DISK, ranks)
         self._statistics = statistics
         self._names = [p.name for p in found.index.parameters]
+        self._shapes = [torch.Size(p.shape) for p in found.index.parameters]
         self._owners = [owners[0] for owners in found.owners]
         cuda = settings.device == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         with contextlib.ExitStack() as undo:
             undo.callback(limits.lift)
-            undo.callback(OneRank("cpu:gloo,cuda:nccl" if cuda else "gloo").close)
+            undo.callback(PackageGroup({"cpu": "gloo", "cuda": "nccl"} if cuda else {"cpu": "gloo"}, ranks).close)
             undo.callback(apply_recompute(found, settings.recompute))
-            materialise(found, Masters(found, settings), torch.float32, drawn_on=device)
             place_buffers(model, device)
-            self._shard(found, config)
+            self._shard(found, config, device)
             self._optimizer = adam(self._parameters(), settings.adam, config["optimizer"])
             self._exit = undo.pop_all()
         self._startup = {"initialize": time.perf_counter() - started}
         limits.look()
 
-    def _shard(self, found: FoundModel, config: Config) -> None:
-        mesh = init_device_mesh(self.settings.device, (1,))
+    def _shard(self, found: FoundModel, config: Config, drawn_on: torch.device) -> None:
+        """Block by block, each of which has its first values just before, so that no rank ever holds more than one as a whole.
+        What is left is the root's.
+        """
+        masters, left = Masters(found, self.settings, self.ranks), dict.fromkeys(range(len(found.parameters)))
+        mesh = init_device_mesh(self.settings.device, (self.ranks.size,))
         dtype = TORCH_DTYPE[self.settings.dtype]
         precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, **config["mixed_precision"])
         offload = CPUOffloadPolicy(**config["cpu_offload"])
-        blocks = [found.modules[unit.index] for unit in found.index.units if unit.block is not None]
-        for module in (*blocks, self.module):
+        blocks = [unit for unit in found.index.units if unit.block is not None]
+        for module, numbers in [*((found.modules[unit.index], unit.parameters) for unit in blocks), (self.module, tuple(left))]:
+            mine = [number for number in numbers if number in left]
+            materialise(found, masters, torch.float32, drawn_on=drawn_on, numbers=mine)
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, **config["fully_shard"])
+            if self.ranks.size > 1:
+                assert isinstance(module, FSDPModule)
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+            for number in mine:
+                masters.forget(number)
+                del left[number]
+        masters.check_alike()
 
     def _parameters(self) -> list[nn.Parameter]:
         """FSDP puts parameters of its own in place of the model's: they are looked up where they are."""
@@ -113,12 +134,16 @@ class FsdpEngine(PackageEngine):
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        self._check_edits(write)
         self.drain()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         named = list(zip(self._names, map(_local, self._parameters()), strict=True))
-        values = {name: local.detach().float().cpu().clone() for name, local in named}
+        values = {
+            name: whole_value(local, share_numel(shape, self.ranks.size), shape, self.ranks, name)
+            for (name, local), shape in zip(named, self._shapes, strict=True)
+        }
         yield values
         if write:
             with torch.no_grad():
@@ -135,21 +160,26 @@ class FsdpEngine(PackageEngine):
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """All of it: there is one rank."""
+    """This rank's rows of it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-class Fsdp2Offload(System):
+def share_numel(shape: Sequence[int], ranks: int) -> int:
+    """Elements of a rank's share: whole rows. The last ranks may have fewer, or none."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+class Fsdp2Offload(RankedSystem):
     """See the module's docstring."""
 
     name = "fsdp2-offload"
     summary = "torch FSDP2 with CPUOffloadPolicy, masters and optimizer on the host"
-    abilities = Abilities(package="torch")
+    abilities = Abilities(package="torch", ranks=True)
     Options: type[BaseModel] = FsdpOptions
 
-    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
+    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, FsdpOptions)
-        budget.refuse_ranks_and_optimizer(settings, self.name)
+        mine = begin(model, settings, options, ranks, self.name)
         if settings.dtype == "fp16":
             raise UnsupportedError("fsdp2-offload has no loss scale for gradients on the host: use `dtype='bf16'`")
         cuda = settings.device == "cuda"
@@ -169,7 +199,7 @@ class Fsdp2Offload(System):
         }
         check_arguments(config, allowed, options.config)
         pin = budget.pinned_bytes if cuda else int
-        numels = [(p.numel, p.trainable) for p in found.index.parameters]
+        numels = [(share_numel(p.shape, mine.size), p.trainable) for p in found.index.parameters]
         need = sum(pin(4 * numel) + (12 * numel if trainable else 0) for numel, trainable in numels)
         budget.check_host(settings, system=self.name, need=need)
         statistics = PackageStatistics(
@@ -180,7 +210,8 @@ class Fsdp2Offload(System):
             dtypes={"weights": settings.dtype, "gradients": settings.dtype, "states": "fp32"},
             notes=[] if cuda else [budget.ONE_MEMORY],
         )
-        return FsdpEngine(model, found, settings, limits=budget.BudgetInForce(settings), config=config, statistics=statistics)
+        limits = budget.BudgetInForce(settings)
+        return FsdpEngine(model, found, settings, mine, limits=limits, config=config, statistics=statistics)
 
 
 SYSTEM = Fsdp2Offload()

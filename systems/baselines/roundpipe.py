@@ -25,12 +25,14 @@ from pydantic import BaseModel, Field
 from torch import nn
 
 from systems.baselines.external import budget, extensions
-from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, PackageEngine, Update
+from systems.baselines.external.engine import NO_DISK, PackageEngine, Update
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config, require, version_of
+from systems.baselines.external.process import begin
 from systems.baselines.external.sequential import cut
 from systems.baselines.external.torch_adam import check_arguments, set_rate
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
+from systems.ranks.ranks import SingleRank
 from systems.recipe.model.units import FoundModel
 from systems.settings import TORCH_DTYPE, Settings
 from systems.system import Abilities, Engine, System
@@ -72,12 +74,12 @@ class RoundPipeEngine(PackageEngine):
         statistics: PackageStatistics,
     ) -> None:
         started = time.perf_counter()
-        super().__init__(model, settings, limits, NO_OTHER_RANK | NO_DISK)
+        super().__init__(model, settings, limits, NO_DISK, SingleRank())
         self._package, self._statistics, self._asynchronous, self._run = roundpipe, statistics, asynchronous, config["run"]
         self._names = [p.name for p in found.index.parameters]
         with contextlib.ExitStack() as undo:
             undo.callback(limits.lift)
-            masters = Masters(found, settings)
+            masters = Masters(found, settings, self.ranks)
             device = torch.device("cuda", torch.cuda.current_device())
             parameters = materialise(found, masters, TORCH_DTYPE[settings.dtype], drawn_on=device)
             self._layers = layers().train()
@@ -223,6 +225,7 @@ class RoundPipeSystem(System):
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         assert isinstance(options, RoundPipeOptions)
+        begin(model, settings, options, None, self.name)
         self._check(settings)
         found = find_weights(model, settings, self.name)
         cut(model, self.name)
@@ -259,7 +262,6 @@ class RoundPipeSystem(System):
         )
 
     def _check(self, settings: Settings) -> None:
-        budget.refuse_ranks_and_optimizer(settings, self.name)
         if settings.device != "cuda":
             raise UnsupportedError(f"{self.name} runs on CUDA only: take another system with `device='cpu'`")
         if torch.cuda.device_count() != 1:

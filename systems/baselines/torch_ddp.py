@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel at one rank: plain PyTorch with everything on the device, as people train what fits.
+"""torch's DistributedDataParallel: plain PyTorch with everything on each device, as people train what fits.
 
 Note [What is fair to DDP]
     weights=masters, the default: 16-bit parameters and gradients, fp32 masters and moments in torch's fused AdamW. It is
@@ -8,6 +8,9 @@ Note [What is fair to DDP]
     script; 16 bytes a parameter, norms in fp32, every weight cast anew in each forward pass.
     weights=compute: parameters, gradients and moments all in the compute dtype, 8 bytes a parameter in bf16. The fastest
     plain PyTorch there is, and no equal: without masters small updates are rounded away.
+    On several ranks gradients are reduced once a step, in the last micro-batch, as its users do it. Not so with masters: there
+    each micro-batch's 16-bit gradients are reduced and then added in fp32, as in the reference recipe, for 2 bytes a parameter
+    and micro-batch instead of 4 a step.
     Statistics say which one ran. The norm is computed only if clipping asks for it. With --dtype fp32 all three are one.
 """
 
@@ -25,17 +28,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from systems.baselines.external import budget
-from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, PackageEngine, Update
+from systems.baselines.external.engine import NO_DISK, PackageEngine, Update
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
-from systems.baselines.external.process import OneRank
+from systems.baselines.external.process import PackageGroup, begin
 from systems.baselines.external.torch_adam import OnParameters, UpdateChoice, WithMasters, arguments_of, check_arguments
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.adoption import place_buffers
 from systems.recipe.model.units import FoundModel
 from systems.recipe.recomputation.recompute import apply_recompute
 from systems.settings import TORCH_DTYPE, Settings
-from systems.system import Abilities, Engine, System
+from systems.system import Abilities, Engine, RankedSystem
 
 Weights = Literal["masters", "autocast", "compute"]
 BYTES = {"masters": 16, "autocast": 16, "compute": 8}  # a trainable parameter in 16 bits, gradient included
@@ -58,6 +62,7 @@ class DdpEngine(PackageEngine):
         model: nn.Module,
         found: FoundModel,
         settings: Settings,
+        ranks: Ranks,
         *,
         weights: Weights,
         limits: budget.BudgetInForce,
@@ -66,18 +71,20 @@ class DdpEngine(PackageEngine):
     ) -> None:
         started = time.perf_counter()
         no_copy = {"h2d_bytes": 0, "d2h_bytes": 0}
-        super().__init__(model, settings, limits, NO_OTHER_RANK | NO_DISK | no_copy)
+        super().__init__(model, settings, limits, NO_DISK | no_copy, ranks)
         self._statistics = statistics
         self._names = [p.name for p in found.index.parameters]
         device = torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
         self._autocast_dtype = TORCH_DTYPE[settings.dtype] if weights == "autocast" and settings.dtype != "fp32" else None
         with contextlib.ExitStack() as undo:
             undo.callback(limits.lift)
-            undo.callback(OneRank("nccl" if settings.device == "cuda" else "gloo").close)
+            backends = {"cuda": "nccl"} if settings.device == "cuda" else {"cpu": "gloo"}
+            undo.callback(PackageGroup(backends, ranks).close)
             undo.callback(apply_recompute(found, settings.recompute))
             dtype = torch.float32 if weights == "autocast" else TORCH_DTYPE[settings.dtype]
-            masters = Masters(found, settings)
+            masters = Masters(found, settings, ranks)
             self._parameters = materialise(found, masters, dtype, device=device)
+            masters.check_alike()
             self._updates = self._make_updates(masters, weights, device, config["optimizer"])
             place_buffers(model, device)
             self._runs = DistributedDataParallel(model, **config["ddp"])
@@ -99,13 +106,18 @@ class DdpEngine(PackageEngine):
             return contextlib.nullcontext()
         return torch.autocast(self.settings.device, dtype=self._autocast_dtype)
 
+    def _reduced(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around both passes of a micro-batch: whether its gradients are reduced, with those before it that were not."""
+        if last or (self.ranks.size > 1 and isinstance(self._updates, WithMasters)):
+            return contextlib.nullcontext()
+        return self._runs.no_sync()
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        last = self._micro_step + 1 >= self.settings.accumulate
-        with contextlib.nullcontext() if last else self._runs.no_sync(), self._autocast():
+        with self._reduced(last=self._micro_step + 1 >= self.settings.accumulate), self._autocast():
             return self._runs(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        with contextlib.nullcontext() if last else self._runs.no_sync():
+        with self._reduced(last=last):
             self._updates.scale(loss).backward()
         self._updates.take()
 
@@ -126,6 +138,7 @@ class DdpEngine(PackageEngine):
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        self._check_edits(write)
         self.drain()
         named = list(zip(self._names, self._updates.values, strict=True))
         values = {name: value.detach().float().cpu().clone() for name, value in named}
@@ -142,17 +155,17 @@ class DdpEngine(PackageEngine):
             parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
 
 
-class TorchDdp(System):
+class TorchDdp(RankedSystem):
     """See the module's docstring."""
 
     name = "torch-ddp"
     summary = "plain PyTorch (DistributedDataParallel), everything on the device"
-    abilities = Abilities(package="torch")
+    abilities = Abilities(package="torch", ranks=True)
     Options: type[BaseModel] = DdpOptions
 
-    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
+    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, DdpOptions)
-        budget.refuse_ranks_and_optimizer(settings, self.name)
+        mine = begin(model, settings, options, ranks, self.name)
         if settings.dtype == "fp16" and options.weights != "autocast":
             raise UnsupportedError("torch-ddp scales fp16's loss under autocast only: use `options=dict(weights='autocast')`")
         found = find_weights(model, settings, self.name)
@@ -179,6 +192,7 @@ class TorchDdp(System):
             model,
             found,
             settings,
+            mine,
             weights=options.weights,
             limits=budget.BudgetInForce(settings),
             config=config,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from systems.ranks.ranks import SingleRank
 from systems.settings import AdamSettings, Settings
 from systems.system import Engine
 from tests.baselines.training import Job, Work, batches, work_of
@@ -93,7 +94,7 @@ def _unpinned(make: Any) -> Any:
 def _train(engine: Engine, work: Work, job: Job, *, at_once: bool) -> dict[str, Any]:
     """at_once: loss and both passes in the package's one call, as the harness does."""
     losses = []
-    for step in batches(job, work.vocabulary):
+    for step in batches(job, work.vocabulary, SingleRank()):
         label_count = sum(batch["labels"][:, 1:].numel() for batch in step)
         total = 0.0
         for batch in step:

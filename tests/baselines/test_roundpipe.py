@@ -14,6 +14,7 @@ from models import registry as models_registry
 from systems.baselines.external.sequential import cut
 from systems.baselines.external.weights import Masters, materialise
 from systems.errors import UnsupportedError
+from systems.ranks.ranks import SingleRank
 from systems.recipe.model.units import find_units
 from systems.settings import Settings
 from tests.baselines.training import ROOT
@@ -27,7 +28,7 @@ def test_the_sequence_computes_what_the_model_does(name: str, changes: dict[str,
     shape = models_registry.resolve(name, {"num_layers": "2"} | changes)
     model, settings = models_registry.build(shape), Settings(initial_weights=models_registry.initial_weights(shape, 0))
     found = find_units(model)
-    parameters = materialise(found, Masters(found, settings), torch.float32)
+    parameters = materialise(found, Masters(found, settings, SingleRank()), torch.float32)
     layers = cut(model, "roundpipe")
     assert {id(p) for p in layers.parameters()} == {id(p) for p in parameters}
     assert len(layers) == 2 + 2

@@ -1,6 +1,7 @@
 """Trains systems in a process of their own: packages change what is global, and one process a system would be slow.
 
-As a module it is the process: `python -m tests.baselines.training JOBS RESULTS`, both files of torch.save.
+As a module it is the process: `python -m tests.baselines.training JOBS RESULTS`, both files of torch.save. Of several
+ranks each is one, `... JOBS RESULTS RANK SIZE MEET`: they meet in a file, and the results are the first one's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +23,11 @@ from torch import nn
 from models import registry as models_registry
 from models.loss import count_labels, token_loss
 from systems import registry
+from systems.errors import UnsupportedError
+from systems.ranks.joining import begun
+from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import AdamSettings, Settings
-from systems.system import Engine
+from systems.system import Engine, on_ranks
 from tests.systems import models_plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +52,10 @@ class Job:
 
 @dataclass
 class Result:
-    """What a job came to. written_loss: of the first batch once the first values were written back.
+    """What a job came to. written_loss: of the first batch once the first values were written back; edits: why
+    they could not be.
 
+    losses: of a step, all ranks' together. different: names of values that are others on another rank.
     names: of the state dict of the model before a package had it. exported: what the engine gave for it, with `end`.
     """
 
@@ -63,6 +70,8 @@ class Result:
     skipped: list[bool] = field(default_factory=list)
     eval_loss: float = 0.0
     written_loss: float = 0.0
+    edits: str | None = None
+    different: list[str] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
@@ -93,14 +102,16 @@ def _plain_loss(loss: Callable[..., torch.Tensor], model: Any, batch: Batch, lab
     return loss(model, batch["input_ids"], label_count)
 
 
-def batches(job: Job, vocabulary: int, *, steps: int = STEPS) -> list[list[Batch]]:
-    """[step][micro-batch]: random tokens, the same for every system."""
+def batches(job: Job, vocabulary: int, ranks: Ranks, *, steps: int = STEPS) -> list[list[Batch]]:
+    """[step][micro-batch] of this rank: random tokens, the same for every system. One rank that accumulates as often has those
+    of all ranks, by turns.
+    """
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, vocabulary, (steps, job.accumulate, 2, models_plain.LENGTH), generator=generator)
-    return [[{"input_ids": micro, "labels": micro.clone()} for micro in step] for step in ids]
+    ids = torch.randint(0, vocabulary, (steps, job.accumulate, ranks.size, 2, models_plain.LENGTH), generator=generator)
+    return [[{"input_ids": micro[ranks.rank], "labels": micro[ranks.rank].clone()} for micro in step] for step in ids]
 
 
-def start(job: Job, work: Work) -> Engine:
+def start(job: Job, work: Work, ranks: Ranks) -> Engine:
     system = registry.get(job.system)
     settings = Settings(
         device="cpu",
@@ -112,15 +123,19 @@ def start(job: Job, work: Work) -> Engine:
         recompute=job.recompute,  # type: ignore[arg-type]
         adam=AdamSettings(lr=1e-3),
         initial_weights=work.initial_weights,
+        ranks=ranks.size,
     )
-    return system.initialize(work.model, settings, registry.parse_options(system, job.options))
+    options = registry.parse_options(system, job.options)
+    if ranks.size > 1:
+        return on_ranks(system).initialize(work.model, settings, options, ranks=ranks)
+    return system.initialize(work.model, settings, options)
 
 
-def _step(engine: Engine, work: Work, step: list[Batch]) -> float:
-    label_count = sum(count_labels(batch) for batch in step)
+def _step(engine: Engine, work: Work, step: list[Batch], ranks: Ranks) -> float:
+    label_count = sum(ranks.exchange("labels", sum(count_labels(batch) for batch in step)))
     total = sum(float(engine.forward_backward(work.loss, batch, label_count)) for batch in step)
     engine.step()
-    return total
+    return sum(ranks.exchange("loss", total))
 
 
 def _evaluate(engine: Engine, work: Work, batch: Batch) -> float:
@@ -136,26 +151,36 @@ def _values(engine: Engine) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in values.items()}
 
 
-def train(job: Job) -> Result:
+def _write_back(engine: Engine, work: Work, result: Result, batch: Batch) -> None:
+    try:
+        with engine.summon(write=True) as values:
+            for name in values:
+                values[name].copy_(result.start[name])
+    except UnsupportedError as error:
+        result.edits = str(error)
+    else:
+        result.written_loss = _evaluate(engine, work, batch)
+
+
+def train(job: Job, ranks: Ranks | None = None) -> Result:
     """Some steps, a validation, a step at rate 0, the first values written back, and all that an engine tells."""
-    result = Result()
+    result, ranks = Result(), ranks or SingleRank()
     work = work_of(job)
-    steps = batches(job, work.vocabulary)
+    steps = batches(job, work.vocabulary, ranks)
     result.names = list(work.model.state_dict())
-    engine = start(job, work)
+    engine = start(job, work, ranks)
     result.start = _values(engine)
-    result.losses = [_step(engine, work, step) for step in steps[:-1]]
+    result.losses = [_step(engine, work, step, ranks) for step in steps[:-1]]
     engine.drain()
     result.eval_loss = _evaluate(engine, work, steps[0][0])
     result.end, result.exported = _values(engine), dict(engine.state_dict())
     engine.set_lr(0.0)
-    result.losses.append(_step(engine, work, steps[-1]))
+    result.losses.append(_step(engine, work, steps[-1], ranks))
     result.after_lr_0 = _values(engine)
-    with engine.summon(write=True) as values:
-        for name in values:
-            values[name].copy_(result.start[name])
-    result.written_loss = _evaluate(engine, work, steps[0][0])
+    _write_back(engine, work, result, steps[0][0])
     engine.drain()
+    for theirs in ranks.exchange("values", result.end):
+        result.different += [name for name, value in theirs.items() if not torch.equal(value, result.end[name])]
     result.norms = [outcome.norm for outcome in engine.outcomes]
     result.skipped = [outcome.skipped for outcome in engine.outcomes]
     result.counters, result.memory = engine.counters(), vars(engine.memory())
@@ -167,34 +192,45 @@ def train(job: Job) -> Result:
 
 
 class Training:
-    """Every job, one after the other in one new process, which runs beside the caller. folder: for its files."""
+    """Every job, one after the other in one new process a rank, which run beside the caller. folder: for their files."""
 
-    def __init__(self, jobs: Sequence[Job], folder: Path) -> None:
+    def __init__(self, jobs: Sequence[Job], folder: Path, *, ranks: int = 1) -> None:
         self._jobs, self._given, self._told = jobs, folder / "results.pt", folder / "told.txt"
         asked = folder / "jobs.pt"
         torch.save(list(jobs), asked)
+        command = [sys.executable, "-m", "tests.baselines.training", str(asked), str(self._given)]
+        meet = [str(ranks), f"file://{folder}/meet"]
+        self._processes = []
         with self._told.open("w") as told:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.baselines.training", str(asked), str(self._given)],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
-                stdout=told,
-                stderr=subprocess.STDOUT,
-            )
+            for rank in range(ranks):
+                self._processes.append(
+                    subprocess.Popen(
+                        [*command, *([str(rank), *meet] if ranks > 1 else [])],
+                        cwd=ROOT,
+                        env=os.environ | {"OMP_NUM_THREADS": str(THREADS), "GLOO_SOCKET_IFNAME": "lo"},
+                        stdout=told,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
 
     def results(self) -> dict[Job, Result]:
-        """Waits for the process."""
-        assert self._process.wait() == 0, self._told.read_text()[-3000:]
+        """Waits for the processes. A rank that fails leaves the others waiting: they are ended."""
+        while None in (codes := [process.poll() for process in self._processes]):
+            if any(codes):
+                self.stop()
+            time.sleep(0.1)
+        assert not any(codes), self._told.read_text()[-3000:]
         return dict(zip(self._jobs, torch.load(self._given, weights_only=False), strict=True))
 
     def stop(self) -> None:
-        """Ends the process if it still runs."""
-        self._process.kill()
-        self._process.wait()
+        """Ends those that still run."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
 
-def train_all(jobs: Sequence[Job], folder: Path) -> dict[Job, Result]:
-    training = Training(jobs, folder)
+def train_all(jobs: Sequence[Job], folder: Path, *, ranks: int = 1) -> dict[Job, Result]:
+    training = Training(jobs, folder, ranks=ranks)
     try:
         return training.results()
     finally:
@@ -204,15 +240,25 @@ def train_all(jobs: Sequence[Job], folder: Path) -> dict[Job, Result]:
 def main() -> None:
     torch.set_num_threads(THREADS)
     sys.modules["tests.baselines.training"] = sys.modules["__main__"]  # one class Job, under either name
+    asked, given, *rest = sys.argv[1:]
+    ranks: Ranks = SingleRank()
+    if rest:
+        rank, size, meet = int(rest[0]), int(rest[1]), rest[2]
+        ranks = begun("cpu", rank=rank, size=size, local_rank=rank, meet=meet)
     results = []
-    for job in torch.load(sys.argv[1], weights_only=False):
+    for job in torch.load(asked, weights_only=False):
         try:
-            results.append(train(job))
+            results.append(train(job, ranks))
         except Exception:  # noqa: BLE001 - the test of this job fails with it, the others go on
             results.append(Result(error=f"{job}: {traceback.format_exc()}"))
+            if ranks.size > 1:
+                traceback.print_exc()
+                sys.exit(1)  # others may be where they wait for this one
     for result in results:
         result.__class__.__module__ = "tests.baselines.training"
-    torch.save(results, sys.argv[2])
+    if ranks.rank == 0:
+        torch.save(results, given)
+    ranks.close()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import torch
 from rich.console import Console
 
 from harness import cli, launch, ranks
+from harness.likeness import alike, differences
 from harness.record import MemoryPeaks, Record
 from harness.spec import BadInputError
-from tests.harness.conftest import make_spec
+from tests.harness.conftest import make_record, make_spec
 from tests.harness.processes import LIGHT, MARK, ROOT, START_S, dummy, environment, marked, start, wait_for
 
 END_S = 30.0
@@ -133,11 +134,31 @@ def test_figures_of_hosts_and_devices() -> None:
     assert ranks.together(by_rank) == {"device_peak_bytes": 5, "host_peak_bytes": 21, "disk_direct": False}
 
 
-@pytest.mark.slow
-def test_a_system_of_one_rank_is_refused(mark: str) -> None:
-    record = run_apart(system="torch-ddp", ranks=2, option=())
-    assert (record.status, record.reason and record.reason.phase) == ("refused", "join")
-    assert record.reason is not None and "torch-ddp runs on one rank so far" in record.reason.message
+def test_baselines_of_torch_are_compared_on_ranks(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same work, with each device's and the host's budget; what a package does not tell of its links stays unknown."""
+    flags = ["--model", "opt-tiny", "--device", "cpu", "--dtype", "fp32", "--steps", "3", "--clip", "0.5", "--ranks", "2"]
+    flags += ["--host-memory", "2GiB", "--device-memory", "1GiB", "--repeat", "1", "--results", str(tmp_path)]
+    systems = ["--system", "resident", "--system", "torch-ddp", "--system", "fsdp2-offload"]
+    code = cli.main(["compare", *systems, *flags])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (code, [row["status"] for row in told["rows"]]) == (0, ["ok"] * 3)
+    assert told["refusals"] == []
+    for row in told["rows"][1:]:
+        assert row["speed_ratio"] is not None
+        assert row["losses"]["max_relative_deviation"] < 1e-5
+    kept = [Record.model_validate_json(path.read_text()) for path in tmp_path.iterdir()]
+    assert [(len(record.memory_by_rank), record.memory.host_budget_bytes) for record in kept] == [(2, 2 << 30)] * 3
+    assert {record.traffic.reduce_bytes for record in kept if record.spec.system != "resident"} == {None}
+    assert nothing_is_left(mark)
+
+
+def test_other_ranks_are_other_work() -> None:
+    """Of equal batches too: twice the devices are another machine."""
+    one, two = (make_record(spec=make_spec(ranks=ranks), resolved={"global_batch_samples": 4 * ranks}) for ranks in (1, 2))
+    equal = make_record(spec=make_spec(ranks=2), resolved={"global_batch_samples": 4})
+    assert {each.fact for each in differences(two, one) if each.refused} >= {"ranks", "global batch in samples"}
+    assert "ranks" in {each.fact for each in differences(equal, one) if each.refused}
+    assert not alike(equal, one)
 
 
 # ---- torchrun

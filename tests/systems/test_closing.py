@@ -288,5 +288,5 @@ def test_ranks_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(UnsupportedError, match="torch-ddp runs on one rank so far: start one process"):
-        systems.initialize(build("stack"), system="torch-ddp", device="cpu", device_memory="8MiB")
+    with pytest.raises(UnsupportedError, match="roundpipe runs on one rank so far: start one process"):
+        systems.initialize(build("stack"), system="roundpipe", device="cpu", device_memory="8MiB")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from systems.errors import BudgetError, UnsupportedError
+from systems.errors import BudgetError
 from systems.machine.allocator import lift_limit, limit_device_memory
 from systems.machine.budgets import device_budget, host_budget
 from systems.reports import MemoryReport
@@ -29,12 +29,16 @@ def check_host(settings: Settings, *, system: str, need: int) -> None:
     have = host_budget(settings)
     if need > have:
         raise BudgetError(
-            f"{system} needs about {format_need(need, have)} of host memory for model states, {format_size(have)} are allowed: "
-            "lower the model, raise `host_memory`, or take more of the device",
+            f"{system} needs about {format_need(need, have)} of host memory for model states{_each(settings)}, "
+            f"{format_size(have)} are allowed: lower the model, raise `host_memory`, or take more of the device",
             tier="host",
             need=need,
             have=have,
         )
+
+
+def _each(settings: Settings) -> str:
+    return f" on each of {settings.ranks_here} ranks" if settings.ranks_here > 1 else ""
 
 
 class BudgetInForce:
@@ -82,10 +86,3 @@ class BudgetInForce:
         """The next engine of this process sets its own."""
         if self._device is not None:
             lift_limit()
-
-
-def refuse_ranks_and_optimizer(settings: Settings, system: str) -> None:
-    if settings.ranks != 1:
-        raise UnsupportedError(f"{system} runs on one rank here: leave `ranks` at 1")
-    if settings.optimizer is not None:
-        raise UnsupportedError(f"{system} builds its own optimizer: give the learning rate and decay, not a torch optimizer")

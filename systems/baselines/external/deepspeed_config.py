@@ -73,7 +73,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the model, in elements; width: bytes of one in the compute dtype.
+    """Of the model, in elements; width: bytes of one in the compute dtype. ranks: that share it.
 
     largest: parameter. block: all parameters of the largest block; block_parameters: how many of a block's are fetched.
     """
@@ -84,6 +84,7 @@ class Sizes:
     block: int
     block_parameters: int
     width: int
+    ranks: int = 1
 
     @property
     def disk_buffers(self) -> int:
@@ -92,7 +93,12 @@ class Sizes:
 
     @property
     def disk_buffer(self) -> int:
-        return max(self.largest, 1 << 20)
+        """Of a rank's share of a parameter."""
+        return max(self.share(self.largest), 1 << 20)
+
+    def share(self, numel: int) -> int:
+        """A rank's."""
+        return -(-numel // self.ranks)
 
 
 def configuration(
@@ -211,29 +217,41 @@ def split_ratio(sizes: Sizes, variant: Variant, room: int) -> float:
     DeepSpeed puts the first int((1 - ratio) x n) of n sub-groups on the device: 16 bytes an element there, for master,
     moments and gradient in fp32.
     """
-    groups = max(1, math.ceil(sizes.trainable / variant.sub_group))
-    each = 16 * min(variant.sub_group, sizes.trainable)
+    trainable = sizes.share(sizes.trainable)
+    groups = max(1, math.ceil(trainable / variant.sub_group))
+    each = 16 * min(variant.sub_group, trainable)
     fitting = min(groups, max(room, 0) // max(each, 1))
     return 0.0 if fitting == groups else round(1 - (fitting + 0.5) / groups, 6) if fitting else 1.0
 
 
 def host_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config) -> int:
-    """Bytes of host memory that DeepSpeed is known to hold for this variant, from its sources.
+    """Bytes of host memory that DeepSpeed is known to hold for this variant on each rank, from its sources.
 
+    Stage 3 shares parameters, gradients and states among the ranks, stage 2 the latter two. On several ranks each also starts
+    with all parameters in the compute dtype on the host, before there are any states.
     Pinned buffers come from torch's allocator, which rounds each up to a power of two. Where the device is emulated,
     what would lie on the device is host memory too, and nothing is pinned.
     """
     cuda = settings.device == "cuda"
     pin = pinned_bytes if cuda else int
-    trainable, width = sizes.trainable, sizes.width
-    gradient_width = 4 if settings.accumulate > 1 else width
+    parameters = sizes.share(sizes.parameters) if variant.stage == 3 else sizes.parameters
+    start = sizes.parameters * sizes.width if sizes.ranks > 1 else 0
     need = 0
     if variant.parameters == "cpu":
-        need += pin(sizes.parameters * width)
+        need += pin(parameters * sizes.width)
     elif variant.parameters == "nvme":
-        need += pin(sizes.disk_buffers * sizes.disk_buffer * width)
+        need += pin(sizes.disk_buffers * sizes.disk_buffer * sizes.width)
     elif not cuda:
-        need += sizes.parameters * width
+        need += parameters * sizes.width
+    return max(start, need + _states_need(variant, settings, sizes, config))
+
+
+def _states_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config) -> int:
+    """The part of `host_need` that is not parameters: a rank's share of gradients, masters and moments."""
+    cuda = settings.device == "cuda"
+    pin = pinned_bytes if cuda else int
+    trainable, width, need = sizes.share(sizes.trainable), sizes.width, 0
+    gradient_width = 4 if settings.accumulate > 1 else width
     if variant.optimizer == "device":
         return need if cuda else need + trainable * (12 + gradient_width)
     if variant.stage == 2:
@@ -248,15 +266,16 @@ def host_need(variant: Variant, settings: Settings, sizes: Sizes, config: Config
     return need + int(share * (whole * pin(4 * group) + pin(4 * rest) + 12 * trainable))
 
 
-def check_disk(sizes: Sizes, folder: str | None, system: str) -> Path:
-    """The folder. UnsupportedError without one, BudgetError when its disk has no room for what will be written there."""
+def check_disk(sizes: Sizes, folder: str | None, system: str, ranks_here: int = 1) -> Path:
+    """The folder. UnsupportedError without one, BudgetError when its disk has no room for what so many ranks will write."""
     if folder is None:
         raise UnsupportedError(f"{system} keeps model states on disk: say where with `options=dict(nvme_path='FOLDER')`")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UnsupportedError(f"`options=dict(nvme_path='{folder}')` is not a folder that can be written to: make it first")
     if (memory := in_memory(folder)) is not None:
         raise UnsupportedError(f"`options=dict(nvme_path='{folder}')` is in memory ({memory}): name a folder on a disk")
-    need, have = 16 * sizes.trainable + sizes.width * sizes.parameters, shutil.disk_usage(folder).free
+    need = ranks_here * (16 * sizes.share(sizes.trainable) + sizes.width * sizes.share(sizes.parameters))
+    have = shutil.disk_usage(folder).free
     if need > have:
         raise BudgetError(
             f"{system} writes about {format_need(need, have)} to {folder}, {format_size(have)} are free there: lower the "

@@ -6,6 +6,8 @@ Note [Same start, same gradients]
     time (`zero.Init(module=...)`): building under its context loses the padding row of an embedding.
     The loss arrives divided by the global label count. DeepSpeed would divide it by the number of micro-batches as
     well; `scale_wrt_gas=False` keeps it from that. Its step() also counts micro-batches, so it is called after each.
+    Under ZeRO-3 each rank has an equal share of every parameter, padded behind the last; DeepSpeed's setter of a whole one
+    reads beyond its end there, so each rank sets its own share.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import torch
 from torch import nn
 
 from systems.baselines.external import budget, deepspeed_global
-from systems.baselines.external.engine import NO_DISK, NO_OTHER_RANK, LateNumber, PackageEngine, Update
+from systems.baselines.external.engine import NO_DISK, LateNumber, PackageEngine, Update
 from systems.baselines.external.package import Config, PackageStatistics
-from systems.baselines.external.process import OneRank
+from systems.baselines.external.process import PackageGroup
+from systems.baselines.external.shares import own_share, whole_value
 from systems.baselines.external.weights import Masters, materialise
 from systems.errors import UnsupportedError
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.adoption import place_buffers
 from systems.recipe.model.units import FoundModel
 from systems.recipe.recomputation.recompute import apply_recompute
@@ -47,6 +51,7 @@ class DeepSpeedRun(PackageEngine):
         model: nn.Module,
         found: FoundModel,
         settings: Settings,
+        ranks: Ranks,
         *,
         deepspeed: Any,
         limits: budget.BudgetInForce,
@@ -55,7 +60,7 @@ class DeepSpeedRun(PackageEngine):
         disk: Path | None,
     ) -> None:
         started = time.perf_counter()
-        super().__init__(model, settings, limits, NO_OTHER_RANK | ({} if disk else NO_DISK))
+        super().__init__(model, settings, limits, {} if disk else NO_DISK, ranks)
         self._disk = disk
         self._deepspeed, self._found, self._statistics = deepspeed, found, statistics
         self._stage = int(config["zero_optimization"]["stage"])
@@ -66,8 +71,10 @@ class DeepSpeedRun(PackageEngine):
             if disk is not None:
                 undo.callback(shutil.rmtree, disk, ignore_errors=True)
             undo.enter_context(deepspeed_global.as_found(deepspeed))
-            rank = OneRank("nccl" if settings.device == "cuda" else "gloo", **deepspeed_global.variables(settings))
-            undo.callback(rank.close)
+            backends = {"cuda": "nccl"} if settings.device == "cuda" else {"cpu": "gloo"}
+            undo.callback(PackageGroup(backends, ranks, **deepspeed_global.variables(settings, ranks)).close)
+            if config["zero_optimization"].get("offload_optimizer", {}).get("super_offload"):
+                deepspeed_global.take_own_cores(ranks)
             self._check_dtype()
             undo.callback(apply_recompute(found, settings.recompute))
             self._start(copy.deepcopy(config))  # DeepSpeed writes into what it is given
@@ -86,16 +93,17 @@ class DeepSpeedRun(PackageEngine):
             raise UnsupportedError("DeepSpeed has no fp16 on this CPU: use `dtype='bf16'` or `dtype='fp32'`")
 
     def _start(self, config: Config) -> None:
-        masters = Masters(self._found, self.settings)
+        masters = Masters(self._found, self.settings, self.ranks)
         dtype = TORCH_DTYPE[self.settings.dtype]
         self._parameters = materialise(self._found, masters, dtype, drawn_on=self._device)
+        masters.check_alike()
         place_buffers(self.module, self._device)
         if self._stage == 3:
             self._deepspeed.zero.Init(module=self.module, config_dict_or_path=config)
         self.runs, *_ = self._deepspeed.initialize(model=self.module, config=config)
         if self._disk is not None:
             for number, master in self._masters_on_disk(write=True):
-                master.copy_(masters.value(number, self._device).reshape(-1))
+                master.copy_(own_share(masters.value(number, self._device), master.numel(), self.ranks))
                 masters.forget(number)
             return
         for number in range(len(self._parameters)):
@@ -103,8 +111,8 @@ class DeepSpeedRun(PackageEngine):
             masters.forget(number)
 
     def _masters_on_disk(self, *, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """(number, fp32 master, flat) of every trained parameter, of one sub-group after the other, which is in memory
-        meanwhile and goes back to the disk if it is written.
+        """(number, this rank's share of the fp32 master) of every trained parameter, of one sub-group after the other, which is
+        in memory meanwhile and goes back to the disk if it is written.
 
         DeepSpeed's own way moves a whole sub-group for each of its parameters: hours for a model of some size.
         """
@@ -124,7 +132,13 @@ class DeepSpeedRun(PackageEngine):
                 optimizer._release_swap_buffers(group)
 
     def _set_master(self, number: int, value: torch.Tensor) -> None:
-        self._deepspeed.utils.safe_set_full_fp32_param(self._parameters[number], value)
+        parameter: Any = self._parameters[number]
+        utils = self._deepspeed.utils
+        if self._stage == 3 and parameter.requires_grad:
+            share = parameter.partition_numel()
+            utils.safe_set_local_fp32_param(parameter, own_share(value, share, self.ranks))
+        else:
+            utils.safe_set_full_fp32_param(parameter, value)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.runs(*args, **kwargs)
@@ -175,10 +189,12 @@ class DeepSpeedRun(PackageEngine):
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        self._check_edits(write)
         self.drain()
         values = {}
         on_disk = self._masters_on_disk(write=False) if self._disk is not None else ()
-        masters = {self._names[number]: value.float().cpu().clone() for number, value in on_disk}
+        shares = {number: value.float().cpu().clone() for number, value in on_disk}  # read before anything is exchanged
+        masters = {self._names[number]: self._whole(number, shares.pop(number)) for number in sorted(shares)}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             value = masters[name] if name in masters else self._deepspeed.utils.safe_get_full_fp32_param(parameter)
             if value is None:  # frozen: there is no master
@@ -196,6 +212,9 @@ class DeepSpeedRun(PackageEngine):
                 parameter.copy_(value)
         for number, master in self._masters_on_disk(write=True) if self._disk is not None else ():
             master.copy_(values[self._names[number]].reshape(-1))
+
+    def _whole(self, number: int, share: torch.Tensor) -> torch.Tensor:
+        return whole_value(share, share.numel(), self._shape(self._parameters[number]), self.ranks, self._names[number])
 
     def _gathered(self, parameter: nn.Parameter, *, write: bool = False) -> contextlib.AbstractContextManager[Any]:
         if self._stage != 3:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from systems.baselines.external import extensions
+from systems.ranks.launchers import chosen_threads
+from systems.ranks.ranks import Ranks
 from systems.settings import Settings
 
 _GROUPS = (
@@ -25,29 +27,52 @@ _GROUPS = (
 )  # fmt: skip
 
 
-def variables(settings: Settings) -> dict[str, dict[str, str]]:
-    """Arguments of OneRank. OMP_NUM_THREADS is read by the OpenMP that CPU Adam is linked with, not torch's own.
+def variables(settings: Settings, ranks: Ranks) -> dict[str, dict[str, str]]:
+    """Arguments of PackageGroup. They stay set while the engine lives: SuperOffload starts a process that reads them.
 
-    They stay set while the engine lives: SuperOffload starts a process that reads them.
+    On the CPU several ranks share memory, whose name has the launcher's address and port in it: where no launcher has set a
+    port, the number of the first rank's process takes its place.
     """
-    return {
-        "variables": {"DS_ACCELERATOR": settings.device},
-        "defaults": {"OMP_NUM_THREADS": str(torch.get_num_threads()), extensions.VARIABLE: str(extensions.folder())},
+    found = {
+        "variables": loading(settings),
+        "defaults": {extensions.VARIABLE: str(extensions.folder())},
     }
+    if settings.device == "cpu" and ranks.size > 1:
+        first, *_ = ranks.exchange("process", os.getpid())
+        found["defaults"] |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(first)}
+    return found
+
+
+def loading(settings: Settings) -> dict[str, str]:
+    """What DeepSpeed and its extensions read while they are loaded: the accelerator that it takes, and for the OpenMP that CPU
+    Adam is linked with, not torch's own, this rank's threads, unless the user has set them.
+    """
+    threads = {} if chosen_threads() else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return {"DS_ACCELERATOR": settings.device} | threads
 
 
 @contextmanager
-def accelerator(settings: Settings) -> Iterator[None]:
-    """DeepSpeed chooses its accelerator while it is imported: within, it takes the device that the run is on."""
-    before = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = settings.device
+def loaded_for(settings: Settings) -> Iterator[None]:
+    """Within, DeepSpeed is imported and its extensions are built or loaded, for the device that the run is on."""
+    wanted = loading(settings)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["DS_ACCELERATOR"]
-        else:
-            os.environ["DS_ACCELERATOR"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def take_own_cores(ranks: Ranks) -> None:
+    """This process's part of its cores: SuperOffload divides those of a process between torch and CPU Adam, on each rank."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks.local_size
+    if ranks.size > 1 and each > 0:
+        os.sched_setaffinity(0, cores[ranks.local_rank * each : (ranks.local_rank + 1) * each])
 
 
 @contextmanager

@@ -24,14 +24,16 @@ from systems.baselines.external.deepspeed_config import (
 )
 from systems.baselines.external.deepspeed_engine import DeepSpeedRun
 from systems.baselines.external.package import ConfigOptions, PackageStatistics, require
+from systems.baselines.external.process import begin
 from systems.baselines.external.weights import find_weights
 from systems.errors import UnavailableError
 from systems.machine.budgets import device_budget
 from systems.messages import one_line
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.units import FoundModel
 from systems.settings import TORCH_DTYPE, Settings
 from systems.sizes import Size
-from systems.system import Abilities, Engine, System
+from systems.system import Abilities, Engine, RankedSystem
 
 INSTALL = "pip install 'offload-bench[baselines]'"
 RESERVED_SHARE = 0.5  # of the device, for activations and DeepSpeed's buckets: with 0.35 ps-4b did not fit 20 GiB
@@ -57,18 +59,18 @@ class InfinityOptions(ConfigOptions):
     )
 
 
-class DeepSpeedSystem(System):
+class DeepSpeedSystem(RankedSystem):
     """A named configuration of DeepSpeed."""
 
-    abilities = Abilities(package="deepspeed", install=INSTALL)
+    abilities = Abilities(package="deepspeed", install=INSTALL, ranks=True)
 
     def __init__(self, name: str, summary: str, variant: Variant, options: type[ConfigOptions] = DeepSpeedOptions) -> None:
         self.name, self.summary, self.variant = name, summary, variant
         self.Options: type[BaseModel] = options
 
-    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
+    def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, ConfigOptions)
-        budget.refuse_ranks_and_optimizer(settings, self.name)
+        mine = begin(model, settings, options, ranks, self.name)
         variant = self.variant
         if isinstance(options, InfinityOptions):
             variant = dataclasses.replace(variant, parameters=options.parameters)
@@ -77,12 +79,12 @@ class DeepSpeedSystem(System):
         sizes = _sizes(found, settings)
         disk: Path | None = None
         if isinstance(options, InfinityOptions):
-            disk = check_disk(sizes, options.nvme_path, self.name) / f"deepspeed-{uuid.uuid4().hex[:12]}"
-        ratio = _ratio(variant, settings, sizes, options)
+            disk = check_disk(sizes, options.nvme_path, self.name, settings.ranks_here) / f"deepspeed-{uuid.uuid4().hex[:12]}"
+        ratio = max(mine.exchange("share of the optimizer on the CPU", _ratio(variant, settings, sizes, options)))
         ours = configuration(variant, settings, sizes, ratio=ratio, nvme_path=None if disk is None else str(disk))
         config, notes = with_users_file(ours, options.config, self.name)
         budget.check_host(settings, system=self.name, need=host_need(variant, settings, sizes, config))
-        with deepspeed_global.accelerator(settings):
+        with deepspeed_global.loaded_for(settings):
             deepspeed = require("deepspeed", INSTALL, self.name)
             self._build(settings)
         statistics = PackageStatistics(
@@ -96,6 +98,7 @@ class DeepSpeedSystem(System):
             model,
             found,
             settings,
+            mine,
             deepspeed=deepspeed,
             limits=budget.BudgetInForce(settings),
             config=config,
@@ -147,6 +150,7 @@ def _sizes(found: FoundModel, settings: Settings) -> Sizes:
         block=max(map(sum, blocks)),
         block_parameters=max(sum(numel > PERSISTENT for numel in block) for block in blocks),
         width=TORCH_DTYPE[settings.dtype].itemsize,
+        ranks=settings.ranks,
     )
 
 
@@ -159,4 +163,4 @@ def _ratio(variant: Variant, settings: Settings, sizes: Sizes, options: Any) -> 
     budget_bytes = device_budget(settings)
     free = budget_bytes if settings.device == "cpu" else min(budget_bytes, torch.cuda.mem_get_info()[0])
     reserve = int(RESERVED_SHARE * budget_bytes) if options.reserve is None else options.reserve
-    return split_ratio(sizes, variant, free - sizes.width * sizes.parameters - reserve)
+    return split_ratio(sizes, variant, free - sizes.width * sizes.share(sizes.parameters) - reserve)

@@ -1,7 +1,8 @@
-"""What every engine does that drives a package at one rank: counts micro-batches, reads norms late, keeps outcomes."""
+"""What every engine does that drives a package: counts micro-batches, reads norms late, keeps outcomes."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from torch.profiler import record_function
 
 from systems.baselines.external.budget import BudgetInForce
 from systems.baselines.external.package import PackageStatistics
-from systems.errors import DivergedError
+from systems.errors import DivergedError, UnsupportedError
+from systems.ranks.ranks import Ranks
 from systems.recipe.model.giving_back import leave_without
 from systems.recipe.model.units import take
 from systems.recipe.step.control import MAX_SKIPS_IN_A_ROW
@@ -56,14 +58,21 @@ class Update:
 
 
 class PackageEngine(Engine):
-    """known: counters whose totals are known without counting; the others a package does not tell are left out."""
+    """known: counters whose totals are known without counting; the others a package does not tell are left out.
 
-    def __init__(self, model: nn.Module, settings: Settings, limits: BudgetInForce, known: dict[str, int]) -> None:
+    ranks: this one and the others, all of which call it alike. averages: the package divides gradients by their number.
+    """
+
+    averages = True
+
+    def __init__(
+        self, model: nn.Module, settings: Settings, limits: BudgetInForce, known: dict[str, int], ranks: Ranks
+    ) -> None:
         take(model)
-        self.module, self.settings, self.limits = model, settings, limits
+        self.module, self.settings, self.limits, self.ranks = model, settings, limits, ranks
         self.outcomes: list[StepOutcome] = []
         self._startup: dict[str, float] = {}
-        self._known = dict(known)
+        self._known = known | (NO_OTHER_RANK if ranks.size == 1 else {})
         self._micro_step = 0
         self._skipped = self._skips_in_a_row = 0
         self._unread: Update | None = None
@@ -74,7 +83,9 @@ class PackageEngine(Engine):
 
     @abstractmethod
     def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """last: no micro-batch of this step comes after it."""
+        """loss: as the package wants it (Note [Averages and sums] in process.py). last: no micro-batch of this step comes
+        after it.
+        """
 
     @abstractmethod
     def _update(self) -> Update: ...
@@ -89,7 +100,7 @@ class PackageEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         last = self._begin_backward()
         with record_function("backward"):
-            self._backward(loss, last=last)
+            self._backward(loss * self.ranks.size if self.averages and self.ranks.size > 1 else loss, last=last)
 
     def _begin_backward(self) -> bool:
         """Count a micro-batch; whether it is the step's last."""
@@ -148,13 +159,21 @@ class PackageEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        if self.settings.device == "cuda":
-            torch.cuda.synchronize()
-        try:
+        with contextlib.ExitStack() as ends:  # the last one first
+            if self.behind is not None:
+                ends.callback(self.behind)
+            ends.callback(
+                leave_without, self.module, f"the weights of this model went with {type(self).__name__}, which is closed", KEEP
+            )
+            ends.callback(self.limits.lift)
+            if self.settings.device == "cuda":
+                torch.cuda.synchronize()
             self._shut_down()
-        finally:
-            self.limits.lift()
-            leave_without(self.module, f"the weights of this model went with {type(self).__name__}, which is closed", KEEP)
+
+    def _check_edits(self, write: bool) -> None:
+        """All ranks would have to make the same ones."""
+        if write and self.ranks.size > 1:
+            raise UnsupportedError("summon: not with write=True on several ranks so far: give the model these values first")
 
     @abstractmethod
     def statistics(self) -> PackageStatistics: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,7 +37,6 @@ class ClosingEngine(Engine):
     _access: Access
     _states: OptimizerStates | None = None
     _closed = _failed = _given = False
-    _behind: Callable[[], None] | None = None
 
     @abstractmethod
     def _give_back(self, *, keep: bool) -> None:
@@ -50,10 +49,6 @@ class ClosingEngine(Engine):
     @abstractmethod
     def _let_go(self) -> None:
         """Free everything, and leave the model without weights."""
-
-    def close_behind(self, end: Callable[[], None]) -> None:
-        """Called last when the engine is closed, whatever closing meets."""
-        self._behind = end
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         """After an error that is the one that is told, whatever closing meets."""
@@ -76,8 +71,8 @@ class ClosingEngine(Engine):
         try:
             self._end(keep)
         finally:
-            if self._behind is not None:
-                self._behind()
+            if self.behind is not None:
+                self.behind()
 
     def _end(self, keep: bool) -> None:
         lost, told, amid = self._watch.lost(), frozenset(self.control.told), sys.exception() is not None
