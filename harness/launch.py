@@ -336,12 +336,12 @@ def launch(
         stuck_s=stuck_s,
     )
     if told is not None:
-        who = {"rank": told.rank, "ranks": told.size, "local_rank": told.local_rank, "local_ranks": told.local_size}
+        who = {"rank": told.rank, "ranks": told.size, "local_rank": told.local_rank}
         return _run([job.model_copy(update={**who, "meet": LAUNCHED})], console, stop or Stop(), started_s, None)
     if spec.ranks == 1:
         return _run([job], console, stop or Stop(), started_s, None)
     with tempfile.TemporaryDirectory(prefix="harness-ranks-", ignore_cleanup_errors=True) as folder:
-        all_ranks = {"ranks": spec.ranks, "local_ranks": spec.ranks, "meet": f"file://{folder}/meet"}
+        all_ranks = {"ranks": spec.ranks, "meet": f"file://{folder}/meet"}
         jobs = [job.model_copy(update={**all_ranks, "rank": rank, "local_rank": rank}) for rank in range(spec.ranks)]
         return _run(jobs, console, stop or Stop(), started_s, folder)
 

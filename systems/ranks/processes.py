@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from systems.machine.limits import host_identity
 from systems.ranks.gloo import GlooLink, gather_on_host
 from systems.ranks.link import Link
 from systems.ranks.nccl import NcclLink
@@ -17,7 +17,6 @@ from systems.ranks.ranks import Ranks
 from systems.ranks.stuck import STUCK_S, Board, StuckWatch, Waits, end_process
 
 TIMEOUT_S = 1800.0  # for a rank that others wait for: it may save, or compile
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Device = Literal["cuda", "cpu"]
 
@@ -48,6 +47,8 @@ def _board(name: str, rank: int, size: int) -> Board:
 class Processes(Ranks):
     """Of torch.distributed's default group, which is there already. Groups of our own are made here, on all ranks alike.
 
+    Which of them are on one host, Note [Hosts] in systems/machine/limits.py says, and not their launchers.
+
     device: of all ranks. timeout_s: how long a rank waits for others. end_default: the default group ends with these.
     stuck_s, on_stuck: see StuckWatch; called from a thread of its own. ends: how each rank's work ended, if it says so.
     """
@@ -66,12 +67,12 @@ class Processes(Ranks):
         self._waits, self.ends = Waits(), _board("ends", self.rank, self.size)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else str(self.rank)
-        places = self.exchange("places", (BOOT_ID.read_text(), own))
+        places = self.exchange("places", (host_identity(), own))
         hosts = [host for host, _ in places]
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self.host = list(dict.fromkeys(hosts)).index(hosts[self.rank])
-        self.link, more = link_of(device, timeout, self._waits, shared=len(set(places)) < self.size)
+        self.link, more = link_of(device, timeout, self._waits, shared=len({own for _, own in places}) < self.size)
         self._groups = [self._control, *more]
         self._watch = StuckWatch(self._waits, _board("waits", self.rank, self.size), stuck_s, on_stuck)
 
