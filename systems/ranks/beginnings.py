@@ -18,9 +18,9 @@ PIECE = 1 << 22  # elements that are summed at a time
 ASKED = ("dtype", "accumulate", "clip", "recompute", "seed", "ranks", "adam")  # of the settings
 
 
-def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.Module, **budgets: int) -> None:
+def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.Module, **more: object) -> None:
     """UnsupportedError on all ranks where one was asked something else than the first, where the model keeps what would be each
-    rank's own, and where their link cannot do it. budgets: bytes, by what they limit.
+    rank's own, and where their link cannot do it. more: what was asked besides, by name.
     """
     if settings.device not in ranks.devices:
         raise UnsupportedError(f"these ranks have no link between {settings.device} devices: use processes, a device each")
@@ -29,7 +29,7 @@ def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.
     def asked() -> dict[str, Any]:
         if ranks.size > 1:
             _refuse_running_averages(model)
-        return {name: getattr(settings, name) for name in ASKED} | options.model_dump() | budgets
+        return {name: getattr(settings, name) for name in ASKED} | options.model_dump() | more
 
     first, *_ = told = ranks.together("settings", asked)
     for rank, theirs in enumerate(told):
@@ -38,6 +38,11 @@ def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.
                 raise UnsupportedError(
                     f"{name} is {first.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}: give all ranks the same"
                 )
+
+
+def smallest(ranks: Ranks, budgets: Callable[[], Sequence[int]]) -> list[int]:
+    """Bytes that each rank has at least: of ranks that plan alike none can use more, on whichever host it is."""
+    return [min(each) for each in zip(*ranks.together("budgets", lambda: list(budgets())), strict=True)]
 
 
 def _refuse_running_averages(model: nn.Module) -> None:

@@ -147,7 +147,7 @@ def commands_of_the_readme() -> list[list[str]]:
     """As programs of this Python."""
     section = (ROOT / "README.md").read_text().partition("## Several GPUs")[2].partition("\n## ")[0]
     programs = {"harness": "harness", "torchrun": "torch.distributed.run"}
-    lines = section.split("```")[1].strip().splitlines()
+    lines = [line for block in section.split("```")[1::2] for line in block.strip().splitlines()]
     return [[word for each in shlex.split(line) for word in _as_program(each, programs)] for line in lines]
 
 
@@ -158,7 +158,8 @@ def _as_program(word: str, programs: Mapping[str, str]) -> list[str]:
 def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
     """One starts its ranks itself, of the other each command starts its own; the first one prints and keeps."""
     found = []
-    for number, command in enumerate(commands_of_the_readme()):
+    of_one_host = [command for command in commands_of_the_readme() if "--nnodes" not in command]
+    for number, command in enumerate(of_one_host):
         results = tmp_path / str(number)
         done = subprocess.run(
             [*command, "--results", str(results)],
@@ -179,6 +180,61 @@ def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
     assert itself.metrics.loss == launched.metrics.loss
     assert itself.metrics.grad_norm_before_clip == launched.metrics.grad_norm_before_clip
     assert itself.memory.device_peak_bytes == launched.memory.device_peak_bytes
+
+
+def agents(mark: str, folder: Path, *more: str) -> list[subprocess.Popen[str]]:
+    """The README's command for several hosts, as it is called on each of two, both here."""
+    (command,) = [command for command in commands_of_the_readme() if "--nnodes" in command]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command[command.index("--rdzv-endpoint") + 1] = f"localhost:{port}"
+    return [
+        subprocess.Popen(
+            [*command, *more, "--results", str(folder)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(mark, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": ""}),
+        )
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_are_one_run(tmp_path: Path, mark: str) -> None:
+    """Each starts local rank 0, on one machine here: its memory and cores are shared by both, whatever they were told."""
+    expected = run_apart(system="elixir", device_memory=6 << 20, host_memory=1 << 30, ranks=2, option=(), steps=3)
+    started = agents(mark, tmp_path, "--host-memory", "1GiB", "--steps", "3")
+    said = [process.communicate(timeout=4 * START_S) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    (line,) = "".join(out for out, _ in said).splitlines()
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(line) == json.loads(kept.read_text())
+    found = Record.model_validate_json(line)
+    assert found.metrics.loss == expected.metrics.loss
+    assert [each.host for each in found.memory_by_rank] == [0, 0]
+    assert found.memory.host_budget_bytes == expected.memory.host_budget_bytes == 1 << 30
+    assert found.environment.threads.intra_op == cores_each(2)
+    assert nothing_is_left(mark)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_on_one_host_ends_the_other(tmp_path: Path, mark: str) -> None:
+    """The run's record is there, whichever of the agents had the first rank."""
+    started = agents(mark, tmp_path, "--steps", "100000")
+    ranks = [process.pid for process in started]
+    assert wait_for(lambda: len(workers_in_steps(mark, ranks)) == 2, 2 * START_S)
+    os.kill(workers_in_steps(mark, ranks)[-1], signal.SIGKILL)
+    begun = time.monotonic()
+    said = [process.communicate(timeout=4 * START_S) for process in started]
+    assert time.monotonic() - begun < END_S
+    assert all(process.returncode for process in started)
+    (line,) = "".join(out for out, _ in said).splitlines()
+    assert Record.model_validate_json(line).status == "failed"
+    assert "killed by SIGKILL in phase" in "".join(err for _, err in said)
+    assert nothing_is_left(mark)
 
 
 @pytest.mark.slow

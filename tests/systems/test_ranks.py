@@ -380,6 +380,18 @@ def test_ranks_with_other_budgets_are_told_so(strategy: str) -> None:
         as_threads(2, work)
 
 
+def test_all_ranks_plan_with_the_smallest_share_of_a_host() -> None:
+    """Three on one host have less than the one on the other, and what three cannot share evenly is no difference."""
+    system, models = STRATEGIES["elixir"], [make("stack") for _ in range(2)]
+
+    def work(ranks: Ranks) -> int | None:
+        asked = settings(ranks=2, local_ranks=(1, 3)[ranks.rank], host_memory=(1 << 30) - ranks.rank, device_memory=8 << 20)
+        with system.initialize(models[ranks.rank], asked, system.Options(), ranks=ranks) as engine:
+            return engine.memory().host_budget_bytes
+
+    assert as_threads(2, work) == [((1 << 30) - 1) // 3] * 2
+
+
 def test_what_ranks_cannot_do_so_far_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="several ranks share no disk"):
         on_ranks(elixir(), "stack", 2, disk=tmp_path)
