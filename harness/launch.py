@@ -460,10 +460,17 @@ def _finish(job: WorkerJob, end: End, *, wall_s: float) -> Record:
     return seen.record.model_copy(update=changes)
 
 
+def _as_ended_here(end: End) -> End:
+    """One that was ended for another's sake after it had told its result."""
+    if end.exited or end.seen.record is None:
+        return end
+    return replace(end, exited=True, death=replace(end.death, exit_code=0))
+
+
 def _finish_ranks(job: WorkerJob, ends: Sequence[End], badly: Sequence[int], *, wall_s: float) -> Record:
     """The first rank's record, with the end of the rank that was the cause: Note [Which rank it was]. badly: who ended so, in
-    order."""
-    finished = [_finish(job, replace(end, exited=end.exited or bool(badly)), wall_s=wall_s) for end in ends]
+    order. What all say alike is no rank's own."""
+    finished = [_finish(job, _as_ended_here(end) if badly else end, wall_s=wall_s) for end in ends]
     first = finished[0]
     causes = [finished[each] for each in badly if (why := finished[each].reason) is not None and not why.follows]
     if not causes and not badly:
@@ -472,6 +479,8 @@ def _finish_ranks(job: WorkerJob, ends: Sequence[End], badly: Sequence[int], *, 
     if cause.reason is None:
         return first
     rank, reason = cause.reason.rank, cause.reason
-    if rank is not None:
+    if all(each.reason is not None and each.reason.message == reason.message for each in finished):
+        reason = reason.model_copy(update={"rank": None})
+    elif rank is not None:
         reason = reason.model_copy(update={"message": f"rank {rank}: {reason.message}"})
     return first.model_copy(update={"status": cause.status, "reason": reason})

@@ -311,6 +311,16 @@ def test_one_rank_ends_all(
 
 
 @pytest.mark.usefixtures("light")
+def test_what_all_ranks_say_is_no_rank_s_own(mark: str) -> None:
+    """Nor that the last of them were ended before they had gone by themselves."""
+    record = run_apart("tell_at=0", ranks=2)
+    assert record.reason is not None
+    assert (record.status, record.reason.rank, record.reason.message) == ("oom", None, "the script finds no room")
+    assert record.notes == []
+    assert nothing_is_left(mark)
+
+
+@pytest.mark.usefixtures("light")
 def test_time_is_up_for_all_ranks(mark: str) -> None:
     record = run_apart("hang_at=1", "rank=1", ranks=2, timeout=2.0)
     assert (record.status, record.reason and record.reason.phase) == ("timeout", "initialize")
