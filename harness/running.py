@@ -160,8 +160,8 @@ def _advice(job: WorkerJob, channel: Channel, known: Known) -> list[str]:
 
 def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
     channel.enter("resolve")
-    device = choose_device(job.spec.device)
-    with known.timing("resolve"):
+    with known.timing("resolve"), ranks.expected(job):
+        device = choose_device(job.spec.device)
         try:
             known.request = request = resolve(job, device)
         except ValueError as error:
