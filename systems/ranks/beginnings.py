@@ -26,18 +26,22 @@ def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.
         raise UnsupportedError(f"these ranks have no link between {settings.device} devices: use processes, a device each")
     assert ranks.size == settings.ranks, "the settings say how many ranks there are"
 
-    def asked() -> dict[str, Any]:
+    def asked() -> tuple[dict[str, Any], set[str]]:
         if ranks.size > 1:
             _refuse_running_averages(model)
-        return {name: getattr(settings, name) for name in ASKED} | options.model_dump() | more
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        return more | {name: getattr(settings, name) for name in ASKED} | options.model_dump(), frozen
 
-    first, *_ = told = ranks.together("settings", asked)
-    for rank, theirs in enumerate(told):
-        for name in sorted({*first, *theirs}):
+    (first, frozen), *_ = told = ranks.together("settings", asked)
+    for rank, (theirs, frozen_there) in enumerate(told):
+        for name in first | theirs:
             if first.get(name) != theirs.get(name):
                 raise UnsupportedError(
                     f"{name} is {first.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}: give all ranks the same"
                 )
+        for name in sorted(frozen ^ frozen_there):
+            here, there = ("frozen", "trained") if name in frozen else ("trained", "frozen")
+            raise UnsupportedError(f"{name} is {here} on rank 0 and {there} on rank {rank}: give all ranks the same")
 
 
 def smallest(ranks: Ranks, budgets: Callable[[], Sequence[int]]) -> list[int]:

@@ -67,7 +67,7 @@ def begun(
     stuck_s: float = STUCK_S,
     on_stuck: Callable[[str], None] = end_process,
 ) -> Processes:
-    """A default group of `size` processes, which ends with the last ranks that use it. where: they find each other, as torch writes it.
+    """A default group of `size` processes, which ends with the last ranks that use it. where: as in `meet`.
 
     The rest is as in Processes.
 

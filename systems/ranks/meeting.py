@@ -1,4 +1,4 @@
-"""How processes meet before they are a group: each tells, in the store that their launcher gave them, that it comes, or why not.
+"""How processes meet before they are a group: each tells that it comes, or why not, in a store that their launcher gave them.
 
 Without that the others would wait for one that does not come, for as long as one may wait that is slow.
 """

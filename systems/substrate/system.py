@@ -66,7 +66,7 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            begin_alike(mine, settings, options, model, device_memory=settings.device_memory)
+            begin_alike(mine, settings, options, model, system=self.name, device_memory=settings.device_memory)
             budget, host, disk = smallest(mine, lambda: [each(settings) for each in (device_budget, host_budget, disk_budget)])
             if isinstance(options, StrategyOptions):
                 mine.link.sum_by(options.reduction)

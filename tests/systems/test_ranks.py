@@ -350,10 +350,12 @@ def test_a_phased_step_tells_of_collectives(strategy: str) -> None:
         ({"seed": 1}, "seed is 0 on rank 0 and 1 on rank 1"),
         ({"clip": 1.0}, "clip is 0.5 on rank 0 and 1.0 on rank 1"),
         ({"weight": 1.0}, r"the first values of blocks.1.up.weight are not the same on ranks 0 and 1"),
+        ({"frozen": True}, r"blocks.1.up.weight is trained on rank 0 and frozen on rank 1"),
     ],
 )
 def test_ranks_that_begin_differently_are_told_so(system: Any, differs: dict[str, Any], told: str) -> None:
     models, change = [make("stack"), make("stack")], dict(differs)
+    models[1].blocks[1].up.weight.requires_grad_(not change.pop("frozen", False))
     weight = change.pop("weight", None)
     if weight is not None:
         nn.init.constant_(models[1].blocks[1].up.weight, weight)

@@ -100,9 +100,7 @@ class Ranges:
         if gradient.range is None:
             return
         with contextlib.suppress(Exception):  # of a copy into it that failed: then nothing used it either
-            self.device.transfers.compute(
-                writes=[gradient.range.memory], label=f"gradient of bundle {bundle.index} is let go"
-            )
+            self.device.transfers.compute(writes=[gradient.range.memory], label=f"gradient of bundle {bundle.index} is let go")
         self.free(bundle, gradient)
 
     def free(self, bundle: ManagedBundle, gradient: BundleGradient) -> None:
