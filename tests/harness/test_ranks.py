@@ -142,6 +142,13 @@ def test_a_system_of_one_rank_is_refused(mark: str) -> None:
     assert record.reason is not None and "torch-ddp runs on one rank so far" in record.reason.message
 
 
+def test_more_processes_than_the_host_holds_are_not_started(tmp_path: Path) -> None:
+    with start(*dummy(tmp_path, "--ranks", "1000000"), light=True) as process:
+        out, err = process.communicate(timeout=START_S)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    assert "--ranks 1000000: each is a process of 128MiB and more, of which this host holds" in err
+
+
 # ---- torchrun
 
 
