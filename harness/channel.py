@@ -25,9 +25,9 @@ LAUNCHED = "env://"  # where ranks meet that a launcher started
 class WorkerJob(BaseModel):
     """What the parent hands to the process of a run, on its standard input.
 
-    rank, ranks: which of how many processes this is; local_rank, local_ranks: among those of this host. meet: where they find
-    each other, as torch.distributed writes it. rank_timeout_s: how long one waits for another.
-    stuck_s: how long a wait is, before it is looked at whether all of them wait.
+    rank, ranks: which of how many processes this is; local_rank: among those that one launcher started here, and so the number
+    of its device. meet: where they find each other, as torch.distributed writes it. rank_timeout_s: how long one waits for
+    another. stuck_s: how long a wait is, before it is looked at whether all of them wait.
 
     host_budget_bytes: the smallest limit in force, for a spec that gives none. cgroup_root: where limits are read.
     advise: look for what would train here where memory is short.
@@ -47,7 +47,6 @@ class WorkerJob(BaseModel):
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
-    local_ranks: int = 1
     meet: str | None = None
     rank_timeout_s: float = RANK_TIMEOUT_S
     stuck_s: float = STUCK_S

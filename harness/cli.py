@@ -266,15 +266,15 @@ def run(spec: RunSpec) -> int:
 
     A replicate that fails does not end the others: exit code 1 says that not all of them went well.
     """
+    told = launched()
+    if told is not None and told.rank > 0:
+        return _run_behind(spec)
     _check_before_work(spec)
     console = progress_console()
     tracker, code = _tracker(spec, console), OK
-    told = launched()
     with stop_signals() as stop:
         for replicate in range(spec.repeat):
             record = launch(spec, replicate=replicate, console=console, stop=stop, advise=replicate == 0)
-            if told is not None and told.rank > 0:  # the first rank keeps and prints
-                return stop.code or _end_behind(record)
             kept = _keep(record, spec, console, tracker)
             say(to_json(record))
             if record.status != "ok" or not kept:
@@ -284,14 +284,22 @@ def run(spec: RunSpec) -> int:
     return stop.code or code
 
 
-def _end_behind(record: Record) -> int:
-    """Of a rank that is not the first: where it failed its launcher ends all as soon as this command ends, so the first one
-    gets the time to keep its record."""
-    if record.reason is None:
-        return OK
-    complain(record.reason.message)
+def _run_behind(spec: RunSpec) -> int:
+    """Of a rank that is not the first, which alone keeps and prints. Where this one failed its launcher ends all as soon as
+    this command ends, so the first one gets the time to keep its record.
+    """
+    with stop_signals() as stop:
+        try:
+            record = launch(spec, console=progress_console(), stop=stop)
+        except BadInputError as error:
+            why, code = in_flags(str(error)), BAD_INPUT
+        else:
+            if stop.code or record.reason is None:
+                return stop.code
+            why, code = record.reason.message, FAILED
+    complain(why)
     time.sleep(2 * LISTEN_S)
-    return FAILED
+    return code
 
 
 def compare(spec: CompareSpec) -> int:

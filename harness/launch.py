@@ -42,11 +42,13 @@ from harness.spec import BadInputError, RunSpec
 from harness.store import new_run_id
 from systems.machine.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
 from systems.ranks.launchers import launched
+from systems.sizes import format_size
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _EXIT_GRACE_S = 30.0
+PROCESS_BYTES = 128 << 20  # that a worker has to itself once it has imported torch
 WORKER = ("-P", "-m", "harness.worker")  # -P: the folder it starts in comes last, it may have a models or harness of its own
 _GUARD = (
     "import os, signal, sys; sys.stdin.read(); import shutil; [shutil.rmtree(each, True) for each in sys.argv[1:]]; "
@@ -336,14 +338,25 @@ def launch(
         stuck_s=stuck_s,
     )
     if told is not None:
-        who = {"rank": told.rank, "ranks": told.size, "local_rank": told.local_rank, "local_ranks": told.local_size}
+        who = {"rank": told.rank, "ranks": told.size, "local_rank": told.local_rank}
         return _run([job.model_copy(update={**who, "meet": LAUNCHED})], console, stop or Stop(), started_s, None)
+    _check_room_for_processes(spec.ranks, job.host_budget_bytes)
     if spec.ranks == 1:
         return _run([job], console, stop or Stop(), started_s, None)
     with tempfile.TemporaryDirectory(prefix="harness-ranks-", ignore_cleanup_errors=True) as folder:
-        all_ranks = {"ranks": spec.ranks, "local_ranks": spec.ranks, "meet": f"file://{folder}/meet"}
+        all_ranks = {"ranks": spec.ranks, "meet": f"file://{folder}/meet"}
         jobs = [job.model_copy(update={**all_ranks, "rank": rank, "local_rank": rank}) for rank in range(spec.ranks)]
         return _run(jobs, console, stop or Stop(), started_s, folder)
+
+
+def _check_room_for_processes(ranks: int, host_bytes: int | None) -> None:
+    """Before hundreds of them take all of a machine. Raises BadInputError."""
+    most = ranks if host_bytes is None else max(1, host_bytes // PROCESS_BYTES)
+    if ranks > most:
+        raise BadInputError(
+            f"--ranks {ranks}: each is a process of {format_size(PROCESS_BYTES)} and more, of which this host holds {most}: "
+            "lower it, or start ranks on several hosts by torchrun"
+        )
 
 
 def _run(jobs: list[WorkerJob], console: Console, stop: Stop, started_s: float, folder: str | None) -> Record:
@@ -460,10 +473,17 @@ def _finish(job: WorkerJob, end: End, *, wall_s: float) -> Record:
     return seen.record.model_copy(update=changes)
 
 
+def _as_ended_here(end: End) -> End:
+    """One that was ended for another's sake after it had told its result."""
+    if end.exited or end.seen.record is None:
+        return end
+    return replace(end, exited=True, death=replace(end.death, exit_code=0))
+
+
 def _finish_ranks(job: WorkerJob, ends: Sequence[End], badly: Sequence[int], *, wall_s: float) -> Record:
     """The first rank's record, with the end of the rank that was the cause: Note [Which rank it was]. badly: who ended so, in
-    order."""
-    finished = [_finish(job, replace(end, exited=end.exited or bool(badly)), wall_s=wall_s) for end in ends]
+    order. What all say alike is no rank's own."""
+    finished = [_finish(job, _as_ended_here(end) if badly else end, wall_s=wall_s) for end in ends]
     first = finished[0]
     causes = [finished[each] for each in badly if (why := finished[each].reason) is not None and not why.follows]
     if not causes and not badly:
@@ -472,6 +492,8 @@ def _finish_ranks(job: WorkerJob, ends: Sequence[End], badly: Sequence[int], *, 
     if cause.reason is None:
         return first
     rank, reason = cause.reason.rank, cause.reason
-    if rank is not None:
+    if all(each.reason is not None and each.reason.message == reason.message for each in finished):
+        reason = reason.model_copy(update={"rank": None})
+    elif rank is not None:
         reason = reason.model_copy(update={"message": f"rank {rank}: {reason.message}"})
     return first.model_copy(update={"status": cause.status, "reason": reason})

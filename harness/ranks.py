@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,11 +43,20 @@ def meet(job: WorkerJob, device: Device, system: System, channel: Channel) -> Ra
         rank=job.rank,
         size=job.ranks,
         local_rank=job.local_rank,
-        meet=job.meet,
+        where=job.meet,
         timeout_s=job.rank_timeout_s,
         stuck_s=job.stuck_s,
         on_stuck=partial(_tell_stuck, channel),
     )
+
+
+def expected(job: WorkerJob) -> AbstractContextManager[None]:
+    """Around what comes before `meet`: see systems.ranks.joining.expected."""
+    if job.meet != LAUNCHED:
+        return contextlib.nullcontext()
+    from systems.ranks import joining
+
+    return joining.expected()
 
 
 def _tell_stuck(channel: Channel, told: str) -> None:

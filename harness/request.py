@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import BaseModel
@@ -23,6 +23,7 @@ from systems.errors import UnavailableError
 from systems.machine.limits import MachineLimits
 from systems.machine.threads import cores_each
 from systems.ranks.launchers import chosen_threads
+from systems.ranks.ranks import Ranks
 from systems.settings import AdamSettings, Settings
 from systems.system import System
 
@@ -42,6 +43,10 @@ class Request:
     @property
     def needs_model(self) -> bool:
         return self.system.abilities.model
+
+    def on(self, ranks: Ranks) -> Request:
+        """With what is only known when they have met: how many of them share this host."""
+        return replace(self, settings=replace(self.settings, local_ranks=ranks.local_size))
 
 
 def choose_device(asked: Device | None) -> Device:
@@ -111,7 +116,6 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         recompute=spec.recompute,
         seed=spec.seed,
         ranks=job.ranks,
-        local_ranks=job.local_ranks,
         adam=AdamSettings(lr=spec.lr, weight_decay=spec.weight_decay),
         initial_weights=models_registry.initial_weights(shape, spec.seed),
     )

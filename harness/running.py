@@ -160,9 +160,8 @@ def _advice(job: WorkerJob, channel: Channel, known: Known) -> list[str]:
 
 def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
     channel.enter("resolve")
-    set_threads(known.limits, job.local_ranks)
-    device = choose_device(job.spec.device)
-    with known.timing("resolve"):
+    with known.timing("resolve"), ranks.expected(job):
+        device = choose_device(job.spec.device)
         try:
             known.request = request = resolve(job, device)
         except ValueError as error:
@@ -173,6 +172,8 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
         channel.enter("join")
         with known.timing("join"):
             known.ranks = ranks.meet(job, device, request.system, channel)
+        known.request = request = request.on(known.ranks)
+    set_threads(known.limits, known.ranks.local_size)
     device_nvml = environment.open_nvml() if device == "cuda" else None
     known.watch = Watch(device_nvml)
     known.environment = environment.describe(device, known.limits, job.spec.seed, device_nvml)
@@ -430,7 +431,7 @@ def _memory(job: WorkerJob, known: Known) -> MemoryPeaks:
     seen = known.seen_memory or _seen_memory(known.resolved)
     if accounts.get("host_budget_bytes") is None:
         budget = known.resolved.host_budget_bytes
-        seen = seen | {"host_budget_bytes": None if budget is None else budget // job.local_ranks}
+        seen = seen | {"host_budget_bytes": None if budget is None else budget // known.ranks.local_size}
     return record.build_part(MemoryPeaks, **(accounts | seen))
 
 
@@ -458,7 +459,7 @@ def _record(job: WorkerJob, known: Known, status: Status, reason: Reason | None)
     seen = doubts.Evidence(
         timed_step_s=measured.step_time_s[warmup:] if measured.complete else (),
         threads=torch.get_num_threads(),
-        cores=cores_each(job.local_ranks, known.limits),
+        cores=cores_each(known.ranks.local_size, known.limits),
         steps_without_plan=measured.timed_counters["steps_without_plan"],
         swap_bytes=process_memory("self").get("VmSwap"),
         other_processes=known.watch.other_processes,

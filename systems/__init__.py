@@ -53,31 +53,34 @@ def initialize(
 
     from systems.arguments import device_of, dtype_of, options_of, size_of
     from systems.machine.budgets import refuse_absent_device
-    from systems.ranks.joining import is_one_of_several
+    from systems.ranks.joining import expected, is_one_of_several
     from systems.registry import check_options, get
     from systems.settings import Settings
     from systems.system import on_ranks
 
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
-    chosen = get(system)
-    if disk is not None and not chosen.abilities.disk:
-        raise ValueError(f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies")
-    settings = Settings(
-        device=device_of(device),
-        device_memory=size_of(device_memory),
-        host_memory=size_of(host_memory),
-        disk=disk,
-        disk_memory=size_of(disk_memory),
-        dtype=dtype_of(dtype),
-        accumulate=accumulate,
-        clip=clip,
-        recompute=recompute,
-        seed=seed,
-        optimizer=optimizer,
-    )
-    asked = check_options(chosen, options_of(options))
-    refuse_absent_device(settings)
+    with expected():
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
+        chosen = get(system)
+        if disk is not None and not chosen.abilities.disk:
+            raise ValueError(
+                f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies"
+            )
+        settings = Settings(
+            device=device_of(device),
+            device_memory=size_of(device_memory),
+            host_memory=size_of(host_memory),
+            disk=disk,
+            disk_memory=size_of(disk_memory),
+            dtype=dtype_of(dtype),
+            accumulate=accumulate,
+            clip=clip,
+            recompute=recompute,
+            seed=seed,
+            optimizer=optimizer,
+        )
+        asked = check_options(chosen, options_of(options))
+        refuse_absent_device(settings)
     if is_one_of_several():
         return _initialize_on_ranks(on_ranks(chosen), model, settings, asked)
     return chosen.initialize(model, chosen.look_for_room(model, settings, asked), asked)
@@ -96,7 +99,7 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
         share_cores(ranks.local_size, chosen_threads())
         mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
         engine = chosen.initialize(model, chosen.look_for_room(model, mine, options), options, ranks=ranks)
-        engine.behind = ranks.close
+        engine.close_behind(ranks.close)
     except BaseException:
         ranks.close()
         raise

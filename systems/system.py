@@ -30,13 +30,12 @@ class Engine(Reports):
 
     ranks: this one and the others. On several, all of them initialize, step, drain, save, load, hand values out or take them
     in, and close alike, and each gets the whole values.
-    behind: called last when the engine is closed, whatever closing meets.
     """
 
     module: torch.nn.Module
     outcomes: list[StepOutcome]
     ranks: Ranks = SingleRank()
-    behind: Callable[[], None] | None = None
+    behind: Callable[[], None] | None = None  # see close_behind
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +85,10 @@ class Engine(Reports):
         What went wrong behind the last step and was not told is raised: DivergedError where nonfinite=stop finds only now that
         it was not finite, RuntimeError where parameters belong to two steps.
         """
+
+    def close_behind(self, end: Callable[[], None]) -> None:
+        """Called last when the engine is closed, whatever closing meets."""
+        self.behind = end
 
     def training_state(self) -> TrainingState:
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""

@@ -118,7 +118,7 @@ def _one_of_them(
     die_with(parent_pid)
     try:
         torch.set_num_threads(max(torch.get_num_threads() // size, 1))
-        with closing(begun(device, rank=rank, size=size, local_rank=rank, meet=meet, timeout_s=sizes.patience_s)) as ranks:
+        with closing(begun(device, rank=rank, size=size, local_rank=rank, where=meet, timeout_s=sizes.patience_s)) as ranks:
             pipe.send(measured(ranks, device, sizes))
     except (RuntimeError, OSError, ValueError) as error:
         pipe.send(one_line(f"{type(error).__name__}: {error}"))

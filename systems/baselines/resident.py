@@ -493,7 +493,7 @@ class Resident(System):
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
         mine = SingleRank() if ranks is None else ranks
-        begin_alike(mine, settings, options, model)
+        begin_alike(mine, settings, options, model, system=self.name)
         return ResidentEngine(model, settings, mine)
 
 

@@ -23,7 +23,7 @@ from systems.checkpoint.manifest import BESIDE, MANIFEST, Manifest, read_manifes
 from systems.checkpoint.state import CheckpointError, Described, parts_of
 from systems.checkpoint.tensors import header, readable, tensor
 from systems.machine.durable import prove_folder
-from systems.ranks.processes import BOOT_ID
+from systems.machine.limits import host_identity
 from systems.ranks.ranks import Ranks
 
 OF_RANKS = "ranks/"  # begins the name of what only several ranks save beside a checkpoint
@@ -135,7 +135,7 @@ def readers_of(manifest: Manifest, source: Path, ranks: Ranks) -> Sequence[int]:
     with readable(source / MANIFEST):
         found = (source / MANIFEST).stat()
     content = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
-    told = ranks.exchange("which checkpoint", (content, (BOOT_ID.read_text(), found.st_dev, found.st_ino)))
+    told = ranks.exchange("which checkpoint", (content, (host_identity(), found.st_dev, found.st_ino)))
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise CheckpointError(

@@ -2,6 +2,11 @@
 
 Reads /proc and the cgroup tree, versions 1 and 2, nested groups included. Both roots can be given, so that a test can
 pretend to be in any container without privileges. An unreadable limit is None, never a guess.
+
+Note [Hosts]
+    A host is what a budget of host memory is of: the machine, or the container with a smaller limit. Processes under one kernel
+    share its memory, whoever started them, unless their smallest limits are those of different cgroups: then each group is a
+    host of its own. Limits of several groups that are together more than the machine has are not seen through.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,13 +95,14 @@ def find_cgroups(proc: Path = PROC, root: Path = CGROUP_ROOT) -> Cgroups:
     return Cgroups(memory_v1=v1.get("memory", ()), cpu_v1=v1.get("cpu", ()), cpuset_v1=v1.get("cpuset", ()), v2=v2)
 
 
-def _cgroup_memory_limits(groups: Cgroups) -> Iterator[int | None]:
+def _cgroup_memory_limits(groups: Cgroups) -> Iterator[tuple[Path, int | None]]:
+    """Each with the folder that tells it, innermost first."""
     for folder in groups.v2:
-        yield _read_int(folder / "memory.max")
+        yield folder, _read_int(folder / "memory.max")
     for folder in groups.memory_v1:
-        yield _read_int(folder / "memory.limit_in_bytes")
+        yield folder, _read_int(folder / "memory.limit_in_bytes")
         hierarchical = _table(_read(folder / "memory.stat")).get("hierarchical_memory_limit", "")
-        yield int(hierarchical) if hierarchical.isdigit() else None
+        yield folder, int(hierarchical) if hierarchical.isdigit() else None
 
 
 def _quota_cores(groups: Cgroups) -> Iterator[float]:
@@ -147,7 +154,7 @@ def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> MachineLi
     """All limits in force for this process now."""
     groups = find_cgroups(proc, cgroup_root)
     memory = {key: int(value) * 1024 for key, value in _table(_read(proc / "meminfo")).items() if value.isdigit()}
-    cgroup = _smallest(list(_cgroup_memory_limits(groups)))
+    cgroup = _smallest([limit for _, limit in _cgroup_memory_limits(groups)])
     swap_total, swap_free = memory.get("SwapTotal"), memory.get("SwapFree")
     cores: list[int] = [len(os.sched_getaffinity(0)), *_cpuset_cores(groups)]
     cores += [math.ceil(quota) for quota in _quota_cores(groups)]
@@ -164,6 +171,18 @@ def read_limits(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> MachineLi
         swap_total_bytes=swap_total,
         swap_used_bytes=swap_total - swap_free if swap_total is not None and swap_free is not None else None,
     )
+
+
+def host_identity(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> str:
+    """The same for processes that share one memory, by Note [Hosts]."""
+    boot = (_read(proc / "sys" / "kernel" / "random" / "boot_id") or socket.gethostname()).strip()
+    machine = read_limits(proc, cgroup_root).machine_memory_bytes
+    limits = [(folder, limit) for folder, limit in _cgroup_memory_limits(find_cgroups(proc, cgroup_root)) if limit]
+    smallest = _smallest([limit for _, limit in limits])
+    if smallest is None or (machine is not None and smallest >= machine):
+        return boot
+    *_, group = (folder for folder, limit in limits if limit == smallest)
+    return f"{boot} {group.stat().st_ino}"  # of one group the same from inside and outside of a container
 
 
 def free_host_memory(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int | None:

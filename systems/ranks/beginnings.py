@@ -18,26 +18,35 @@ PIECE = 1 << 22  # elements that are summed at a time
 ASKED = ("dtype", "accumulate", "clip", "recompute", "seed", "ranks", "adam")  # of the settings
 
 
-def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.Module, **budgets: int) -> None:
+def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.Module, **more: object) -> None:
     """UnsupportedError on all ranks where one was asked something else than the first, where the model keeps what would be each
-    rank's own, and where their link cannot do it. budgets: bytes, by what they limit.
+    rank's own, and where their link cannot do it. more: what was asked besides, by name.
     """
     if settings.device not in ranks.devices:
         raise UnsupportedError(f"these ranks have no link between {settings.device} devices: use processes, a device each")
     assert ranks.size == settings.ranks, "the settings say how many ranks there are"
 
-    def asked() -> dict[str, Any]:
+    def asked() -> tuple[dict[str, Any], set[str]]:
         if ranks.size > 1:
             _refuse_running_averages(model)
-        return {name: getattr(settings, name) for name in ASKED} | options.model_dump() | budgets
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        return more | {name: getattr(settings, name) for name in ASKED} | options.model_dump(), frozen
 
-    first, *_ = told = ranks.together("settings", asked)
-    for rank, theirs in enumerate(told):
-        for name in sorted({*first, *theirs}):
+    (first, frozen), *_ = told = ranks.together("settings", asked)
+    for rank, (theirs, frozen_there) in enumerate(told):
+        for name in first | theirs:
             if first.get(name) != theirs.get(name):
                 raise UnsupportedError(
                     f"{name} is {first.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}: give all ranks the same"
                 )
+        for name in sorted(frozen ^ frozen_there):
+            here, there = ("frozen", "trained") if name in frozen else ("trained", "frozen")
+            raise UnsupportedError(f"{name} is {here} on rank 0 and {there} on rank {rank}: give all ranks the same")
+
+
+def smallest(ranks: Ranks, budgets: Callable[[], Sequence[int]]) -> list[int]:
+    """Bytes that each rank has at least: of ranks that plan alike none can use more, on whichever host it is."""
+    return [min(each) for each in zip(*ranks.together("budgets", lambda: list(budgets())), strict=True)]
 
 
 def _refuse_running_averages(model: nn.Module) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from systems.errors import UnsupportedError
+from systems.messages import in_words
 from systems.ranks.launchers import launched
+from systems.ranks.meeting import meet, stay_away
 from systems.ranks.processes import TIMEOUT_S, Processes
 from systems.ranks.stuck import STUCK_S, end_process
 
+LAUNCHED = "env://"  # where processes of a launcher find each other
+WAIT = timedelta(seconds=TIMEOUT_S)  # for those that do not come
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -21,6 +28,21 @@ def is_one_of_several() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     return launched() is not None
+
+
+@contextmanager
+def expected() -> Iterator[None]:
+    """Around what comes before `joined`: an exception there is told to those that a launcher started with this process, which
+    would wait for it.
+    """
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the error is the news
+            told = None if dist.is_initialized() else launched()
+            if told is not None:
+                stay_away(LAUNCHED, rank=told.rank, size=told.size, timeout=WAIT, why=in_words(error))
+        raise
 
 
 def joined(device: Literal["cuda", "cpu"]) -> Processes:
@@ -40,12 +62,12 @@ def begun(
     rank: int,
     size: int,
     local_rank: int,
-    meet: str = "env://",
+    where: str = LAUNCHED,
     timeout_s: float = TIMEOUT_S,
     stuck_s: float = STUCK_S,
     on_stuck: Callable[[str], None] = end_process,
 ) -> Processes:
-    """A default group of `size` processes, which ends with these ranks. meet: where they find each other, as torch writes it.
+    """A default group of `size` processes, which ends with the last ranks that use it. where: as in `meet`.
 
     The rest is as in Processes.
 
@@ -53,16 +75,18 @@ def begun(
     """
     if not (dist.is_available() and dist.is_gloo_available()):
         raise UnsupportedError("this torch is built without torch.distributed's gloo, which several ranks need: use one rank")
-    chosen = None
-    if device == "cuda":
-        count = torch.cuda.device_count()
-        if local_rank >= count:
-            raise UnsupportedError(
-                f"rank {rank} would be number {local_rank} on {count} CUDA devices: start fewer on this host"
-            )
-        chosen = torch.device("cuda", local_rank)
-        torch.cuda.set_device(chosen)
-    dist.init_process_group(BACKENDS[device], init_method=meet, rank=rank, world_size=size, device_id=chosen)
+    with expected():
+        chosen = None
+        if device == "cuda":
+            count = torch.cuda.device_count()
+            if local_rank >= count:
+                raise UnsupportedError(
+                    f"rank {rank} would be number {local_rank} on {count} CUDA devices: start fewer on this host"
+                )
+            chosen = torch.device("cuda", local_rank)
+            torch.cuda.set_device(chosen)
+    store = meet(where, rank=rank, size=size, device=device, timeout=WAIT)
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=size, device_id=chosen)
     try:
         return Processes(device, timeout_s=timeout_s, end_default=True, stuck_s=stuck_s, on_stuck=on_stuck)
     except BaseException:

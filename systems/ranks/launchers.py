@@ -22,8 +22,7 @@ class Launched:
 
 def launched() -> Launched | None:
     """None where this process is alone. UnsupportedError where it is one of several and the environment says not which one."""
-    told = os.environ.get("WORLD_SIZE", "1")
-    size = int(told) if told.isdigit() else 1
+    size = _number("WORLD_SIZE") if os.environ.get("WORLD_SIZE") else 1
     if size < 2:
         return None
     missing = [name for name in NAMES if not os.environ.get(name)]
@@ -32,7 +31,7 @@ def launched() -> Launched | None:
             f"WORLD_SIZE is {size}, so this process is one of several, but {' and '.join(missing)} {_are(missing)} not set: "
             "start all of them with torchrun, or unset WORLD_SIZE"
         )
-    rank, local_rank, local_size = (_number(name) for name in NAMES[:3])
+    rank, local_rank, local_size, _ = (_number(name) for name in NAMES if name != "MASTER_ADDR")
     for name, value, below in (("RANK", rank, size), ("LOCAL_RANK", local_rank, local_size)):
         if value >= below:
             raise UnsupportedError(f"{name} is {value} of {below} processes, counted from 0: start them with torchrun")

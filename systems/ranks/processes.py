@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
+from itertools import count
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from systems.machine.limits import host_identity
 from systems.ranks.gloo import GlooLink, gather_on_host, with_peers
 from systems.ranks.link import Link
 from systems.ranks.nccl import NcclLink
@@ -17,7 +18,6 @@ from systems.ranks.ranks import Ranks
 from systems.ranks.stuck import STUCK_S, Board, StuckWatch, Waits, end_process
 
 TIMEOUT_S = 1800.0  # for a rank that others wait for: it may save, or compile
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Device = Literal["cuda", "cpu"]
 
@@ -45,10 +45,36 @@ def _board(name: str, rank: int, size: int) -> Board:
     return Board(write=write, read=lambda: [store.get(str(each)).decode() for each in range(size)])
 
 
+class _DefaultGroup:
+    """Who uses torch.distributed's default group, of which a process has one."""
+
+    def __init__(self) -> None:
+        self._users: set[Ranks] = set()
+        self._ends = False
+        self.numbers = count()  # of all that ever used one: the same on all ranks
+
+    def begin(self, user: Ranks, *, end: bool) -> None:
+        self._users.add(user)
+        self._ends = self._ends or end
+
+    def end(self, user: Ranks) -> None:
+        """The last one ends a group that was made for them."""
+        self._users.discard(user)
+        if self._ends and not self._users:
+            self._ends = False
+            dist.destroy_process_group()
+
+
+_default = _DefaultGroup()
+
+
 class Processes(Ranks):
     """Of torch.distributed's default group, which is there already. Groups of our own are made here, on all ranks alike.
 
-    device: of all ranks. timeout_s: how long a rank waits for others. end_default: the default group ends with these.
+    Which of them are on one host, Note [Hosts] in systems/machine/limits.py says, and not their launchers.
+
+    device: of all ranks. timeout_s: how long a rank waits for others. end_default: the default group ends with the last
+    that use it.
     stuck_s, on_stuck: see StuckWatch; called from a thread of its own. ends: how each rank's work ended, if it says so.
     """
 
@@ -61,19 +87,21 @@ class Processes(Ranks):
         stuck_s: float = STUCK_S,
         on_stuck: Callable[[str], None] = end_process,
     ) -> None:
-        self.rank, self.size, self._end_default = dist.get_rank(), dist.get_world_size(), end_default
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
-        self._waits, self.ends = Waits(), _board("ends", self.rank, self.size)
+        number = next(_default.numbers)
+        self._waits, self.ends = Waits(), _board(f"ends-{number}", self.rank, self.size)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else str(self.rank)
-        places = self.exchange("places", (BOOT_ID.read_text(), own))
+        places = self.exchange("places", (host_identity(), own))
         hosts = [host for host, _ in places]
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self.host = list(dict.fromkeys(hosts)).index(hosts[self.rank])
-        self.link, more = link_of(device, timeout, self._waits, shared=len(set(places)) < self.size)
+        self.link, more = link_of(device, timeout, self._waits, shared=len({own for _, own in places}) < self.size)
         self._groups = [self._control, *more]
-        self._watch = StuckWatch(self._waits, _board("waits", self.rank, self.size), stuck_s, on_stuck)
+        self._watch = StuckWatch(self._waits, _board(f"waits-{number}", self.rank, self.size), stuck_s, on_stuck)
+        _default.begin(self, end=end_default)
 
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         with self._waits.of("control", about):
@@ -106,5 +134,4 @@ class Processes(Ranks):
         groups, self._groups = self._groups, []
         for group in groups:
             dist.destroy_process_group(group)
-        if self._end_default and groups:
-            dist.destroy_process_group()
+        _default.end(self)

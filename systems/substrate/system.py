@@ -17,7 +17,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
-from systems.ranks.beginnings import begin_alike
+from systems.ranks.beginnings import begin_alike, smallest
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.sizes import format_size
@@ -50,12 +50,11 @@ class ManagedSystem(System):
         ranks: Ranks | None = None,
     ) -> Engine:
         """device: makes the device instead of the settings' own (tests inject jitter and faults this way). ranks: this one and
-        the others, whose host's memory is one. All of them initialize, step, evaluate, read values and close alike; `drain` is
-        each one's own.
+        the others. Each plans with what the one with the smallest budgets has. All of them initialize, step, evaluate, read
+        values and close alike; `drain` is each one's own.
         """
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
-        budget, disk = device_budget(settings), disk_budget(settings)
 
         def make(log: EventLog) -> Device:
             return device(log) if device is not None else make_device(settings, budget, log)
@@ -65,13 +64,11 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            least = min(mine.exchange("free disk", disk))  # it changes from one rank's look to the next's
-            budgets = Budgets(host=host_budget(settings), disk=least)
-            host_memory = budgets.host * settings.ranks_here
-            begin_alike(mine, settings, options, model, device_memory=budget, host_memory=host_memory)
+            begin_alike(mine, settings, options, model, system=self.name, device_memory=settings.device_memory)
+            budget, host, disk = smallest(mine, lambda: [each(settings) for each in (device_budget, host_budget, disk_budget)])
             if isinstance(options, StrategyOptions):
                 mine.link.sum_by(options.reduction)
-            return ManagedEngine(model, settings, strategy, make, budgets, mine)
+            return ManagedEngine(model, settings, strategy, make, Budgets(host=host, disk=disk), mine)
         except BudgetError as error:
             if settings.disk is not None and error.tier == "host":  # with more room there it may have done
                 free = format_size(shutil.disk_usage(settings.disk).free)

@@ -244,7 +244,7 @@ def main() -> None:
     ranks: Ranks = SingleRank()
     if rest:
         rank, size, meet = int(rest[0]), int(rest[1]), rest[2]
-        ranks = begun("cpu", rank=rank, size=size, local_rank=rank, meet=meet)
+        ranks = begun("cpu", rank=rank, size=size, local_rank=rank, where=meet)
     results = []
     for job in torch.load(asked, weights_only=False):
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from systems.machine.limits import free_host_memory, in_memory, oom_kills, read_limits
+from systems.machine.limits import free_host_memory, host_identity, in_memory, oom_kills, read_limits
 
 GIB = 1 << 30
 
@@ -161,3 +162,32 @@ def test_what_a_folder_is_kept_in(kind: str, source: str, options: str, found: s
     assert in_memory(tmp_path, tmp_path / "nowhere") is None
     with pytest.raises(FileNotFoundError):
         in_memory(tmp_path / "none", tmp_path / "proc")
+
+
+def test_a_host_is_the_machine_or_the_group_with_a_smaller_limit(machine: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two pods under one kernel: one host as long as the machine is what limits both, else a host each, seen from any process
+    inside."""
+    proc, root = machine
+    write(proc, {"sys/kernel/random/boot_id": "a-boot\n"})
+    pods = [f"{pod}/{process}" for pod in ("one", "two") for process in ("first", "second")]
+
+    def hosts() -> list[str]:
+        found = []
+        for pod in pods:
+            write(proc, {"self/cgroup": f"0::/{pod}\n"})
+            found.append(host_identity(proc, root))
+        return found
+
+    for pod in pods:
+        write(root, {f"{pod}/memory.max": "max\n"})
+    assert hosts() == ["a-boot"] * 4
+    write(root, {"one/memory.max": f"{100 * GIB}\n"})  # more than there is
+    assert hosts() == ["a-boot"] * 4
+    write(root, {f"{pod}/memory.max": f"{8 * GIB}\n" for pod in ("one", "two", "one/first")})
+    first, second, third, fourth = hosts()
+    assert first == second != third == fourth
+    assert first.startswith("a-boot ")
+    write(proc, {"self/cgroup": "0::/\n"})  # as from inside of a namespace
+    assert host_identity(proc, root / "one") == first
+    (proc / "sys/kernel/random/boot_id").unlink()
+    assert host_identity(proc, root / "one") == first.replace("a-boot", socket.gethostname())

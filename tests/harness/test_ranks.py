@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from harness import cli, launch, ranks
 from harness.likeness import alike, differences
 from harness.record import MemoryPeaks, Record
 from harness.spec import BadInputError
+from systems.machine.threads import cores_each
 from tests.harness.conftest import make_record, make_spec
 from tests.harness.processes import LIGHT, MARK, ROOT, START_S, dummy, environment, marked, start, wait_for
 
@@ -161,6 +163,13 @@ def test_other_ranks_are_other_work() -> None:
     assert not alike(equal, one)
 
 
+def test_more_processes_than_the_host_holds_are_not_started(tmp_path: Path) -> None:
+    with start(*dummy(tmp_path, "--ranks", "1000000"), light=True) as process:
+        out, err = process.communicate(timeout=START_S)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    assert "--ranks 1000000: each is a process of 128MiB and more, of which this host holds" in err
+
+
 # ---- torchrun
 
 
@@ -168,7 +177,7 @@ def commands_of_the_readme() -> list[list[str]]:
     """As programs of this Python."""
     section = (ROOT / "README.md").read_text().partition("## Several GPUs")[2].partition("\n## ")[0]
     programs = {"harness": "harness", "torchrun": "torch.distributed.run"}
-    lines = section.split("```")[1].strip().splitlines()
+    lines = [line for block in section.split("```")[1::2] for line in block.strip().splitlines()]
     return [[word for each in shlex.split(line) for word in _as_program(each, programs)] for line in lines]
 
 
@@ -179,7 +188,8 @@ def _as_program(word: str, programs: Mapping[str, str]) -> list[str]:
 def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
     """One starts its ranks itself, of the other each command starts its own; the first one prints and keeps."""
     found = []
-    for number, command in enumerate(commands_of_the_readme()):
+    of_one_host = [command for command in commands_of_the_readme() if "--nnodes" not in command]
+    for number, command in enumerate(of_one_host):
         results = tmp_path / str(number)
         done = subprocess.run(
             [*command, "--results", str(results)],
@@ -200,6 +210,59 @@ def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
     assert itself.metrics.loss == launched.metrics.loss
     assert itself.metrics.grad_norm_before_clip == launched.metrics.grad_norm_before_clip
     assert itself.memory.device_peak_bytes == launched.memory.device_peak_bytes
+
+
+def agents(mark: str, folder: Path, *more: str) -> list[subprocess.Popen[str]]:
+    """The README's command for several hosts, as it is called on each of two, both here."""
+    (command,) = [command for command in commands_of_the_readme() if "--nnodes" in command]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command[command.index("--rdzv-endpoint") + 1] = f"localhost:{port}"
+    return [
+        subprocess.Popen(
+            [*command, *more, "--results", str(folder)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={k: v for k, v in environment(mark, {"PYTHONPATH": str(ROOT)}).items() if k != "OMP_NUM_THREADS"},
+        )
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_are_one_run(tmp_path: Path, mark: str) -> None:
+    """Each starts local rank 0, on one machine here: its memory and cores are shared by both, whatever they were told."""
+    expected = run_apart(system="elixir", device_memory=6 << 20, host_memory=1 << 30, ranks=2, option=(), steps=3)
+    started = agents(mark, tmp_path, "--host-memory", "1GiB", "--steps", "3")
+    said = [process.communicate(timeout=4 * START_S) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    (line,) = "".join(out for out, _ in said).splitlines()
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(line) == json.loads(kept.read_text())
+    found = Record.model_validate_json(line)
+    assert found.metrics.loss == expected.metrics.loss
+    assert [each.host for each in found.memory_by_rank] == [0, 0]
+    assert found.memory.host_budget_bytes == expected.memory.host_budget_bytes == 1 << 30
+    assert found.environment.threads.intra_op == cores_each(2)
+    assert nothing_is_left(mark)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_on_one_host_ends_the_other(tmp_path: Path, mark: str) -> None:
+    """The first rank's record says that another one is gone, the other's command which one and why."""
+    dead = ("--system", "dummy", "--steps", "4", "--warmup", "1", "--option", "signal_at=2", "rank=1")
+    started = agents(mark, tmp_path, *dead)
+    said = [process.communicate(timeout=4 * START_S) for process in started]
+    assert all(process.returncode for process in started)
+    (line,) = "".join(out for out, _ in said).splitlines()
+    record = Record.model_validate_json(line)
+    assert (record.status, record.reason and record.reason.follows) == ("failed", True)
+    assert record.wall_s is not None and record.wall_s < END_S
+    assert "rank 1: killed by SIGKILL in phase step" in "".join(err for _, err in said)
+    assert nothing_is_left(mark)
 
 
 @pytest.mark.slow
@@ -273,6 +336,16 @@ def test_one_rank_ends_all(
     assert nothing_is_left(mark)
     if "crash_at=1" in options:
         assert reason.log[-1] == "RuntimeError: the script says that step 1 crashes"
+
+
+@pytest.mark.usefixtures("light")
+def test_what_all_ranks_say_is_no_rank_s_own(mark: str) -> None:
+    """Nor that the last of them were ended before they had gone by themselves."""
+    record = run_apart("tell_at=0", ranks=2)
+    assert record.reason is not None
+    assert (record.status, record.reason.rank, record.reason.message) == ("oom", None, "the script finds no room")
+    assert record.notes == []
+    assert nothing_is_left(mark)
 
 
 @pytest.mark.usefixtures("light")

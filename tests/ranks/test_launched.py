@@ -28,19 +28,40 @@ rank, batches = int(os.environ["RANK"]), tokens(2, 2)
 if sys.argv[2] == "own":
     dist.init_process_group("gloo")
 given = dict(device_memory="2MiB") if sys.argv[3] == "elixir" else {}
-with systems.initialize(build("opt"), system=sys.argv[3], device="cpu", dtype="fp32", clip=0.5, **given) as engine:
+
+def begun():
+    return systems.initialize(build("opt"), system=sys.argv[3], device="cpu", dtype="fp32", clip=0.5, **given)
+
+def trained(*engines):
     for batch in batches:
-        engine.backward(next_token_loss(engine, batch[rank], batch[:, :, 1:].numel()))
-        engine.step()
-    engine.drain()
-    with engine.summon() as values:
-        found = {name: value.clone() for name, value in values.items()}, [each.norm for each in engine.outcomes]
+        for engine in engines:
+            engine.backward(next_token_loss(engine, batch[rank], batch[:, :, 1:].numel()))
+            engine.step()
+    for engine in engines:
+        engine.drain()
+        with engine.summon() as values:
+            yield {name: value.clone() for name, value in values.items()}, [each.norm for each in engine.outcomes]
+        engine.close()
+
+found = [*trained(begun())]
+if sys.argv[3] == "elixir":
+    found += trained(begun(), begun())
 assert dist.is_initialized() == (sys.argv[2] == "own")
 threads = torch.get_num_threads()
-open(f"{sys.argv[1]}/found-{rank}", "wb").write(pickle.dumps((*found, threads)))
+open(f"{sys.argv[1]}/found-{rank}", "wb").write(pickle.dumps((found, threads)))
 if dist.is_initialized():
     dist.barrier()
     dist.destroy_process_group()
+"""
+ABSENT = """
+import os, sys, systems
+from tests.systems.models_small import build
+rank = int(os.environ["RANK"])
+for dtypes in (("fp32", "int3"), ("fp32", "fp32")):
+    try:
+        systems.initialize(build("opt"), device="cpu", device_memory="2MiB", dtype=dtypes[rank]).close()
+    except ValueError as error:
+        open(f"{sys.argv[1]}/told-{rank}", "w").write(f"{type(error).__name__} {error}")
 """
 
 
@@ -61,6 +82,9 @@ def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
         launched()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launched() is None
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(UnsupportedError, match="WORLD_SIZE is 'two', which is no number"):
+        launched()
 
 
 def test_one_thread_is_torchrun_s_choice_and_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +103,9 @@ def test_one_thread_is_torchrun_s_choice_and_not_the_user_s(monkeypatch: pytest.
     ("group", "system"), [("own", "elixir"), ("none", "elixir"), ("own", "torch-ddp"), ("none", "fsdp2-offload")]
 )
 def test_engines_of_torchrun(group: str, system: str, tmp_path: Path) -> None:
-    """The bits of one rank that accumulates, or torch's of the same. Groups end with who made them."""
+    """The bits of one rank that accumulates, also of engines after and beside each other, or torch's of the same. Groups end
+    with who made them.
+    """
     (tmp_path / "work.py").write_text(WORK)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
@@ -90,11 +116,31 @@ def test_engines_of_torchrun(group: str, system: str, tmp_path: Path) -> None:
     expected = start(RESIDENT, build("opt"), settings(accumulate=2, clip=0.5, dtype="fp32"))
     run = finished(expected, [one_step(expected, batch, next_token_loss) for batch in tokens(STEPS, 2)])
     for rank in range(2):
-        values, norms, threads = pickle.loads((tmp_path / f"found-{rank}").read_bytes())
+        found, threads = pickle.loads((tmp_path / f"found-{rank}").read_bytes())
         assert threads == cores_each(2)
-        if system == "elixir":
-            assert norms == run.norms
-            assert all(torch.equal(values[name], value) for name, value in run.parameters.items())
-        else:
-            assert norms == pytest.approx(run.norms, rel=1e-5)
-            assert all(torch.allclose(values[name], value, rtol=0, atol=1e-5) for name, value in run.parameters.items())
+        assert len(found) == (3 if system == "elixir" else 1)
+        for values, norms in found:
+            if system == "elixir":
+                assert norms == run.norms
+                assert all(torch.equal(values[name], value) for name, value in run.parameters.items())
+            else:
+                assert norms == pytest.approx(run.norms, rel=1e-5)
+                assert all(torch.allclose(values[name], value, rtol=0, atol=1e-5) for name, value in run.parameters.items())
+
+
+def test_a_process_that_does_not_come_says_why(tmp_path: Path) -> None:
+    """The other one would wait for it."""
+    (tmp_path / "work.py").write_text(ABSENT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "work.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told[1].startswith("ValueError dtype is 'int3'")
+    assert told[0].startswith("UnsupportedError rank 1 does not take part: dtype is 'int3'")

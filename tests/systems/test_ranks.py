@@ -348,10 +348,12 @@ def test_a_phased_step_tells_of_collectives(strategy: str) -> None:
         ({"seed": 1}, "seed is 0 on rank 0 and 1 on rank 1"),
         ({"clip": 1.0}, "clip is 0.5 on rank 0 and 1.0 on rank 1"),
         ({"weight": 1.0}, r"the first values of blocks.1.up.weight are not the same on ranks 0 and 1"),
+        ({"frozen": True}, r"blocks.1.up.weight is trained on rank 0 and frozen on rank 1"),
     ],
 )
 def test_ranks_that_begin_differently_are_told_so(system: Any, differs: dict[str, Any], told: str) -> None:
     models, change = [make("stack"), make("stack")], dict(differs)
+    models[1].blocks[1].up.weight.requires_grad_(not change.pop("frozen", False))
     weight = change.pop("weight", None)
     if weight is not None:
         nn.init.constant_(models[1].blocks[1].up.weight, weight)
@@ -376,6 +378,18 @@ def test_ranks_with_other_budgets_are_told_so(strategy: str) -> None:
 
     with pytest.raises(UnsupportedError, match="device_memory is 1048576 on rank 0 and 2097152 on rank 1"):
         as_threads(2, work)
+
+
+def test_all_ranks_plan_with_the_smallest_share_of_a_host() -> None:
+    """Three on one host have less than the one on the other, and what three cannot share evenly is no difference."""
+    system, models = STRATEGIES["elixir"], [make("stack") for _ in range(2)]
+
+    def work(ranks: Ranks) -> int | None:
+        asked = settings(ranks=2, local_ranks=(1, 3)[ranks.rank], host_memory=(1 << 30) - ranks.rank, device_memory=8 << 20)
+        with system.initialize(models[ranks.rank], asked, system.Options(), ranks=ranks) as engine:
+            return engine.memory().host_budget_bytes
+
+    assert as_threads(2, work) == [((1 << 30) - 1) // 3] * 2
 
 
 def test_what_ranks_cannot_do_so_far_is_refused() -> None:
