@@ -98,12 +98,10 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
     try:
         share_cores(ranks.local_size, chosen_threads())
         mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
-        engine = chosen.initialize(model, chosen.look_for_room(model, mine, options), options, ranks=ranks)
-        engine.close_behind(ranks.close)
+        return chosen.initialize(model, chosen.look_for_room(model, mine, options), options, ranks=ranks)
     except BaseException:
         ranks.close()
         raise
-    return engine
 
 
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:

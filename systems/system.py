@@ -35,7 +35,6 @@ class Engine(Reports):
     module: torch.nn.Module
     outcomes: list[StepOutcome]
     ranks: Ranks = SingleRank()
-    behind: Callable[[], None] | None = None  # see close_behind
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +84,6 @@ class Engine(Reports):
         What went wrong behind the last step and was not told is raised: DivergedError where nonfinite=stop finds only now that
         it was not finite, RuntimeError where parameters belong to two steps.
         """
-
-    def close_behind(self, end: Callable[[], None]) -> None:
-        """Called last when the engine is closed, whatever closing meets."""
-        self.behind = end
 
     def training_state(self) -> TrainingState:
         """For systems.checkpoint: waits for the last step's work. UnsupportedError within a step, and where there is no way."""

@@ -193,8 +193,7 @@ class DummyEngine(Engine):
             self.drain()
             self._background.put(None)
             self._thread.join()
-            if self.behind is not None:
-                self.behind()
+            self.ranks.leave()
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:

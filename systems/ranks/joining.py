@@ -46,14 +46,14 @@ def expected() -> Iterator[None]:
 
 
 def joined(device: Literal["cuda", "cpu"]) -> Processes:
-    """This process as one of several, called by all of them alike. Where there is no default group, it is made, and ends with
-    these ranks. device: of each of them.
+    """This process as one of several, called by all of them alike, for one engine. Where there is no default group, it is made,
+    and ends with these ranks. device: of each of them.
     """
     if dist.is_available() and dist.is_initialized():
-        return Processes(device)
+        return Processes(device, of_one_engine=True)
     told = launched()
     assert told is not None, "somebody has asked is_one_of_several()"
-    return begun(device, rank=told.rank, size=told.size, local_rank=told.local_rank)
+    return begun(device, rank=told.rank, size=told.size, local_rank=told.local_rank, of_one_engine=True)
 
 
 def begun(
@@ -66,6 +66,7 @@ def begun(
     timeout_s: float = TIMEOUT_S,
     stuck_s: float = STUCK_S,
     on_stuck: Callable[[str], None] = end_process,
+    of_one_engine: bool = False,
 ) -> Processes:
     """A default group of `size` processes, which ends with the last ranks that use it. where: as in `meet`.
 
@@ -88,7 +89,14 @@ def begun(
     store = meet(where, rank=rank, size=size, device=device, timeout=WAIT)
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=size, device_id=chosen)
     try:
-        return Processes(device, timeout_s=timeout_s, end_default=True, stuck_s=stuck_s, on_stuck=on_stuck)
+        return Processes(
+            device,
+            timeout_s=timeout_s,
+            end_default=True,
+            stuck_s=stuck_s,
+            on_stuck=on_stuck,
+            of_one_engine=of_one_engine,
+        )
     except BaseException:
         dist.destroy_process_group()
         raise

@@ -86,7 +86,9 @@ class Processes(Ranks):
         end_default: bool = False,
         stuck_s: float = STUCK_S,
         on_stuck: Callable[[str], None] = end_process,
+        of_one_engine: bool = False,
     ) -> None:
+        self.of_one_engine = of_one_engine
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         timeout = timedelta(seconds=timeout_s)
         number = next(_default.numbers)

@@ -33,6 +33,7 @@ class Ranks(ABC):
 
     link: for tensors; one thread of each rank calls it. Everything else is called by the thread that runs the steps, on all
     ranks alike. devices: kinds of device whose tensors the link takes.
+    of_one_engine: they end with the engine that they were made for.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Ranks(ABC):
     host: int = 0
     link: Link
     devices: tuple[str, ...] = ("cpu", "cuda")
+    of_one_engine: bool = False
 
     @abstractmethod
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
@@ -93,6 +95,11 @@ class Ranks(ABC):
     @abstractmethod
     def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
         """Of bytes (uint8), none of them empty."""
+
+    def leave(self) -> None:
+        """An engine of theirs is closed, whatever closing met."""
+        if self.of_one_engine:
+            self.close()
 
     @abstractmethod
     def close(self) -> None:

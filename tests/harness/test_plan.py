@@ -187,7 +187,9 @@ def test_175b_on_768_devices_takes_seconds(capsys: pytest.CaptureFixture[str]) -
     )
     assert time.process_time() - started_s < 10
     assert code == 0 and found["resolved"]["tokens_per_step"] == 768 * 2048
-    assert found["tiers"]["host"]["need_bytes"] == pytest.approx(14 * 173e9 / 96, rel=0.1)
+    device, host = found["tiers"]["device"], found["tiers"]["host"]
+    assert device["parts"]["master"] + device["parts"]["moments"] == pytest.approx(12 * 173e9 / 768, rel=0.1)
+    assert host["need_bytes"] == pytest.approx(2 * 173e9 / 96, rel=0.1)
 
 
 def test_the_trace_is_the_simulated_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

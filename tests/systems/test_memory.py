@@ -162,11 +162,15 @@ def check_segments(checked: Engine) -> None:
             rounded = truth[where].to(engine.store.dtype)
             if stored.tier is not Tier.DEVICE and stored.has_slot:
                 assert torch.equal(stored.slot[where], rounded), "the host slot is outdated"
-            if bundle.block is not None:
-                mine = bundle.own_pieces(bundle.block)[bundle.segments.index(stored)]
+            block, shard = bundle.block, bundle.shard.block
+            copies = [] if block is None else [bundle.own_pieces(block)]
+            copies += [] if shard is None else [bundle.shard.pieces(shard)]
+            for pieces in copies:
+                mine = pieces[bundle.segments.index(stored)]
                 assert torch.equal(mine[where], rounded), "the device copy is outdated"
         if stored.tier is Tier.DEVICE:
-            assert bundle.block is not None and isinstance(stored.state, OptimizerState) and stored.state.allocation is not None
+            rests = bundle.shard.block if bundle.shard.at_home else bundle.block
+            assert rests is not None and isinstance(stored.state, OptimizerState) and stored.state.allocation is not None
         assert bundle.block is not None or not bundle.storage.resident
         assert not bundle.holds
 

@@ -160,8 +160,7 @@ class PackageEngine(Engine):
             return
         self._closed = True
         with contextlib.ExitStack() as ends:  # the last one first
-            if self.behind is not None:
-                ends.callback(self.behind)
+            ends.callback(self.ranks.leave)
             ends.callback(
                 leave_without, self.module, f"the weights of this model went with {type(self).__name__}, which is closed", KEEP
             )

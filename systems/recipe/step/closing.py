@@ -71,8 +71,7 @@ class ClosingEngine(Engine):
         try:
             self._end(keep)
         finally:
-            if self.behind is not None:
-                self.behind()
+            self.ranks.leave()
 
     def _end(self, keep: bool) -> None:
         lost, told, amid = self._watch.lost(), frozenset(self.control.told), sys.exception() is not None
