@@ -29,12 +29,13 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from harness import comparison, scale, store, trace
 from harness.channel import LISTEN_S
 from harness.compare import CompareSpec, Contender, StoredSpec, check_options, collect, entries, read_runs
-from harness.launch import Stop, launch, stop_signals
+from harness.launch import launch
 from harness.output import complain, fill_standard_streams, progress_console, say
 from harness.plan_spec import PlanSpec
 from harness.record import Record, to_json
 from harness.scale import BatchSpec, ScaleSpec
 from harness.spec import BadInputError, RunSpec, flag, in_flags
+from harness.stopping import Stop, stop_signals
 from harness.table import show
 from harness.wandb_log import Tracker
 from systems import registry

@@ -22,12 +22,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -39,12 +38,12 @@ from harness.failures import LOG_LINES, Death, from_death, from_exception
 from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
 from harness.spec import BadInputError, RunSpec
+from harness.stopping import Stop
 from harness.store import new_run_id
 from systems.machine.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
 from systems.ranks.launchers import launched
 from systems.sizes import format_size
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _EXIT_GRACE_S = 30.0
@@ -54,34 +53,6 @@ _GUARD = (
     "import os, signal, sys; sys.stdin.read(); import shutil; [shutil.rmtree(each, True) for each in sys.argv[1:]]; "
     "os.killpg(0, signal.SIGKILL)"
 )
-
-
-@dataclass
-class Stop:
-    """Whether this process was told to stop, and by which signal."""
-
-    number: int | None = None
-
-    @property
-    def code(self) -> int:
-        """The exit code that says so, as shells give it: 130 for Ctrl-C; 0 if it was not."""
-        return 0 if self.number is None else 128 + self.number
-
-
-@contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """Within, SIGINT, SIGTERM and SIGHUP are noted instead of raised: no moment is a wrong one for them."""
-    stop = Stop()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.number = stop.number or number
-
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass
@@ -416,6 +387,7 @@ def _watch(crew: Crew, timeout_s: float | None, stop: Stop) -> bool:
     alone_s: float | None = None  # since when some do without a rank
     while crew.running and stop.number is None:
         crew.listen(_POLL_S)
+        stop.look()
         now = time.monotonic()
         if crew.ended_badly and len(crew.workers) > 1:
             alone_s = alone_s or now

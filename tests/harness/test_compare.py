@@ -11,9 +11,9 @@ import pytest
 
 from harness import cli, comparison, store
 from harness.compare import CompareSpec, check_options, entries
-from harness.launch import Stop
 from harness.record import Record
 from harness.spec import BadInputError, RunSpec
+from harness.stopping import Stop
 from tests.harness.test_likeness import run as like_run
 
 GOOD = ("compare", "--model", "opt-tiny", "--device", "cpu")

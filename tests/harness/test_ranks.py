@@ -25,7 +25,7 @@ from harness.record import MemoryPeaks, Record
 from harness.spec import BadInputError
 from systems.machine.threads import cores_each
 from tests.harness.conftest import make_record, make_spec
-from tests.harness.processes import LIGHT, MARK, ROOT, START_S, dummy, environment, marked, start, wait_for
+from tests.harness.processes import LIGHT, MARK, ROOT, START_S, command_line, dummy, environment, marked, start, wait_for
 
 END_S = 30.0
 STRATEGIES = ("angel-ptm", "elixir", "h3t", "patrickstar")
@@ -286,6 +286,20 @@ def test_how_a_rank_of_torchrun_ended(options: tuple[str, ...], told: str, print
     assert record.reason.message.startswith(told)
     assert printed in done.stderr
     assert nothing_is_left(mark)
+
+
+@pytest.mark.slow
+def test_a_killed_agent_leaves_nothing(tmp_path: Path, mark: str) -> None:
+    """It tells nobody; its commands see that it is gone."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    commands = command_line(*dummy(tmp_path, options=("hang_at=1",)), light=True)
+    with subprocess.Popen([*agent, *commands], cwd=ROOT, stderr=subprocess.DEVNULL, env=environment(mark)) as process:
+        assert wait_for(lambda: len(marked(mark)) == 7, START_S)  # the agent, and twice a command, a rank and a guard
+        process.kill()
+    assert wait_for(lambda: not marked(mark), END_S)
+    (kept,) = tmp_path.iterdir()
+    record = Record.model_validate_json(kept.read_text())
+    assert (record.status, record.reason and record.reason.signal) == ("interrupted", "SIGHUP")
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli, store
-from harness.launch import Stop
 from harness.record import Record
 from harness.scale import BatchSpec, ScaleSpec, largest
 from harness.spec import RunSpec
+from harness.stopping import Stop
 from models import registry as models_registry
 from systems.registry import split_assignments
 from tests.harness.test_likeness import run as like_run
