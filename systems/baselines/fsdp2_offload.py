@@ -28,7 +28,7 @@ from systems.baselines.external import budget
 from systems.baselines.external.engine import NO_DISK, LateNumber, PackageEngine, Update
 from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
 from systems.baselines.external.process import PackageGroup, begin
-from systems.baselines.external.shares import whole_value
+from systems.baselines.external.shares import own_share, whole_value
 from systems.baselines.external.torch_adam import adam, arguments_of, check_arguments, set_rate
 from systems.baselines.external.weights import Masters, find_weights, materialise
 from systems.errors import UnsupportedError
@@ -134,21 +134,22 @@ class FsdpEngine(PackageEngine):
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._check_edits(write)
         self.drain()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         named = list(zip(self._names, map(_local, self._parameters()), strict=True))
+        numels = [share_numel(shape, self.ranks.size) for shape in self._shapes]
         values = {
-            name: whole_value(local, share_numel(shape, self.ranks.size), shape, self.ranks, name)
-            for (name, local), shape in zip(named, self._shapes, strict=True)
+            name: whole_value(local, numel, shape, self.ranks, name)
+            for (name, local), numel, shape in zip(named, numels, self._shapes, strict=True)
         }
         yield values
         if write:
             with torch.no_grad():
-                for name, local in named:
-                    local.copy_(values[name])
+                for (name, local), numel, shape in zip(named, numels, self._shapes, strict=True):
+                    mine = own_share(self._edited(values, name, shape), numel, self.ranks)
+                    local.copy_(mine[: local.numel()].view(local.shape))
 
     def _shut_down(self) -> None:
         parameters = self._parameters()

@@ -138,14 +138,13 @@ class DdpEngine(PackageEngine):
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._check_edits(write)
         self.drain()
         named = list(zip(self._names, self._updates.values, strict=True))
         values = {name: value.detach().float().cpu().clone() for name, value in named}
         yield values
         if write:
             for name, value in named:
-                value.copy_(values[name])
+                value.copy_(self._edited(values, name, value.shape))
             self._updates.written()
 
     def _shut_down(self) -> None:

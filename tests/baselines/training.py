@@ -23,7 +23,6 @@ from torch import nn
 from models import registry as models_registry
 from models.loss import count_labels, token_loss
 from systems import registry
-from systems.errors import UnsupportedError
 from systems.ranks.joining import begun
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import AdamSettings, Settings
@@ -52,8 +51,8 @@ class Job:
 
 @dataclass
 class Result:
-    """What a job came to. written_loss: of the first batch once the first values were written back; edits: why
-    they could not be.
+    """What a job came to. written: values once the first ones were written back, by the first rank;
+    written_loss: of the first batch then.
 
     losses: of a step, all ranks' together. different: names of values that are others on another rank.
     names: of the state dict of the model before a package had it. exported: what the engine gave for it, with `end`.
@@ -70,7 +69,7 @@ class Result:
     skipped: list[bool] = field(default_factory=list)
     eval_loss: float = 0.0
     written_loss: float = 0.0
-    edits: str | None = None
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
     different: list[str] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
@@ -151,17 +150,6 @@ def _values(engine: Engine) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in values.items()}
 
 
-def _write_back(engine: Engine, work: Work, result: Result, batch: Batch) -> None:
-    try:
-        with engine.summon(write=True) as values:
-            for name in values:
-                values[name].copy_(result.start[name])
-    except UnsupportedError as error:
-        result.edits = str(error)
-    else:
-        result.written_loss = _evaluate(engine, work, batch)
-
-
 def train(job: Job, ranks: Ranks | None = None) -> Result:
     """Some steps, a validation, a step at rate 0, the first values written back, and all that an engine tells."""
     result, ranks = Result(), ranks or SingleRank()
@@ -177,10 +165,15 @@ def train(job: Job, ranks: Ranks | None = None) -> Result:
     engine.set_lr(0.0)
     result.losses.append(_step(engine, work, steps[-1], ranks))
     result.after_lr_0 = _values(engine)
-    _write_back(engine, work, result, steps[0][0])
+    with engine.summon(write=True) as values:
+        for name in values if ranks.rank == 0 else ():  # its edits count
+            values[name].copy_(result.start[name])
+    result.written_loss = _evaluate(engine, work, steps[0][0])
+    result.written = _values(engine)
     engine.drain()
-    for theirs in ranks.exchange("values", result.end):
-        result.different += [name for name, value in theirs.items() if not torch.equal(value, result.end[name])]
+    for mine in (result.end, result.written):
+        for theirs in ranks.exchange("values", mine):
+            result.different += [name for name, value in theirs.items() if not torch.equal(value, mine[name])]
     result.norms = [outcome.norm for outcome in engine.outcomes]
     result.skipped = [outcome.skipped for outcome in engine.outcomes]
     result.counters, result.memory = engine.counters(), vars(engine.memory())

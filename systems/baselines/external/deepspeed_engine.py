@@ -189,7 +189,6 @@ class DeepSpeedRun(PackageEngine):
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        self._check_edits(write)
         self.drain()
         values = {}
         on_disk = self._masters_on_disk(write=False) if self._disk is not None else ()
@@ -204,14 +203,15 @@ class DeepSpeedRun(PackageEngine):
         yield values
         if not write:
             return
+        edited = {name: self._edited(values, name, value.shape) for name, value in values.items()}
         for number, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
-            value = values[name].to(self._device)
+            value = edited[name].to(self._device)
             if self._disk is None:
                 self._set_master(number, value)
             with self._gathered(parameter, write=True), torch.no_grad():
                 parameter.copy_(value)
         for number, master in self._masters_on_disk(write=True) if self._disk is not None else ():
-            master.copy_(values[self._names[number]].reshape(-1))
+            master.copy_(own_share(edited[self._names[number]], master.numel(), self.ranks))
 
     def _whole(self, number: int, share: torch.Tensor) -> torch.Tensor:
         return whole_value(share, share.numel(), self._shape(self._parameters[number]), self.ranks, self._names[number])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from systems.baselines.external.budget import BudgetInForce
 from systems.baselines.external.package import PackageStatistics
-from systems.errors import DivergedError, UnsupportedError
+from systems.errors import DivergedError
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.giving_back import leave_without
 from systems.recipe.model.units import take
@@ -169,10 +169,10 @@ class PackageEngine(Engine):
                 torch.cuda.synchronize()
             self._shut_down()
 
-    def _check_edits(self, write: bool) -> None:
-        """All ranks would have to make the same ones."""
-        if write and self.ranks.size > 1:
-            raise UnsupportedError("summon: not with write=True on several ranks so far: give the model these values first")
+    def _edited(self, values: Mapping[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+        """The first rank's value, on all ranks, whose packages are about to take it over."""
+        mine = values[name].float() if self.ranks.rank == 0 else torch.empty(shape)
+        return self.ranks.of_first(f"summon(write=True) of {name}", mine)
 
     @abstractmethod
     def statistics(self) -> PackageStatistics: ...
