@@ -92,8 +92,8 @@ class DummyEngine(Engine):
         sleep: Callable[[float], None] = time.sleep,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks or SingleRank()
-        self._scripted = options.rank in (None, self._ranks.rank)
+        self.ranks = ranks or SingleRank()
+        self._scripted = options.rank in (None, self.ranks.rank)
         self.module = torch.nn.Module()
         self.outcomes: list[StepOutcome] = []
         self.learning_rates: list[float] = []  # as set, for tests of the schedule
@@ -129,7 +129,7 @@ class DummyEngine(Engine):
 
     def step(self) -> None:
         self._misbehave(self._done + 1)
-        self._ranks.link.gather(f"step {self._done + 1}", torch.zeros(self._ranks.size))
+        self.ranks.link.gather(f"step {self._done + 1}", torch.zeros(self.ranks.size))
         self._sleep(self._options.step_time_s * self._pace)
         if self._options.drain_time_s:
             self._background.put(self._options.drain_time_s)
@@ -149,7 +149,7 @@ class DummyEngine(Engine):
         if not self._scripted:
             return
         if options.extra_exchange_at == step:
-            self._ranks.exchange("what others do not", None)
+            self.ranks.exchange("what others do not", None)
         if options.oom_at == step:
             raise OutOfMemoryError("the script says so", tier=options.oom_tier, need=1 << 30, have=1 << 20)
         if options.disk_full_at == step:
