@@ -464,7 +464,8 @@ def _finish_ranks(job: WorkerJob, ends: Sequence[End], badly: Sequence[int], *, 
     if cause.reason is None:
         return first
     rank, reason = cause.reason.rank, cause.reason
-    if all(each.reason is not None and each.reason.message == reason.message for each in finished):
+    said = [each.reason and each.reason.message for each in finished]  # of some ranks only, where a launcher started them
+    if said == [reason.message] * job.ranks:
         reason = reason.model_copy(update={"rank": None})
     elif rank is not None:
         reason = reason.model_copy(update={"message": f"rank {rank}: {reason.message}"})
