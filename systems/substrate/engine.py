@@ -102,6 +102,7 @@ class ManagedEngine(ManagedReports):
         self.inputs, self.input_slots = made.inputs, made.input_slots
         self.progress, self.cursor, self.in_force, self.planner = made.progress, made.cursor, made.in_force, made.planner
         self.flushes, self.ending, self.runtime, self.recovery = made.flushes, made.ending, made.runtime, made.recovery
+        self.moments = made.moments
         self._calls, self._watch = made.calls, made.watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,6 +176,7 @@ class ManagedEngine(ManagedReports):
                 "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
                 "`options=dict(nonfinite='skip')`"
             )
+        self.moments.end_forward()
         self.recovery.abort()
         self.planner.resume()
 

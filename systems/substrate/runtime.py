@@ -68,7 +68,7 @@ class Runtime:
         self._recorder, self._cursor, self._moments, self._in_force = recorder, cursor, moments, in_force
         self._planner, self._flushes, self._ending = planner, flushes, ending
         self._spans = UnitSpans(layout.unit_name)
-        self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
+        self._pending = progress.pending
 
     # ---- unit events, from the hooks
 
@@ -151,6 +151,8 @@ class Runtime:
         residency, several = self._residency, self._residency.room.leaves is not None
         before = residency.resident()
         try:
+            if several:
+                self._moments.end_forward()
             self._progress.begin_aside()
             for index in residency.room.evictable() if several else ():
                 residency.drop(index)
