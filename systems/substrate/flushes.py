@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import LEFT
@@ -110,14 +110,18 @@ class FlushesTogether(Flushes):
 
     def units_done(self, bundles: Sequence[ManagedBundle]) -> None:
         """See Flushes.units_done. Of other bundles, those that fall due at this moment."""
-        pending, here = self._progress.pending, self._cursor.flushes()
-        due = [self._residency.bundles[index] for index in here]
-        due = [bundle for bundle in due if not any(pending.get(unit, 0) for unit in self._units(bundle))]
+        here = self._cursor.flushes()
+        due = [bundle for bundle in map(self._residency.bundles.__getitem__, here) if not self._is_used_later(bundle)]
         due += [each for each in bundles if each.index not in here and not self._cursor.flushes_later(each.index)]
         self._flush_all(due)
 
-    def _units(self, bundle: ManagedBundle) -> Iterable[int]:
-        return self._residency.layout.bundles[bundle.index].units
+    def _is_used_later(self, bundle: ManagedBundle) -> bool:
+        """By a backward of this micro-step on this rank."""
+        pending, outstanding = self._progress.pending, self._cursor.outstanding
+        for unit in self._residency.layout.bundles[bundle.index].units:
+            if pending.get(unit, 0) and (("backward", unit) in bundle.holds or outstanding.may_come(unit)):
+                return True
+        return False
 
     def _flush_all(self, bundles: Sequence[ManagedBundle]) -> None:
         due = [bundle for bundle in bundles if bundle.gradient is not None and bundle.gradient.state not in LEFT]

@@ -9,7 +9,7 @@ Note [Passing]
     or the link tells which differ.
 
     A bundle falls due at the moment at which the plan flushes it, reached or passed. It is flushed then, with zeros for what
-    was not run here; or, if a backward that uses it is still to come on this rank, as that ends. No message is needed: a rank
+    was not run here; or, if a backward that uses it may still come on this rank, as that ends. No message is needed: a rank
     whose units were skipped issues the collectives of the ranks that ran them.
 
     What a pass leaves out at its end is passed with the next event, or before anything else moves bundles: an evaluation, a
@@ -19,6 +19,7 @@ Note [Passing]
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 
 from systems.planning.plan import Operation, OpKind, Plan
 from systems.planning.trace import Moment, Phase
@@ -26,6 +27,48 @@ from systems.substrate.cursor import Cursor
 
 ENTER_OF = {Phase.FORWARD_EXIT: Phase.FORWARD_ENTER, Phase.BACKWARD_EXIT: Phase.BACKWARD_ENTER}
 FlushesOf = Callable[[Plan], Sequence[Sequence[int]]]
+
+
+@dataclass
+class ForwardCall:
+    """begin, end: by count of moments; None while it goes on."""
+
+    unit: int
+    begin: int
+    end: int | None = None
+
+
+class Outstanding:
+    """Outstanding is the forward calls of a micro-step whose backward may still come: autograd runs what was made last first,
+    so once an earlier call's comes, that of one that began after it will not (what it made was not used).
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[ForwardCall] = []
+        self._seen = self._limit = 0
+
+    def see(self, moment: Moment) -> None:
+        """It comes on this rank."""
+        self._seen += 1
+        if moment.phase is Phase.FORWARD_ENTER:
+            self._calls.append(ForwardCall(moment.unit, self._seen))
+        elif moment.phase is Phase.BACKWARD_END:
+            self._calls.clear()
+        call = next((each for each in reversed(self._calls) if each.unit == moment.unit), None)
+        if call is None:
+            return
+        if moment.phase is Phase.FORWARD_EXIT:
+            call.end = self._limit = self._seen
+        elif moment.phase is Phase.BACKWARD_ENTER:
+            self._limit = self._seen if call.end is None else call.end
+        elif moment.phase is Phase.BACKWARD_EXIT:
+            self._limit = call.begin
+            self._calls.remove(call)
+
+    def may_come(self, unit: int) -> bool:
+        """A backward of the unit's. True of one that was not seen to run."""
+        calls = [call for call in self._calls if call.unit == unit]
+        return not calls or any(call.begin < self._limit for call in calls)
 
 
 class Following(Cursor):
@@ -42,6 +85,7 @@ class Following(Cursor):
         self._flushes: Sequence[Sequence[int]] = ()
         self._due: dict[tuple[int, int], int] = {}  # by micro-step and bundle, where it is flushed
         self._micro_step = 0
+        self.outstanding = Outstanding()
 
     def ask(self, flushes_of: FlushesOf) -> None:
         """What a plan flushes, at each of its moments."""
@@ -52,6 +96,7 @@ class Following(Cursor):
         super().start()
         self.departed = self.late = False
         self.guests.clear()
+        self.outstanding = Outstanding()
         if self.plan is None:
             return
         self._flushes, moments = self._flushes_of(self.plan), self.plan.signature
@@ -60,6 +105,7 @@ class Following(Cursor):
     def passes(self, moment: Moment) -> Iterator[int]:
         """`moment` comes: the moments before it that are passed, the cursor being at each in turn."""
         self._micro_step = moment.micro_step
+        self.outstanding.see(moment)
         if not self.following:
             return
         target = self._find(moment)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks
@@ -14,7 +15,7 @@ from tests.systems.every import STRATEGIES
 from tests.systems.models_plain import squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import RESIDENT, Run, assert_equal, finished, managed, settings
-from tests.systems.test_departures import route
+from tests.systems.test_departures import Route
 from tests.systems.test_ordering import as_issued
 
 Way = Callable[[int, int], Sequence[int]]  # the blocks that a rank goes through in a step
@@ -22,18 +23,30 @@ ALL = (0, 1, 2, 3)
 STEPS = 6
 
 
-def routes(
-    system: Any, way: Way, size: int = 2, steps: int = STEPS, options: dict[str, Any] | None = None, **given: Any
-) -> Any:
-    models, asked = [route() for _ in range(size)], settings(ranks=size, **given)
-    batches = tokens(steps, size * asked.accumulate, seed=3)
+class Unused(Route):
+    """Runs all blocks, and uses what those of the given order make."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            y = block(x)
+            x = y if number in self.order else x
+        return self.head(x)
+
+
+def routes(system: Any, way: Way, size: int, model: Callable[[], Route], options: dict[str, Any], **given: Any) -> list[Run]:
+    torch.manual_seed(0)
+    models, asked = [model()], settings(ranks=size, **given)
+    while len(models) < size:
+        models.append(model())
+        models[-1].load_state_dict(models[0].state_dict())
+    batches = tokens(STEPS, size * asked.accumulate, seed=3)
 
     def work(ranks: Ranks) -> Run:
-        model = models[ranks.rank]
-        engine: Any = system.initialize(model, asked, system.Options(**(options or {})), ranks=ranks)
+        mine = models[ranks.rank]
+        engine: Any = system.initialize(mine, asked, system.Options(**options), ranks=ranks)
         losses = []
         for step, batch in enumerate(batches):
-            model.order = way(ranks.rank, step)
+            mine.order = way(ranks.rank, step)
             for micro in batch[ranks.rank :: size]:
                 loss = squared_error(engine, micro, 60)
                 engine.backward(loss)
@@ -45,12 +58,18 @@ def routes(
 
 
 def check(
-    strategy: str, way: Way, share: float = 0.5, size: int = 2, options: dict[str, Any] | None = None, **given: Any
+    strategy: str,
+    way: Way,
+    share: float = 0.5,
+    size: int = 2,
+    model: Callable[[], Route] = Route,
+    options: dict[str, Any] | None = None,
+    **given: Any,
 ) -> list[Run]:
     """The bits of resident on the same ranks, and no race."""
-    expected = routes(RESIDENT, way, size, **given)
+    expected = routes(RESIDENT, way, size, model, {}, **given)
     budget = int(share * max(run.memory.device_peak_bytes or 0 for run in expected))
-    found: list[Run] = routes(STRATEGIES[strategy], way, size, options=options, device_memory=budget, log_events=True, **given)
+    found = routes(STRATEGIES[strategy], way, size, model, options or {}, device_memory=budget, log_events=True, **given)
     for one, other in zip(expected, found, strict=True):
         assert_equal(one, other)
         assert not find_races(as_issued(managed(other.engine).log.operations))
@@ -73,3 +92,11 @@ def test_blocks_left_out_on_one_rank(strategy: str, skipped: tuple[int, ...], ac
         assert run.counters["departures"] == STEPS - 2
         assert run.counters["steps_without_plan"] <= 2
     assert found[0].counters["fallbacks"] == 0 and found[1].counters["fallbacks"] == STEPS - 2
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1, 2), ALL], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_blocks_whose_outputs_are_not_used_on_one_rank(strategy: str, skipped: tuple[int, ...]) -> None:
+    """Their backward never comes there."""
+    for run in check(strategy, without(*skipped), model=Unused):
+        assert run.counters["departures"] == STEPS - 2
