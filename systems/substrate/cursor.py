@@ -11,12 +11,12 @@ from systems.planning.trace import Moment
 class Cursor:
     """A position in a plan's trace. Once an event differs from it, the rest of the step is on its own.
 
-    departed: of several ranks, this step differs from it; see following.py.
+    Of several ranks, see following.py: departed: this step differs from it. strayed: by more than what it leaves out.
     """
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.following = self.departed = False
+        self.following = self.departed = self.strayed = False
         self.position = -1
         self._operations: list[list[Operation]] = []
 

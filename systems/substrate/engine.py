@@ -35,6 +35,7 @@ from systems.state_dicts import refuse_state_dict
 from systems.substrate.assembly import Assembly, Budgets
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.handover import values_in_slots
+from systems.substrate.moments import MomentsTogether
 from systems.substrate.reports import ManagedReports
 from systems.substrate.training_state import ManagedState
 
@@ -125,7 +126,10 @@ class ManagedEngine(ManagedReports):
                     runtime.begin_step()
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     args, kwargs = cast_inputs(args, kwargs, dtype)
-                    return self.module(*args, **kwargs)
+                    output = self.module(*args, **kwargs)
+                    if isinstance(self.moments, MomentsTogether):
+                        self.moments.end_call()
+                    return output
             self._watch.check()
             self.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=self.progress.in_step)
             with runtime.aside(), ambient(), torch.no_grad(), device.metered(), record_function("forward (no grad)"):
@@ -176,7 +180,6 @@ class ManagedEngine(ManagedReports):
                 "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
                 "`options=dict(nonfinite='skip')`"
             )
-        self.moments.end_forward()
         self.recovery.abort()
         self.planner.resume()
 

@@ -12,13 +12,16 @@ Note [Passing]
     was not run here; or, if a backward that uses it may still come on this rank, as that ends. No message is needed: a rank
     whose units were skipped issues the collectives of the ranks that ran them.
 
-    What a pass leaves out at its end is passed with the next event, or before anything else moves bundles: an evaluation, a
-    step that is discarded.
+    A step that passes and has no late event teaches nothing, be it the same on all ranks or not, and the plan stays: under one
+    made for less, a rank that does all of it again would be alone with what it fetches.
+
+    What a call of the engine leaves out at its end is passed there, as far as the call went in the plan's own step: others may
+    wait for it while this rank waits for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from systems.planning.plan import Operation, OpKind, Plan
@@ -86,6 +89,9 @@ class Following(Cursor):
         self._due: dict[tuple[int, int], int] = {}  # by micro-step and bundle, where it is flushed
         self._micro_step = 0
         self.outstanding = Outstanding()
+        self._seen: list[Moment] = []  # in this step
+        self._ends: list[int] = []  # how many were, as each call of the engine ended
+        self._ends_of: dict[tuple[Moment, ...], list[int]] = {}  # the same of steps so far, by all their moments
 
     def ask(self, flushes_of: FlushesOf) -> None:
         """What a plan flushes, at each of its moments."""
@@ -94,7 +100,9 @@ class Following(Cursor):
     def start(self) -> None:
         """See Cursor.start."""
         super().start()
-        self.departed = self.late = False
+        self._ends_of[tuple(self._seen)] = self._ends
+        self._seen, self._ends = [], []
+        self.departed = self.strayed = self.late = False
         self.guests.clear()
         self.outstanding = Outstanding()
         if self.plan is None:
@@ -106,23 +114,21 @@ class Following(Cursor):
         """`moment` comes: the moments before it that are passed, the cursor being at each in turn."""
         self._micro_step = moment.micro_step
         self.outstanding.see(moment)
+        self._seen.append(moment)
         if not self.following:
             return
         target = self._find(moment)
         self.late = target is None
         yield from self._pass_until(self.position + 1 if target is None else target)
         self.departed |= self.late
+        self.strayed |= self.late
 
-    def passes_forward(self, micro_step: int, ran: Container[int]) -> Iterator[int]:
-        """The same of what is left of a forward pass that has ended. ran: units that may be its last, and begin another."""
-        if not self.following or self.plan is None:
-            return
-        moments, target = self.plan.signature, self.position + 1
-        while (here := moments[target]).micro_step == micro_step and here.phase in (Phase.FORWARD_ENTER, Phase.FORWARD_EXIT):
-            if here.phase is Phase.FORWARD_ENTER and here.unit in ran:
-                break
-            target += 1
-        yield from self._pass_until(target)
+    def passes_call(self) -> Iterator[int]:
+        """A call of the engine ends: what is left of it in the plan."""
+        number, ends = len(self._ends), self._ends_of.get(self.plan.signature, ()) if self.plan is not None else ()
+        self._ends.append(len(self._seen))
+        if self.following and number < len(ends):
+            yield from self._pass_until(ends[number])
 
     def _pass_until(self, target: int) -> Iterator[int]:
         while self.position + 1 < target:

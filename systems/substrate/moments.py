@@ -50,9 +50,6 @@ class Moments:
         elif self._cursor.at_barrier:
             self._device.transfers.barrier(label=f"barrier at moment {self._cursor.position}")
 
-    def end_forward(self) -> None:
-        """Something else comes before the backward pass. Nothing on one rank: see Note [Passing] in following.py."""
-
     def carry_out_plan(self) -> None:
         """What it wants at the moment that was reached last."""
         residency = self._residency
@@ -84,11 +81,9 @@ class MomentsTogether(Moments):
             bundles = residency.layout.bundles_of_unit.get(unit, ())
             cursor.guests.update(index for index in bundles if residency.bundles[index].block is None)
 
-    def end_forward(self) -> None:
-        """See Moments.end_forward."""
-        progress = self._progress
-        if progress.pending and not progress.in_backward:
-            self._pass(self._cursor.passes_forward(progress.micro_step, progress.pending))
+    def end_call(self) -> None:
+        """A call of the engine ends, with gradients to come."""
+        self._pass(self._cursor.passes_call())
 
     def _pass(self, moments: Iterator[int]) -> None:
         before = self._cursor.departed

@@ -107,9 +107,10 @@ class Planner:
         trace: None if the step was not measured; if it needs to be, the next one will, on demand.
         """
         if not self._agreement.alone:
-            measured = None if self._cursor.departed else trace  # its flushes are those of the plan
-            alike, trace = self._agreement.trace(moments, measured, followed=self._cursor.following)
-            if not alike:
+            cursor = self._cursor
+            measured = None if cursor.departed else trace  # it was flushed as the plan wants it
+            alike, trace = self._agreement.trace(moments, measured, followed=cursor.following)
+            if not alike or (cursor.departed and not cursor.strayed):  # see Note [Passing] in following.py
                 self._device.log.count("departures")
                 self.resume()
                 return

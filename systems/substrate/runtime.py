@@ -151,8 +151,6 @@ class Runtime:
         residency, several = self._residency, self._residency.room.leaves is not None
         before = residency.resident()
         try:
-            if several:
-                self._moments.end_forward()
             self._progress.begin_aside()
             for index in residency.room.evictable() if several else ():
                 residency.drop(index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +35,20 @@ class Unused(Route):
         return self.head(x)
 
 
-def routes(system: Any, way: Way, size: int, model: Callable[[], Route], options: dict[str, Any], **given: Any) -> list[Run]:
+def backward(engine: Any, loss: Callable[[], torch.Tensor], rank: int, step: int) -> None:
+    engine.backward(loss())
+
+
+def routes(
+    system: Any,
+    way: Way,
+    size: int,
+    model: Callable[[], Route],
+    options: dict[str, Any],
+    between: Callable[..., None] = backward,
+    **given: Any,
+) -> list[Run]:
+    """between: makes the losses of a micro-batch, and goes through one of them backward."""
     torch.manual_seed(0)
     models, asked = [model()], settings(ranks=size, **given)
     while len(models) < size:
@@ -44,13 +59,17 @@ def routes(system: Any, way: Way, size: int, model: Callable[[], Route], options
     def work(ranks: Ranks) -> Run:
         mine = models[ranks.rank]
         engine: Any = system.initialize(mine, asked, system.Options(**options), ranks=ranks)
-        losses = []
+        losses: list[float] = []
+
+        def loss(micro: torch.Tensor) -> torch.Tensor:
+            value = squared_error(engine, micro, 60)
+            losses.append(value.item())
+            return value
+
         for step, batch in enumerate(batches):
             mine.order = way(ranks.rank, step)
             for micro in batch[ranks.rank :: size]:
-                loss = squared_error(engine, micro, 60)
-                engine.backward(loss)
-                losses.append(loss.item())
+                between(engine, partial(loss, micro), ranks.rank, step)
             engine.step()
         return finished(engine, losses)
 
@@ -100,3 +119,83 @@ def test_blocks_whose_outputs_are_not_used_on_one_rank(strategy: str, skipped: t
     """Their backward never comes there."""
     for run in check(strategy, without(*skipped), model=Unused):
         assert run.counters["departures"] == STEPS - 2
+
+
+def at_odds(rank: int, step: int) -> Sequence[int]:
+    """Each rank leaves out others, some of them in the same steps."""
+    luck = random.Random(10 * step + rank)
+    return ALL if step == 0 else [b for b in ALL if luck.random() < 0.6]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("model", [Route, Unused])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_rank_leaves_out_others(strategy: str, model: Callable[[], Route], accumulate: int) -> None:
+    """C02, C06: what ran on no rank is not stepped, what ran on some gets the others' zeros."""
+    for run in check(strategy, at_odds, size=3, model=model, accumulate=accumulate, clip=0.5):
+        assert run.counters["departures"] > 0 == run.counters["retraces"]
+
+
+def only_now_and_then(rank: int, step: int) -> Sequence[int]:
+    return (0, 2, 3) if step % 2 else ALL
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_block_left_out_on_all_ranks_leaves_the_plan_in_force(strategy: str) -> None:
+    """Which has a place for it when it comes again, on one of them alone."""
+    for run in check(strategy, lambda rank, step: ALL if step in (4, 5) and rank else only_now_and_then(rank, step)):
+        assert run.counters["steps_without_plan"] <= 2 and not run.counters["on_demand_fetches"] > len(ALL) * 4
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (3, 2, 1, 0), (0, 1, 1, 2, 3), (0, 1, 2, 3, 0, 2)], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_order_on_all_ranks(strategy: str, order: tuple[int, ...]) -> None:
+    """Swapped and repeated blocks: a new plan is made for them."""
+    for run in check(strategy, lambda rank, step: ALL if step < 2 else order, share=0.8):
+        assert run.counters["fallbacks"] == run.counters["retraces"] == 1
+        assert managed(run.engine).cursor.plan is not None
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (3, 2, 1, 0), (0, 1, 2, 3, 0, 2)], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_order_on_one_rank_alone_is_right_or_told(strategy: str, order: tuple[int, ...]) -> None:
+    """Where all that it takes is there it needs nobody; else ranks are told which of them are where."""
+    try:
+        check(strategy, lambda rank, step: order if rank and step > 2 else ALL, share=0.8)
+    except RuntimeError as error:
+        if "rank 0" not in str(error) or "rank 1" not in str(error):
+            raise
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_block_repeated_on_one_rank_that_is_there(strategy: str) -> None:
+    """Nobody has to bring it together."""
+    check(strategy, lambda rank, step: (0, 1, 2, 3, 3) if rank and step > 2 else ALL, share=4.0)
+
+
+class HeadFirst(Route):
+    """Its blocks are its last units."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_evaluation_or_a_discard_where_one_rank_left_the_last_blocks_out(strategy: str) -> None:
+    """What it left out is passed before anything else moves bundles."""
+
+    def between(engine: Any, loss: Callable[[], torch.Tensor], rank: int, step: int) -> None:
+        order = engine.module.order
+        loss()
+        engine.discard()
+        value = loss()
+        engine.module.order = ALL
+        with torch.no_grad():
+            loss()
+        engine.module.order = order
+        engine.backward(value)
+
+    check(strategy, without(2, 3), model=HeadFirst, between=between)
