@@ -101,9 +101,11 @@ def without(*blocks: int) -> Way:
     return lambda rank, step: [b for b in ALL if rank == 0 or step < 2 or b not in blocks]
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("skipped", [(0,), (1,), (3,), (1, 2), ALL], ids=str)
+@pytest.mark.parametrize(
+    ("skipped", "accumulate", "nonfinite"),
+    [((0,), 1, "skip"), ((1,), 1, "stop"), ((3,), 2, "skip"), ((1, 2), 2, "stop"), (ALL, 1, "skip")],
+    ids=str,
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_blocks_left_out_on_one_rank(strategy: str, skipped: tuple[int, ...], accumulate: int, nonfinite: str) -> None:
     found = check(strategy, without(*skipped), options={"nonfinite": nonfinite}, accumulate=accumulate)
@@ -127,8 +129,7 @@ def at_odds(rank: int, step: int) -> Sequence[int]:
     return ALL if step == 0 else [b for b in ALL if luck.random() < 0.6]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("model", [Route, Unused])
+@pytest.mark.parametrize(("model", "accumulate"), [(Route, 2), (Unused, 1)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_rank_leaves_out_others(strategy: str, model: Callable[[], Route], accumulate: int) -> None:
     """C02, C06: what ran on no rank is not stepped, what ran on some gets the others' zeros."""
