@@ -69,16 +69,20 @@ class Agreement:
         told = [theirs for theirs in self._ranks.exchange("what may run ahead", mine) if theirs is not None]
         return frozenset.intersection(*told) if told else None
 
-    def trace(self, moments: tuple[Moment, ...], mine: Trace | None) -> Trace | None:
-        """The same on all ranks: the largest memory of any, and the first one's times. None if any did not measure the step."""
-        told = self._ranks.exchange("the step", (moments, mine))
-        other = next((rank for rank, (theirs, _) in enumerate(told) if theirs != moments), None)
+    def trace(self, moments: tuple[Moment, ...], mine: Trace | None, *, followed: bool) -> tuple[bool, Trace | None]:
+        """Whether all ranks' steps were alike; and of them the largest memory of any, and the first one's times, None if any
+        did not measure the step. followed: a plan was in force to the end, so that steps may differ.
+        """
+        told = self._ranks.exchange("the step", (moments, mine, followed))
+        other = next((rank for rank, (theirs, *_) in enumerate(told) if theirs != moments), None)
+        if any(theirs != told[0][0] for theirs, *_ in told) and all(each for *_, each in told):
+            return False, None
         if other is not None:
             one, another = sorted((self._ranks.rank, other))
             raise RuntimeError(
                 f"rank {one} and rank {another} took different steps: a unit ran on one of them alone, or in another order"
             )
-        traces = [trace for _, trace in told if trace is not None]
+        traces = [trace for _, trace, _ in told if trace is not None]
         if len(traces) < len(told):
-            return None
-        return reduce(lambda one, more: replace(merged(one, more), compute_time_s=one.compute_time_s), traces)
+            return True, None
+        return True, reduce(lambda one, more: replace(merged(one, more), compute_time_s=one.compute_time_s), traces)

@@ -73,9 +73,10 @@ from systems.substrate.bundle.values import StoredValues
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.cursor import Cursor
 from systems.substrate.flushes import Flushes, FlushesTogether
+from systems.substrate.following import Following
 from systems.substrate.handover import adopt_parameters
 from systems.substrate.hooks import UnitHooks
-from systems.substrate.moments import Moments
+from systems.substrate.moments import Moments, MomentsTogether
 from systems.substrate.moves.ahead import UpdatesAhead
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
@@ -241,8 +242,8 @@ class Assembly:
     def _make_plans(self) -> None:
         """Step 13."""
         strategy, layout, device = self.strategy, self.layout, self.device
-        self._agreement = Agreement(self._ranks, layout)
-        self.progress, self.cursor, self._times = Progress(self._settings.accumulate), Cursor(), StepTimes()
+        self._agreement, self._times = Agreement(self._ranks, layout), StepTimes()
+        self.progress, self.cursor = Progress(self._settings.accumulate), Following() if self._ranks.size > 1 else Cursor()
         self.in_force = PlanInForce(
             strategy,
             layout=layout,
@@ -272,14 +273,6 @@ class Assembly:
         """Steps 14 and 15."""
         device, residency, gradients, recomputation = self.device, self.residency, self.gradients, self.recomputation
         self.recorder = Recorder(device, gradients.bytes_in_autograd)
-        moments = Moments(
-            self.cursor,
-            times=self._times,
-            recorder=self.recorder,
-            progress=self.progress,
-            residency=residency,
-            device=device,
-        )
         self.ending = StepEnding(
             self.control,
             layout=self.layout,
@@ -300,6 +293,17 @@ class Assembly:
             ending=self.ending,
             in_force=self.in_force,
             planner=self.planner,
+            progress=self.progress,
+            cursor=self.cursor,
+        )
+        self.moments = (Moments if self._ranks.size == 1 else MomentsTogether)(
+            self.cursor,
+            times=self._times,
+            recorder=self.recorder,
+            progress=self.progress,
+            residency=residency,
+            device=device,
+            flushes=self.flushes,
         )
         self.runtime = Runtime(
             self.progress,
@@ -311,7 +315,7 @@ class Assembly:
             recomputation=recomputation,
             recorder=self.recorder,
             cursor=self.cursor,
-            moments=moments,
+            moments=self.moments,
             in_force=self.in_force,
             planner=self.planner,
             flushes=self.flushes,
@@ -323,8 +327,9 @@ class Assembly:
         self.tiers.ask(room_on_host=self.ahead.release)
         self.input_slots.ask(room=self.ahead.release)
         self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
-        if self._ranks.size > 1:
-            self.residency.room.let_go(lambda: self.progress.aside or not self.cursor.following)
+        if isinstance(cursor := self.cursor, Following):
+            self.residency.room.let_go(lambda bundle: self.progress.aside or cursor.leaves(bundle))
+            cursor.ask(self.planner.flushes_of)
         store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
 
         def host_mappings() -> list[HostMapping]:
@@ -375,7 +380,7 @@ class Assembly:
             self._model,
             found,
             self.parameters,
-            partial(_gradients_pending, progress),
+            progress.gradients_pending,
             MovingParameter,
             readable=partial(_is_readable, self.layout, self.bundles),
             restore=self.poison.restore,
@@ -393,8 +398,3 @@ def _is_readable(layout: Layout, bundles: Sequence[ManagedBundle], parameter: in
     """Its values are on the device, and no gradient is written over them."""
     bundle = bundles[layout.bundle_of_parameter[parameter]]
     return bundle.storage.resident and (bundle.gradient is None or parameter not in bundle.gradient.written)
-
-
-def _gradients_pending(progress: Progress, in_place: bool) -> bool:
-    """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
-    return progress.in_step and (not in_place if progress.in_backward else progress.micro_step > 0)

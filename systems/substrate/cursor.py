@@ -9,11 +9,14 @@ from systems.planning.trace import Moment
 
 
 class Cursor:
-    """A position in a plan's trace. Once an event differs from it, the rest of the step is on its own."""
+    """A position in a plan's trace. Once an event differs from it, the rest of the step is on its own.
+
+    Of several ranks, see following.py: departed: this step differs from it. strayed: by more than what it leaves out.
+    """
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.following = False
+        self.following = self.departed = self.strayed = False
         self.position = -1
         self._operations: list[list[Operation]] = []
 

@@ -35,6 +35,7 @@ from systems.state_dicts import refuse_state_dict
 from systems.substrate.assembly import Assembly, Budgets
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.handover import values_in_slots
+from systems.substrate.moments import MomentsTogether
 from systems.substrate.reports import ManagedReports
 from systems.substrate.training_state import ManagedState
 
@@ -102,6 +103,7 @@ class ManagedEngine(ManagedReports):
         self.inputs, self.input_slots = made.inputs, made.input_slots
         self.progress, self.cursor, self.in_force, self.planner = made.progress, made.cursor, made.in_force, made.planner
         self.flushes, self.ending, self.runtime, self.recovery = made.flushes, made.ending, made.runtime, made.recovery
+        self.moments = made.moments
         self._calls, self._watch = made.calls, made.watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +126,10 @@ class ManagedEngine(ManagedReports):
                     runtime.begin_step()
                 with ambient(), device.phases.of("forward"), device.metered(), record_function("forward"):
                     args, kwargs = cast_inputs(args, kwargs, dtype)
-                    return self.module(*args, **kwargs)
+                    output = self.module(*args, **kwargs)
+                    if isinstance(self.moments, MomentsTogether):
+                        self.moments.end_call()
+                    return output
             self._watch.check()
             self.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=self.progress.in_step)
             with runtime.aside(), ambient(), torch.no_grad(), device.metered(), record_function("forward (no grad)"):

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import LEFT
+from systems.substrate.cursor import Cursor
+from systems.substrate.following import Following
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.residency import Residency
 from systems.substrate.plan_in_force import PlanInForce
 from systems.substrate.planner import Planner
+from systems.substrate.progress import Progress
 from systems.substrate.recorder import Recorder
 from systems.substrate.step_ending import StepEnding
 
@@ -28,7 +31,10 @@ class Flushes:
         ending: StepEnding,
         in_force: PlanInForce,
         planner: Planner,
+        progress: Progress,
+        cursor: Cursor,
     ) -> None:
+        self._progress, self._cursor = progress, cursor
         self._gradients, self._residency, self._recorder = gradients, residency, recorder
         self._ending, self._in_force, self._planner = ending, in_force, planner
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
@@ -97,10 +103,27 @@ class Flushes:
 class FlushesTogether(Flushes):
     """Of several ranks. Which gradients came decides nothing, for others may come elsewhere: a bundle is flushed once no
     backward that uses it is still to come, and as the backward pass ends each that a forward of this micro-step has read.
+    Under a plan it is not before the plan does so: see Note [Passing] in following.py.
     """
 
+    _cursor: Following
+
     def units_done(self, bundles: Sequence[ManagedBundle]) -> None:
-        """See Flushes.units_done."""
+        """See Flushes.units_done. Of other bundles, those that fall due at this moment."""
+        here = self._cursor.flushes()
+        due = [bundle for bundle in map(self._residency.bundles.__getitem__, here) if not self._is_used_later(bundle)]
+        due += [each for each in bundles if each.index not in here and not self._cursor.flushes_later(each.index)]
+        self._flush_all(due)
+
+    def _is_used_later(self, bundle: ManagedBundle) -> bool:
+        """By a backward of this micro-step on this rank."""
+        pending, outstanding = self._progress.pending, self._cursor.outstanding
+        for unit in self._residency.layout.bundles[bundle.index].units:
+            if pending.get(unit, 0) and (("backward", unit) in bundle.holds or outstanding.may_come(unit)):
+                return True
+        return False
+
+    def _flush_all(self, bundles: Sequence[ManagedBundle]) -> None:
         due = [bundle for bundle in bundles if bundle.gradient is not None and bundle.gradient.state not in LEFT]
         self._gradients.sum_complete(due)
         for bundle in due:
@@ -110,4 +133,4 @@ class FlushesTogether(Flushes):
         """See Flushes.end_backward."""
         of_unit = self._residency.layout.bundles_of_unit
         read = {bundle for unit in units for bundle in of_unit.get(unit, ())}
-        self.units_done([self._residency.bundles[index] for index in sorted(read)])
+        self._flush_all([self._residency.bundles[index] for index in sorted(read.union(self._cursor.flushes()))])

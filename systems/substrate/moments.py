@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from systems.device.device import Device
 from systems.planning.plan import OpKind
-from systems.planning.trace import NO_UNIT, Moment, Phase
+from systems.planning.trace import ENTER, NO_UNIT, Moment, Phase
 from systems.substrate.cursor import Cursor
+from systems.substrate.flushes import Flushes
+from systems.substrate.following import Following
 from systems.substrate.moves.residency import Residency
 from systems.substrate.progress import Progress
 from systems.substrate.recorder import Recorder
@@ -27,9 +31,10 @@ class Moments:
         progress: Progress,
         residency: Residency,
         device: Device,
+        flushes: Flushes,
     ) -> None:
         self._cursor, self._times, self._recorder, self._progress = cursor, times, recorder, progress
-        self._residency, self._device = residency, device
+        self._residency, self._device, self._flushes = residency, device, flushes
 
     def begin_step(self) -> None:
         self._cursor.start()
@@ -42,9 +47,6 @@ class Moments:
         self._recorder.moment(moment)
         if not self._cursor.advance(moment):
             self._device.log.count("fallbacks")
-            if self._residency.room.leaves is not None:
-                for index in self._residency.room.evictable():  # what the plan has brought, for whom there is no plan any more
-                    self._residency.drop(index)
         elif self._cursor.at_barrier:
             self._device.transfers.barrier(label=f"barrier at moment {self._cursor.position}")
 
@@ -63,3 +65,32 @@ class Moments:
                 residency.shards.shrink(operation.bundle)
             else:
                 (residency.drop if operation.kind is OpKind.DROP else residency.write_back)(operation.bundle)
+
+
+class MomentsTogether(Moments):
+    """Of several ranks: see Note [Passing] in following.py."""
+
+    _cursor: Following
+
+    def reach(self, phase: Phase, unit: int = NO_UNIT) -> None:
+        """See Moments.reach."""
+        cursor, residency = self._cursor, self._residency
+        self._pass(cursor.passes(Moment(phase, unit, self._progress.micro_step)))
+        super().reach(phase, unit)
+        if cursor.late and phase in ENTER:
+            bundles = residency.layout.bundles_of_unit.get(unit, ())
+            cursor.guests.update(index for index in bundles if residency.bundles[index].block is None)
+
+    def end_call(self) -> None:
+        """A call of the engine ends, with gradients to come."""
+        self._pass(self._cursor.passes_call())
+
+    def _pass(self, moments: Iterator[int]) -> None:
+        before = self._cursor.departed
+        for position in moments:
+            if self._cursor.at_barrier:
+                self._device.transfers.barrier(label=f"barrier at moment {position}")
+            self._flushes.units_done(())
+            self.carry_out_plan()
+        if self._cursor.departed and not before:
+            self._device.log.count("fallbacks")

@@ -107,7 +107,13 @@ class Planner:
         trace: None if the step was not measured; if it needs to be, the next one will, on demand.
         """
         if not self._agreement.alone:
-            trace = self._agreement.trace(moments, trace)
+            cursor = self._cursor
+            measured = None if cursor.departed else trace  # it was flushed as the plan wants it
+            alike, trace = self._agreement.trace(moments, measured, followed=cursor.following)
+            if not alike or (cursor.departed and not cursor.strayed):  # see Note [Passing] in following.py
+                self._device.log.count("departures")
+                self.resume()
+                return
         known = self.plans.get(moments)
         replan, self._replan = self._replan, False
         old = self._cursor.plan
@@ -194,6 +200,10 @@ class Planner:
     def _apply(self, plan: Plan | None) -> None:
         self._resting = None
         self._in_force.apply(plan)
+
+    def flushes_of(self, plan: Plan) -> Sequence[Sequence[int]]:
+        """What it flushes, at each of its moments."""
+        return self.plans[plan.signature][0].flushes
 
     def uses_changed(self, *, moments: bool) -> None:
         """Units read more than the plans know. moments: a step like this one will have others the next time."""

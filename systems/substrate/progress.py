@@ -7,6 +7,7 @@ class Progress:
     """Progress is the place of the present moment in a step of `accumulate` micro-batches.
 
     aside: within a pass without gradients. steps_begun: a loss is of the step in which its forward ran.
+    pending: units to forward calls whose backward has not ended, in this micro-batch.
     doubtful: a gradient came that nobody was seen to have read the parameter for; until a whole step has ended.
     """
 
@@ -14,6 +15,7 @@ class Progress:
         self.accumulate = accumulate
         self.in_step = self.in_backward = self.aside = self.doubtful = False
         self.micro_step = self.steps_begun = 0
+        self.pending: dict[int, int] = {}
 
     def is_observed(self) -> bool:
         """Forward events now belong to the step: not to a pass without gradients, nor to recomputation."""
@@ -23,6 +25,10 @@ class Progress:
     def wants_more(self) -> bool:
         """A step is in progress that takes another micro-batch."""
         return self.in_step and self.micro_step < self.accumulate
+
+    def gradients_pending(self, in_place: bool) -> bool:
+        """Between a backward pass and the step that uses it, and within one as soon as the engine has taken a gradient."""
+        return self.in_step and (not in_place if self.in_backward else self.micro_step > 0)
 
     def begin_step(self) -> None:
         self.in_step, self.micro_step, self.steps_begun = True, 0, self.steps_begun + 1

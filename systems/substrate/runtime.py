@@ -12,8 +12,8 @@ The timeline and the validator replay this order (Note [What happens at a moment
 
 Note [Departures]
     A step that leaves the trace is counted as a fallback and finishes on demand: what is needed is fetched when it is
-    needed, and room is made by evicting; on several ranks by dropping what the last holder lets go. The step was recorded all
-    the same, so the next like it has a plan.
+    needed, and room is made by evicting. The step was recorded all the same, so the next like it has a plan. Several ranks
+    never leave it: see Note [Passing] in following.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Runtime:
         self._recorder, self._cursor, self._moments, self._in_force = recorder, cursor, moments, in_force
         self._planner, self._flushes, self._ending = planner, flushes, ending
         self._spans = UnitSpans(layout.unit_name)
-        self._pending: dict[int, int] = {}  # unit to forward calls whose backward has not ended
+        self._pending = progress.pending
 
     # ---- unit events, from the hooks
 

@@ -1,7 +1,8 @@
 """One training loop on several ranks with everything that a loop may do, drawn by a seed; and the same beside resident.
 
 What all ranks do is drawn by the seed alone, and so is what one of them does on its own: how long its batches are, which
-parameters get no gradient, which gradient is not finite. Ranks are threads.
+parameters get no gradient, which gradient is not finite, which blocks it leaves out while there is a plan to keep to. Ranks
+are threads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from systems.substrate.engine import ManagedEngine
 from tests.planning.races import find_races
 from tests.systems.draws import Draw, Maze, draw, random_pass
 from tests.systems.every import RESIDENT, STRATEGIES
+from tests.systems.models_plain import Stack
 from tests.systems.models_small import tokens
 from tests.systems.random_loops import JITTER_S, MORE
 from tests.systems.running import AMPLE, Run, assert_equal, finished, managed, settings
@@ -61,10 +63,22 @@ def rank_draw(seed: int) -> RankDraw:
     return RankDraw(drawn=drawn, strategy=part.system, size=luck.choice((2, 2, 3)))
 
 
-class RankLoop:
-    """Of one rank. model: its own."""
+def leaves_out(drawn: RankDraw) -> bool:
+    """Of the model each block can be."""
+    model: Any = drawn.drawn.build(drawn.drawn.seed)
+    return type(model).forward is Stack.forward and len(model.blocks) > 1
 
-    def __init__(self, drawn: RankDraw, engine: Any, model: Any, rank: int) -> None:
+
+class RankLoop:
+    """Of one rank. model: its own. planned: steps in which it may leave blocks out; None finds those with a plan in force."""
+
+    def __init__(self, drawn: RankDraw, engine: Any, model: Any, rank: int, planned: list[int] | None) -> None:
+        self.planned, self.given = [] if planned is None else planned, planned is not None
+        self.leaving, self.left_out, self.number = False, 0, 0
+        self.skips, self.own_skips = random.Random(f"skips {drawn.drawn.seed}"), random.Random(f"{rank} {drawn.drawn.seed}")
+        self.can_leave_out = leaves_out(drawn)
+        if self.can_leave_out:
+            model.forward = self.forward
         self.draw, self.engine, self.model, self.rank = drawn.drawn, engine, model, rank
         self.size = drawn.size
         seed = drawn.drawn.seed
@@ -78,11 +92,28 @@ class RankLoop:
             self.model.way = random_pass(self.luck)
         ids = self.ids[self.used * self.size + self.rank]
         self.used += 1
-        rows = self.own.choice((1, 2, 5))
+        rows = 1 if self.leaving else self.own.choice((1, 2, 5))
         return self.draw.loss(self.engine, ids[:rows], 30)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A stack's, without some blocks."""
+        for block in self.model.blocks:
+            if self.leaving and torch.is_grad_enabled() and self.own_skips.random() < 0.3:
+                self.left_out += 1
+            else:
+                x = block(x)
+        return self.model.head(x)
+
+    def leave_out(self) -> None:
+        """Whether this step may, and is the same on all ranks in all else."""
+        self.number += 1
+        wanted = self.can_leave_out and self.skips.random() < 0.6
+        if wanted and not self.given and self.engine.cursor.plan is not None:
+            self.planned.append(self.number)
+        self.leaving = wanted and self.number in self.planned
+
     def evaluate(self) -> None:
-        if self.luck.random() < 0.25:
+        if not self.leaving and self.luck.random() < 0.25:
             with torch.no_grad():
                 self.losses.append(self.micro_loss().item())
 
@@ -104,6 +135,7 @@ class RankLoop:
         return parameter.register_hook(lambda gradient: gradient * torch.inf).remove
 
     def step(self) -> None:
+        self.leave_out()
         partial = self.draw.accumulate > 1 and self.luck.random() < 0.1
         undo = self.idle(), self.overflow()
         for _ in range(1 if partial else self.draw.accumulate):
@@ -119,6 +151,7 @@ class RankLoop:
             if self.luck.random() < 0.1:
                 self.engine.set_lr(self.luck.choice((1e-3, 1e-4)))
         self.engine.step()
+        self.leaving = False
 
     def run(self) -> Run:
         for _ in range(self.draw.steps):
@@ -134,21 +167,27 @@ class RankLoop:
         return finished(self.engine, self.losses)
 
 
-def on_ranks(drawn: RankDraw, system: Any, options: Any, device_memory: int | None = None) -> list[Run]:
+def on_ranks(
+    drawn: RankDraw, system: Any, options: Any, device_memory: int | None = None, planned: list[int] | None = None
+) -> tuple[list[Run], list[int]]:
+    """And in which steps blocks were left out; planned: see RankLoop."""
     models = [drawn.drawn.build(drawn.drawn.seed) for _ in range(drawn.size)]
     more = {} if device_memory is None else {"device_memory": device_memory, "log_events": True}
     asked = settings(**drawn.asked, **more)
 
-    def work(ranks: Ranks) -> Run:
+    def work(ranks: Ranks) -> tuple[Run, list[int]]:
         torch.set_num_threads(1)  # of this thread: how many there are decides bits
         made: dict[str, Any] = {}
         if device_memory is not None and drawn.drawn.parts[0].jitter:
             sleep = sleeps(drawn.drawn.seed + ranks.rank, JITTER_S)
             made["device"] = lambda log: EmulatedDevice(device_memory or AMPLE, log, jitter=sleep)
         engine = system.initialize(models[ranks.rank], asked, options, ranks=ranks, **made)
-        return RankLoop(drawn, engine, models[ranks.rank], ranks.rank).run()
+        loop = RankLoop(drawn, engine, models[ranks.rank], ranks.rank, planned)
+        return loop.run(), loop.planned
 
-    return as_threads(drawn.size, work)
+    found = as_threads(drawn.size, work)
+    assert all(steps == found[0][1] for _, steps in found)
+    return [run for run, _ in found], found[0][1]
 
 
 def check(seed: int) -> float:
@@ -159,15 +198,17 @@ def check(seed: int) -> float:
     drawn = rank_draw(seed)
     part = drawn.drawn.parts[0]
     try:
-        expected = on_ranks(drawn, RESIDENT, RESIDENT.Options())
+        expected, _ = on_ranks(drawn, RESIDENT, RESIDENT.Options(), planned=[])
         peak = max(run.memory.device_peak_bytes or 0 for run in expected)
         for more in MORE:
             try:
-                found = on_ranks(drawn, STRATEGIES[drawn.strategy], part.options, int(peak * part.share * more))
+                found, left_out = on_ranks(drawn, STRATEGIES[drawn.strategy], part.options, int(peak * part.share * more))
                 break
             except (BudgetError, OutOfMemoryError):
                 if more == MORE[-1]:
                     raise
+        if left_out:
+            expected, _ = on_ranks(drawn, RESIDENT, RESIDENT.Options(), planned=left_out)
         for one, other in zip(expected, found, strict=True):
             assert_equal(one, other)
             engine = managed(other.engine)

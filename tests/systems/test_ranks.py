@@ -285,12 +285,14 @@ def idle_in_part(module: Any, block: int = 1) -> None:
     up.forward = lambda x: nn.functional.linear(x, up.weight)
 
 
-@pytest.mark.parametrize(("nonfinite", "at"), [("skip", 0), ("stop", 2)])
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
 @pytest.mark.parametrize("change", [leave_out, idle])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_whose_steps_differ_are_told_so(strategy: str, change: Callable[[Any], None], nonfinite: str, at: int) -> None:
+def test_ranks_whose_first_steps_differ_are_told_so(strategy: str, change: Callable[[Any], None], nonfinite: str) -> None:
+    """There is no plan that could be kept to."""
+
     def differ(engine: Any, rank: int, step: int) -> None:
-        if (rank, step) == (1, at):
+        if (rank, step) == (1, 0):
             change(engine.module)
 
     told = "rank 0 and rank 1 summed the gradients of different bundles|ranks are at different collectives"

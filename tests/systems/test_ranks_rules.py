@@ -29,6 +29,8 @@ from tests.systems.test_ranks import idle_in_part, loss_of, make, on_ranks, tigh
 
 Work = Callable[[Any, int], Any]  # with a rank's engine and its number
 SHORT, LONG = 16, 60  # tokens
+LEFT_OUT = (942, 1009, 1012, 1187)  # loops in which a rank leaves blocks out, one a strategy
+MANY_LOOPS = tuple(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 140))
 
 
 def each_rank(
@@ -309,6 +311,8 @@ def _fail(*_: Any) -> None:
     raise OSError("on purpose")
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 140))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, 7, *LEFT_OUT, *MANY_LOOPS]
+)
 def test_a_random_loop_of_several_ranks_equals_resident(seed: int) -> None:
     rank_loops.check(seed)

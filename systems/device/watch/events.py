@@ -22,6 +22,7 @@ COUNTERS = (
     "disk_write_bytes",
     "skipped_steps",
     "fallbacks",
+    "departures",  # steps of several ranks that were not the plan's, and taught nothing
     "retraces",
     "host_syncs",
     "on_demand_fetches",

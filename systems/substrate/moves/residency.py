@@ -132,9 +132,9 @@ class Residency:
         release(held, key)
         used = [m.block.memory for m in held if m.block is not None]
         self.device.transfers.compute(reads=used, label=f"release by {key}")
-        if self.room.leaves is not None and self.room.leaves():
+        if self.room.leaves is not None:
             for managed in held:
-                if not managed.holds and not managed.pinned:
+                if not managed.holds and not managed.pinned and self.room.leaves(managed.index):
                     self.drop(managed.index)
 
     def evict(self, index: int) -> None:

@@ -16,8 +16,8 @@ from systems.substrate.bundle.bundle import ManagedBundle
 class DeviceRoom:
     """evict: sends a bundle away; None on several ranks. limit: pool bytes beyond which `allocate` evicts; lifted by a plan.
 
-    leaves: on several ranks, whether no plan says now what goes, so that a bundle is dropped once its last holder lets it go;
-    None on one rank, where it stays until room is needed.
+    leaves: on several ranks, whether no plan says now when a bundle goes, so that it is dropped once its last holder lets it
+    go; None on one rank, where it stays until room is needed.
     """
 
     def __init__(self, device: Device, bundles: Sequence[ManagedBundle], evict: Callable[[int], None] | None) -> None:
@@ -25,7 +25,7 @@ class DeviceRoom:
         self._choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
         self._relieve: Callable[[], bool] = lambda: False
         self.limit = device.plannable_bytes
-        self.leaves: Callable[[], bool] | None = None
+        self.leaves: Callable[[int], bool] | None = None
 
     def ask(self, *, choose: Callable[[Sequence[int]], int], relieve: Callable[[], bool]) -> None:
         """choose: which of these un-held bundles is evicted. relieve: asked as a last resort to send a gradient off early, or
@@ -33,7 +33,7 @@ class DeviceRoom:
         """
         self._choose, self._relieve = choose, relieve
 
-    def let_go(self, leaves: Callable[[], bool]) -> None:
+    def let_go(self, leaves: Callable[[int], bool]) -> None:
         """Of several ranks: see `leaves`."""
         self.leaves = leaves
 
