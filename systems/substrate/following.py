@@ -1,12 +1,12 @@
 """Following: the way of one of several ranks through a plan that it does not keep to.
 
 Note [Passing]
-    On several ranks a plan is never abandoned within a step, for its fetches and flushes are collectives, and the others go on
-    with them. An event that is not the next moment of the plan but a later one *passes* the moments between: their barriers,
-    operations and flushes are carried out as if the units had run, and the step goes on following. One that is none of the
-    rest of the plan is *late*: it gets what it needs on demand, in program order, and what was fetched for it alone goes with
-    its last holder. Late events need no collective where their bundles are there; else all ranks have to have them alike,
-    or the link tells which differ.
+    On several ranks no event makes a step abandon its plan, for its fetches and flushes are collectives, and the others go on
+    with them; what all are told of at once does, a larger batch above all. An event that is not the next moment of the plan but
+    a later one *passes* the moments between: their barriers, operations and flushes are carried out as if the units had run,
+    and the step goes on following. One that is none of the rest of the plan is *late*: it gets what it needs on demand, in
+    program order, and what was fetched for it alone goes with its last holder. Late events need no collective where their
+    bundles are there; else all ranks have to have them alike, or the link tells which differ.
 
     A bundle falls due at the moment at which the plan flushes it, reached or passed. It is flushed then, with zeros for what
     was not run here; or, if a backward that uses it may still come on this rank, as that ends. No message is needed: a rank

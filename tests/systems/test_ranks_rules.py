@@ -311,8 +311,6 @@ def _fail(*_: Any) -> None:
     raise OSError("on purpose")
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, 2, 7, *LEFT_OUT, *MANY_LOOPS]
-)
+@pytest.mark.parametrize("seed", [0, 1, 2, 7, *LEFT_OUT, *MANY_LOOPS])
 def test_a_random_loop_of_several_ranks_equals_resident(seed: int) -> None:
     rank_loops.check(seed)
