@@ -458,7 +458,7 @@ def _finish_ranks(job: WorkerJob, ends: Sequence[End], badly: Sequence[int], *, 
     finished = [_finish(job, _as_ended_here(end) if badly else end, wall_s=wall_s) for end in ends]
     first = finished[0]
     causes = [finished[each] for each in badly if (why := finished[each].reason) is not None and not why.follows]
-    if not causes and not badly:
+    if not badly:
         return first
     cause = causes[0] if causes else finished[badly[0]]
     if cause.reason is None:

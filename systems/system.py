@@ -209,8 +209,8 @@ class RankedSystem(System, Protocol):
     ) -> Engine:
         """ranks: this one and the others, of whom Settings.ranks says how many there are; None: there is one.
 
-        All of them initialize, step, drain, read values and close alike. They stay their maker's, who closes them after the
-        engine.
+        All of them initialize, step, evaluate, read values and close alike; `drain` is each one's own. They stay their maker's,
+        who closes them after the engine, unless they are of one engine.
         """
         raise NotImplementedError
 

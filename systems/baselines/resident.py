@@ -27,7 +27,7 @@ from systems.device.watch.events import EventLog
 from systems.device.watch.labels import labelled
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
-from systems.ranks.beginnings import FirstValuesAlike, begin_alike
+from systems.ranks.beginnings import ALONE, FirstValuesAlike, begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.side_by_side import side_by_side
 from systems.ranks.sums import summed
@@ -491,7 +491,7 @@ class Resident(System):
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         """ranks: this one and the others; all of them initialize, step and close alike."""
         if ranks is None and settings.ranks != 1:
-            raise UnsupportedError("resident runs on one rank: leave `ranks` at 1")
+            raise UnsupportedError(ALONE.format(settings.ranks))
         mine = SingleRank() if ranks is None else ranks
         begin_alike(mine, settings, options, model, system=self.name)
         return ResidentEngine(model, settings, mine)

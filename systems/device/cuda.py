@@ -10,7 +10,7 @@ import torch
 
 from systems.adam.cuda import cuda_kernel
 from systems.adam.kernel import AdamKernel
-from systems.device.device import Device
+from systems.device.device import Device, abandon_link
 from systems.device.lanes.compute import CudaCompute
 from systems.device.meter import AllocatorMeter, Check, ReadWatch
 from systems.device.watch.events import EventLog
@@ -111,6 +111,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
+        abandon_link(self)  # else the device waits for other ranks
         torch.cuda.synchronize(self.torch_device)
         super().close()
         lift_limit()

@@ -14,6 +14,7 @@ from systems.errors import UnsupportedError
 from systems.ranks.ranks import Ranks
 from systems.settings import Settings
 
+ALONE = "`ranks` is {}, and no other ranks are here: start the processes with torchrun, or leave `ranks` at 1"
 PIECE = 1 << 22  # elements that are summed at a time
 ASKED = ("dtype", "accumulate", "clip", "recompute", "seed", "ranks", "adam")  # of the settings
 

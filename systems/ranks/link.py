@@ -1,7 +1,8 @@
 """The link: all collectives of a rank, one after the other, over flat tensors that all ranks cut in the same way.
 
-A shard is an even part of a tensor, the r-th of them rank r's. Each collective has a tag, which is compared before anything is
-moved: ranks that differ are told by name, where a library would mix their bytes or end the process.
+A shard is an even part of a tensor, the r-th of them rank r's. Each collective has a tag. Between processes over gloo,
+and threads, tags are compared before anything is moved: ranks that differ are told by name, where a library would mix their
+bytes or end the process. Over NCCL ranks compare once a step what they issued (`Link.chain`).
 
 Note [The ordered sum]
     A reduction adds the ranks' values in rank order, in fp32, and rounds once to the tensor's type. Its bits depend neither on
@@ -21,7 +22,7 @@ from systems.errors import UnsupportedError
 
 Reduction = Literal["ordered", "native"]
 
-PIECE_BYTES = 16 << 20  # of what a rank sends to all at once in a reduction: its staging
+PIECE_BYTES = 16 << 20  # of what a rank sends to all at once in a reduction
 
 
 class RanksDifferError(RuntimeError):

@@ -134,6 +134,8 @@ class Processes(Ranks):
     def close(self) -> None:
         self._watch.close()
         groups, self._groups = self._groups, []
-        for group in groups:
-            dist.destroy_process_group(group)
-        _default.end(self)
+        try:
+            for group in groups:
+                dist.destroy_process_group(group)
+        finally:
+            _default.end(self)

@@ -137,7 +137,7 @@ class StepEnding:
         control, bundle_of = self._control, self._layout.bundle_of_parameter
         self.settle()
         read = self._norm()
-        if reduced:  # ranks hear of each other here, so that nobody waits for them in `settle`, which one may call alone
+        if not self._agreement.alone:  # ranks hear of each other here, as one may call `settle` alone
             sums = read()
             read = lambda: sums  # noqa: E731
         unread = control.loop.steps, read

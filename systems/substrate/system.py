@@ -17,7 +17,7 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
-from systems.ranks.beginnings import begin_alike, smallest
+from systems.ranks.beginnings import ALONE, begin_alike, smallest
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.sizes import format_size
@@ -54,7 +54,7 @@ class ManagedSystem(System):
         values and close alike; `drain` is each one's own.
         """
         if ranks is None and settings.ranks != 1:
-            raise UnsupportedError(f"{self.name} runs on one rank so far: leave `ranks` at 1")
+            raise UnsupportedError(ALONE.format(settings.ranks))
 
         def make(log: EventLog) -> Device:
             return device(log) if device is not None else make_device(settings, budget, log)

@@ -399,7 +399,7 @@ def test_what_ranks_cannot_do_so_far_is_refused() -> None:
         on_ranks(elixir(), "stack", 2, options={"reduction": "native"})
     with pytest.raises(UnsupportedError, match="no link between cuda devices"):
         on_ranks(RESIDENT, "stack", 2, device="cuda")
-    with pytest.raises(UnsupportedError, match="on one rank so far"):
+    with pytest.raises(UnsupportedError, match="`ranks` is 2, and no other ranks are here"):
         elixir().initialize(make("stack"), settings(ranks=2), elixir().Options())
 
 

@@ -262,7 +262,7 @@ def test_zeros_over_parameters_are_told_as_written() -> None:
 def test_what_waits_for_a_collective_that_nobody_comes_to_is_told_so() -> None:
     never, ended = threading.Event(), list[str]()
     lane = LinkLane(LaneKind.GATHER, lambda: ended.append("on the device"))
-    lane.patience_s = 0.2
+    lane.patience_s, left = 0.2, list(lane._threads)
     under_way = lane.submit(lambda: _wait(never), [], id=1)
     queued = lane.submit(lambda: None, [], id=2)
     began = time.monotonic()
@@ -271,10 +271,14 @@ def test_what_waits_for_a_collective_that_nobody_comes_to_is_told_so() -> None:
     for ticket in (under_way, queued, lane.submit(lambda: None, [], id=3)):
         with pytest.raises(RuntimeError, match="did not come to a collective"):
             ticket.wait()
+    (thread,) = (each for each in threading.enumerate() if each in left)
     lane.rest()
     lane.close()
     assert time.monotonic() - began < 5
     never.set()
+    thread.join(5)
+    with pytest.raises(RuntimeError, match="did not come to a collective"):  # what comes of it later is told nobody
+        under_way.wait()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -23,6 +23,7 @@ from systems.planning.plan import LaneKind
 from systems.planning.step.operations import LaneOperation
 
 LOOK_S = 0.01
+NOBODY_CAME = "other ranks did not come to a collective of this one any more"
 PATIENCE_S = 2.0  # with collectives that other ranks may not come to any more
 
 
@@ -268,7 +269,8 @@ class UpdateLane(Lane):
 class LinkLane(Lane):
     """Of several ranks, what their collectives go through. A job in it ends when all ranks have come to it, be it never.
 
-    end: ends collectives that are under way on a device. patience_s: seconds that `abandon` waits.
+    end: ends collectives that are under way on a device. patience_s: seconds that `abandon` waits, for the thread and then for
+    the device.
     """
 
     def __init__(
@@ -286,31 +288,49 @@ class LinkLane(Lane):
     def abandon(self) -> None:
         """Other ranks may not come any more. What is queued has a while to end; then it fails, and who waits for it is told so.
 
-        Nothing ends a collective that a thread is in: the thread is left there, and ends with the process.
+        Nothing ends a collective that a thread is in: the thread is left there, and ends with the process. One that a device
+        was given already ends with anything as its result.
         """
         with self._lock:
             at_rest = self._changed.wait_for(lambda: not (self._waiting or self._busy), self.patience_s)
             if self._abandoned or (at_rest and self._done_on_device()):
                 return
             self._abandoned, self._running, self._threads = True, False, []
-            error = RuntimeError("other ranks did not come to a collective of this one any more")
+            error = RuntimeError(NOBODY_CAME)
             self.error = self.error or error
             under_way = [] if self._current is None else [self._current]
             for job in (*under_way, *self._left()):
                 self._fail(job.ticket, error)
-        self._end()
+        with contextlib.suppress(Exception):  # what led here is the news
+            self._end()
 
     def _done_on_device(self) -> bool:
         """Before patience is over."""
         until = time.monotonic() + self.patience_s
-        while self.stream is not None and not self.stream.query():
+        while self.stream is not None:
+            try:
+                if self.stream.query():
+                    return True
+            except RuntimeError:  # the device's own, told where its results are waited for
+                return False
             if time.monotonic() > until:
                 return False
             time.sleep(LOOK_S)
         return True
 
+    def _take(self) -> _LaneJob | None:
+        self._current = super()._take()
+        return self._current
+
     def _carry_out(self, job: _LaneJob, *, by_caller: bool = False) -> None:
-        self._current = job
+        work = job.work
+
+        def unless_abandoned() -> None:
+            work()
+            if self._abandoned:  # who waited was told so, and nobody is to be told otherwise later
+                raise RuntimeError(NOBODY_CAME)
+
+        job.work = unless_abandoned
         super()._carry_out(job, by_caller=by_caller)
         self._current = None
 

@@ -80,5 +80,7 @@ def _by_parameter(pieces: Sequence[int], sums: list[float] | torch.Tensor) -> Pa
         mine.setdefault(parameter, []).append(at)
     if not isinstance(sums, torch.Tensor):
         return tuple(mine), [sum(sums[at] for at in places) for places in mine.values()]
-    added = sums if len(mine) == len(pieces) else torch.stack([sums[places].sum() for places in mine.values()])
+    added = sums
+    if len(mine) < len(pieces):
+        added = torch.stack([torch.stack([sums[at] for at in places]).sum() for places in mine.values()])
     return tuple(mine), torch.empty(len(mine), dtype=sums.dtype, pin_memory=True).copy_(added, non_blocking=True)
