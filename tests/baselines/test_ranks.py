@@ -126,8 +126,9 @@ def test_ranks_are_asked_alike() -> None:
 
 
 def _first_values(ranks: Ranks) -> list[nn.Parameter]:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in model.parameters():  # threads share torch's generator
+        nn.init.constant_(parameter, 0.5)
     if ranks.rank == 1:
         model[1].bias.data.add_(1.0)  # type: ignore[operator]
     found = find_units(model)
