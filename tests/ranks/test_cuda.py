@@ -26,7 +26,7 @@ folder, where, system, dtype, accumulate, budget, *options = sys.argv[1:]
 rank, size, width = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 512
 torch.cuda.set_device(0 if where == "shared" else rank)
 torch.use_deterministic_algorithms(True)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{system}-{dtype}-{accumulate}")
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
 
 class Block(nn.Module):
     def __init__(self):
@@ -68,7 +68,8 @@ def trained(where: str, system: str, dtype: str, accumulate: int, budget: int = 
     """Of each rank: its losses, the norms, the parameters and the device's peak."""
     with TemporaryDirectory() as folder:
         arguments = [sys.executable, "-c", WORK, folder, where, system, dtype, str(accumulate), str(budget), *options]
-        more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        more = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         started = [subprocess.Popen(arguments, env=os.environ | more | {"RANK": str(rank)}, cwd=ROOT) for rank in range(2)]
         assert [each.wait(timeout=180) for each in started] == [0, 0]
         return [pickle.loads((Path(folder) / f"found-{rank}").read_bytes()) for rank in range(2)]
