@@ -29,6 +29,7 @@ from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
 from systems.planning.allowance import EXACT
 from systems.planning.plan import LaneKind, Tier
+from systems.ranks.ranks import Ranks
 
 COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 
@@ -119,6 +120,10 @@ class Device(ABC):
         """
         return
 
+    def stage(self, ranks: Ranks) -> None:
+        """Reductions get what room they need on the device. The emulated one is in host memory, where the link has its own."""
+        return
+
     def drain(self) -> None:
         """Block until all lanes are done; raises the first error, after that: who is told of it may give memory back."""
         for lane in self.lanes.values():
@@ -144,14 +149,12 @@ def ambient() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def join_ranks(device: Device, rank: int, end: Callable[[], None]) -> None:
-    """It is one of several ranks', that one's: their collectives have one lane, be they gathers or reductions.
-
-    end: ends those that are under way on the device.
-    """
-    link = LinkLane(LaneKind.GATHER, end, stream=device._stream(), jitter=device.jitter)
-    device.lanes.update({LaneKind.GATHER: link, LaneKind.REDUCE: link})
-    device.pool.of_rank(rank)
+def join_ranks(device: Device, ranks: Ranks) -> None:
+    """It is one of several ranks', this one's: their collectives have one lane, be they gathers or reductions."""
+    lane = LinkLane(LaneKind.GATHER, ranks.link.abandon, stream=device._stream(), jitter=device.jitter)
+    device.lanes.update({LaneKind.GATHER: lane, LaneKind.REDUCE: lane})
+    device.pool.of_rank(ranks.rank)
+    device.stage(ranks)
 
 
 def abandon_link(device: Device) -> None:

@@ -124,11 +124,15 @@ class AllocatorMeter:
     """A CUDA device's: torch's caching allocator counts by itself, the pool's granules included."""
 
     def __init__(self, device: torch.device, pool: Pool) -> None:
-        self._device, self._pool = device, pool
+        self._device, self._pool, self._set_aside = device, pool, 0
         self._handed_over = self._reserved_peak = self._interval_peak = 0
 
     def exempt(self, storage: torch.UntypedStorage) -> None:
         return
+
+    def set_aside(self, nbytes: int) -> None:
+        """What has been allocated for good, and is neither the pool's nor activations'."""
+        self._set_aside += nbytes
 
     def live_bytes(self) -> None:
         return None
@@ -147,7 +151,7 @@ class AllocatorMeter:
 
     def take_in_peak(self) -> None:
         """Peak of what is not the pool's since the last call; called before the pool grows or shrinks."""
-        other = torch.cuda.max_memory_allocated(self._device) - self._pool.reserved_bytes
+        other = torch.cuda.max_memory_allocated(self._device) - self._pool.reserved_bytes - self._set_aside
         self._interval_peak = max(self._interval_peak, other)
         self._reserved_peak = self.peak_bytes()
         torch.cuda.reset_peak_memory_stats(self._device)

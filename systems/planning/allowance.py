@@ -6,14 +6,17 @@ Note [Allowance]
     and the peak that is to be expected is that of the slab beside the highest activations, with a share on top. A slab keeps
     its bytes while its blocks are few: what a plan lets activations have at one moment and blocks at another has to fit
     side by side. The emulated device counts exactly and allows for nothing.
+
+    On several ranks reductions have room of their own on the device, beside the pool and activations, from the beginning to
+    the end (systems/ranks/staging.py).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
-ROUNDING = 4  # bytes by which a share of a budget and its inverse may differ
+from systems.ranks.staging import MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Allowance:
     slack_share: of the pool's peak, at least one and at most two of its largest blocks, for which a hole must be found.
     slack_of_reserve: of what plans leave free, the most that this may be. growth_share: of slab and activations together,
     what the allocator reserves beyond them. least_growth: bytes that this is at least, or an eighth of a smaller budget.
-    warm_up_share: of what plans may fill, what model data takes while there is none.
+    warm_up_share: of what plans may fill, what model data takes while there is none. staging_share: of a budget, what
+    reductions of several ranks have, at most MOST_BYTES; `on` says of how many.
     """
 
     reserve_share: float = 0.0
@@ -35,23 +39,34 @@ class Allowance:
     growth_share: float = 0.0
     least_growth: int = 0
     warm_up_share: float = 1.0
+    staging_share: float = 0.0
+    ranks: int = 1
+
+    def on(self, ranks: int) -> Allowance:
+        """The same device as one of so many ranks'."""
+        return replace(self, ranks=ranks) if self.staging_share else self
+
+    def staging(self, budget: int) -> int:
+        """Bytes of a budget that reductions have."""
+        return min(int(budget * self.staging_share), MOST_BYTES) if self.ranks > 1 else 0
 
     def plannable(self, budget: int) -> int:
         """Bytes of a budget that a plan may fill."""
-        reserve = max(min(int(budget * self.reserve_share), self.most_reserve), self.least_reserve)
-        return max(budget - reserve, budget // 2)
+        return self._plannable(budget - self.staging(budget))
+
+    def _plannable(self, shared: int) -> int:
+        reserve = max(min(int(shared * self.reserve_share), self.most_reserve), self.least_reserve)
+        return max(shared - reserve, shared // 2)
 
     def budget_for(self, nbytes: int) -> int:
         """The smallest budget that lets a plan fill nbytes."""
-        shared = min(math.ceil(nbytes / (1 - self.reserve_share)), nbytes + self.most_reserve)
-        reserved = max(shared, nbytes + self.least_reserve)
-        found = min(reserved, 2 * nbytes) - ROUNDING
-        return next(budget for budget in range(max(found, 0), found + 2 * ROUNDING) if self.plannable(budget) >= nbytes)
+        return bisect_left(range(4 * nbytes), nbytes, key=self.plannable)
 
     def slab(self, pool_bytes: int, largest: int, budget: int) -> int:
         """Bytes for a pool that holds pool_bytes at once. largest: bytes of its largest block that moves."""
         slack = min(2 * largest, max(largest, int(pool_bytes * self.slack_share)))
-        return pool_bytes + min(slack, int((budget - self.plannable(budget)) * self.slack_of_reserve))
+        shared = budget - self.staging(budget)
+        return pool_bytes + min(slack, int((shared - self._plannable(shared)) * self.slack_of_reserve))
 
     def warm_up_pool(self, settled: int, movable: int, plannable: int, share: float | None) -> int:
         """Bytes of a pool for steps without a plan, beside activations that are not known yet.
@@ -64,15 +79,17 @@ class Allowance:
 
     def beside(self, others: int, budget: int) -> int:
         """Bytes of a budget that a pool may take beside a peak of others; half of its growth is left to the allocator."""
-        return min(int(budget / (1 + self.growth_share / 2)), budget - self._least_growth(budget)) - others
+        shared = budget - self.staging(budget)
+        return min(int(shared / (1 + self.growth_share / 2)), shared - self._least_growth(shared)) - others
 
     def expected_peak(self, slab: int, others: int, budget: int) -> int:
         """Bytes that the allocator will have reserved for a slab and a peak of others, where it is not short of them."""
-        total = slab + others
-        return min(max(int(total * (1 + self.growth_share)), total + self._least_growth(budget)), max(budget, total))
+        total, staging = slab + others, self.staging(budget)
+        grown = max(int(total * (1 + self.growth_share)), total + self._least_growth(budget - staging))
+        return staging + min(grown, max(budget - staging, total))
 
-    def _least_growth(self, budget: int) -> int:
-        return min(self.least_growth, budget // 8)
+    def _least_growth(self, shared: int) -> int:
+        return min(self.least_growth, shared // 8)
 
 
 EXACT = Allowance()
@@ -85,6 +102,7 @@ CUDA = Allowance(
     growth_share=0.06,
     least_growth=64 << 20,
     warm_up_share=0.2,
+    staging_share=1 / 8,
 )
 """warm_up_share: PatrickStar section 6.2. growth_share: reserved over allocated bytes was 1.005 to 1.047 on an H100 with
 segments that grow (opt-1.3b, ps-4b). most_reserve: in 120 records of full devices, of all sizes from 1 GiB to 79, the allocator

@@ -256,9 +256,9 @@ class _PlansByBudget:
             return self._plan_within(device_budget, UNLIMITED, any_plan)
 
     def _plan_within(self, device_budget: int, host_budget: int, any_plan: bool) -> _Planned:
-        question = self.question
+        question, allowance = self.question, self.question.allowance.on(self.question.ranks)
         context = PlanningContext(
-            device_budget=question.allowance.plannable(device_budget),
+            device_budget=allowance.plannable(device_budget),
             host_budget=host_budget,
             itemsize=TORCH_DTYPE[question.dtype].itemsize,
             ranks=question.ranks,
@@ -266,7 +266,7 @@ class _PlansByBudget:
             seed=question.seed,
             recompute=question.recompute,
             hardware=question.profile,
-            allowance=question.allowance,
+            allowance=allowance,
             any_plan=any_plan,
             disk_budget=question.disk_memory // question.ranks_on_node,
         )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from systems.errors import PeerGoneError
 from systems.messages import one_line
-from systems.ranks.link import Link, check_tags, ordered_sum, pieces_for_all, shard_of
+from systems.ranks.link import Link, check_tags, shard_of
 from systems.ranks.stuck import Waits
 
 TAG_BYTES = 128
@@ -20,6 +20,7 @@ class GlooLink(Link):
     """Over a group of its own, which no other thread uses. What is on a device goes through host memory, and is waited for."""
 
     def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+        super().__init__()
         self.rank, self.size, self._group, self._waits = dist.get_rank(group), dist.get_world_size(group), group, waits
 
     def _check(self, tag: str) -> None:
@@ -53,12 +54,14 @@ class GlooLink(Link):
     def _reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         self._check(tag)
         for whole in wholes:
-            for outgoing, into in pieces_for_all(whole, self.rank, self.size):
-                here = outgoing.cpu()
-                coming = torch.empty_like(here)
+            for piece in self.pieces(whole):
+                here = piece.outgoing.cpu()
+                coming = piece.coming if whole.is_cpu else torch.empty_like(here)
                 with with_peers(tag):
                     dist.all_to_all_single(coming, here, group=self._group)
-                ordered_sum(list(coming.to(whole.device)), into)
+                if coming is not piece.coming:
+                    piece.coming.copy_(coming)
+                piece.add_up()
 
 
 @contextmanager

@@ -19,10 +19,9 @@ from typing import Literal
 import torch
 
 from systems.errors import UnsupportedError
+from systems.ranks.staging import MOST_BYTES, Piece, Staging
 
 Reduction = Literal["ordered", "native"]
-
-PIECE_BYTES = 16 << 20  # of what a rank sends to all at once in a reduction
 
 
 class RanksDifferError(RuntimeError):
@@ -39,6 +38,20 @@ class Link(ABC):
     rank: int
     size: int
     chain: int = 0
+
+    def __init__(self) -> None:
+        self._staging: dict[torch.device, Staging] = {}
+
+    def stage(self, nbytes: int, device: torch.device) -> None:
+        """Reductions of what is on this device have so many bytes there from here on, the same on all ranks."""
+        staging = Staging(nbytes, device, self.size)
+        self._staging[staging.device] = staging
+
+    def pieces(self, whole: torch.Tensor) -> Iterator[Piece]:
+        """Of a tensor that is to be summed, one after the other; without `stage` in as much room as they can use."""
+        if whole.device not in self._staging:
+            self.stage(MOST_BYTES, whole.device)
+        return self._staging[whole.device].pieces(whole, self.rank)
 
     def issue(self, tag: str) -> None:
         """A collective is on its way to the link's thread. Called by the thread that runs the steps."""
@@ -91,26 +104,7 @@ def shard_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return whole[rank * numel : (rank + 1) * numel]
 
 
-def pieces_for_all(whole: torch.Tensor, rank: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of a tensor that is to be summed, piece by piece: what goes to each rank, by rank, and where the own sum belongs."""
-    numel, own = whole.numel() // size, shard_of(whole, rank, size)
-    step = max(1, PIECE_BYTES // whole.element_size() // size)
-    for begin in range(0, numel, step):
-        here = slice(begin, min(begin + step, numel))
-        yield torch.stack([shard_of(whole, each, size)[here] for each in range(size)]), own[here]
-
-
 def check_tags(tags: Sequence[str]) -> None:
     """RanksDifferError unless all are the same."""
     if len(set(tags)) > 1:
         raise RanksDifferError(tags)
-
-
-def ordered_sum(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Of the ranks' values of one shard, by rank. into may be one of them."""
-    total = parts[0].float()
-    if total.data_ptr() == parts[0].data_ptr():
-        total = total.clone()
-    for part in parts[1:]:
-        total += part
-    into.copy_(total)

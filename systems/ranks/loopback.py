@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from systems.ranks.link import Link, check_tags, ordered_sum, shard_of
+from systems.ranks.link import Link, check_tags, shard_of
 from systems.ranks.ranks import Ranks
+from systems.ranks.staging import ordered_sum
 
 Found = TypeVar("Found")
 WAIT_S = 60.0  # for the other threads, which work as long
@@ -45,6 +46,7 @@ class _Meeting:
 
 class _LoopbackLink(Link):
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        super().__init__()
         self.rank, self.size, self._meeting = rank, size, meeting
 
     def gather(self, tag: str, *wholes: torch.Tensor) -> None:
@@ -56,11 +58,11 @@ class _LoopbackLink(Link):
                         shard_of(whole, rank, self.size).copy_(shard_of(other, rank, self.size))
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
-        mine = [torch.empty_like(self.own(whole)) for whole in wholes]
+        mine = [torch.empty(self.own(whole).shape) for whole in wholes]
         with self._meeting.of(self.rank, (tag, wholes)) as found:
             check_tags([tag for tag, _ in found])
-            for number, into in enumerate(mine):
-                ordered_sum([self.own(theirs[number]) for _, theirs in found], into)
+            for number, total in enumerate(mine):
+                ordered_sum([self.own(theirs[number]) for _, theirs in found], total)
         for whole, value in zip(wholes, mine, strict=True):
             self.own(whole).copy_(value)
 

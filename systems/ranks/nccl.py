@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from systems.ranks.gloo import GlooLink
-from systems.ranks.link import Link, Reduction, ordered_sum, pieces_for_all
+from systems.ranks.link import Link, Reduction
 from systems.ranks.stuck import Waits
 
 # torch 2.13 calls them so, and warns about the older names.
@@ -24,6 +24,7 @@ class NcclLink(Link):
     """
 
     def __init__(self, group: dist.ProcessGroup, host: GlooLink, waits: Waits) -> None:
+        super().__init__()
         self.rank, self.size = host.rank, host.size
         self._group, self._host, self._waits = group, host, waits
         self._reduction: Reduction = "ordered"
@@ -47,10 +48,9 @@ class NcclLink(Link):
             if self._reduction == "native":
                 _reduce_scatter(self.own(whole), whole, group=self._group)
                 continue
-            for outgoing, into in pieces_for_all(whole, self.rank, self.size):
-                coming = torch.empty_like(outgoing)
-                dist.all_to_all_single(coming, outgoing, group=self._group)
-                ordered_sum(list(coming), into)
+            for piece in self.pieces(whole):
+                dist.all_to_all_single(piece.coming, piece.outgoing, group=self._group)
+                piece.add_up()
         self._queue(tag)
 
     def _queue(self, tag: str) -> None:

@@ -143,7 +143,7 @@ class Assembly:
         self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest
         cleanup.callback(self.device.close)
         if self._ranks.size > 1:
-            join_ranks(self.device, self._ranks.rank, self._ranks.link.abandon)
+            join_ranks(self.device, self._ranks)
         self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)

@@ -32,7 +32,7 @@ def look(strategy: type[Strategy], model: nn.Module, settings: Settings, options
 
     def need_at(device_bytes: int) -> int:
         emulated = settings.device == "cpu"
-        allowance = EXACT if emulated else CUDA
+        allowance = EXACT if emulated else CUDA.on(settings.ranks)
         context = PlanningContext(
             device_budget=allowance.plannable(device_bytes),
             host_budget=host_budget(settings),

@@ -11,7 +11,7 @@ from systems.planning.allowance import CUDA, EXACT, Allowance
 SIZES = st.integers(0, 1 << 40)
 
 
-@pytest.mark.parametrize("allowance", [EXACT, CUDA])
+@pytest.mark.parametrize("allowance", [EXACT, CUDA, CUDA.on(2)])
 @given(nbytes=SIZES)
 def test_the_smallest_budget_for_what_a_plan_fills(allowance: Allowance, nbytes: int) -> None:
     budget = allowance.budget_for(nbytes)
@@ -35,6 +35,20 @@ def test_what_a_pool_takes_beside_others_leaves_the_allocator_a_share(others: in
     pool = CUDA.beside(others, budget)
     assert pool + others <= min(budget / 1.029, budget - min(64 << 20, budget // 8))
     assert EXACT.beside(others, budget) == budget - others
+
+
+@given(pool=SIZES, largest=SIZES, others=SIZES, budget=SIZES)
+def test_what_reductions_have_is_taken_from_all_else(pool: int, largest: int, others: int, budget: int) -> None:
+    """On several ranks every figure is that of one rank whose device has so much less."""
+    several = CUDA.on(3)
+    staging = several.staging(budget)
+    left = budget - staging
+    assert staging == min(budget // 8, 48 << 20)
+    assert several.plannable(budget) == CUDA.plannable(left)
+    assert several.slab(pool, largest, budget) == CUDA.slab(pool, largest, left)
+    assert several.beside(others, budget) == CUDA.beside(others, left)
+    assert several.expected_peak(pool, others, budget) == staging + CUDA.expected_peak(pool, others, left)
+    assert CUDA.on(1) == CUDA and EXACT.on(3) == EXACT
 
 
 def test_plans_fill_most_of_a_large_device_and_half_of_a_tiny_one() -> None:

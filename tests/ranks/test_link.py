@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from systems.ranks.link import Alone, Link, RanksDifferError, shard_of
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks, SingleRank
+from systems.ranks.staging import PIECES, Staging
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,6 +57,27 @@ def test_the_order_is_seen() -> None:
     numel = 3000
     backwards = values_of(2, numel, torch.float32) + values_of(1, numel, torch.float32) + values_of(0, numel, torch.float32)
     assert not torch.equal(backwards, expected_sum(3, numel, torch.float32))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 5), st.integers(0, 3000), st.sampled_from(DTYPES), st.integers(0, 9000))
+def test_the_room_of_a_reduction_bounds_its_pieces_and_not_its_bits(
+    size: int, shard: int, dtype: torch.dtype, nbytes: int
+) -> None:
+    """Each rank's pieces hold what it would send; what comes is put where the library would."""
+    wholes = [values_of(rank, size * shard, dtype) for rank in range(size)]
+    stagings = [Staging(nbytes, torch.device("cpu"), size) for _ in range(size)]
+    taken = sum(room.nbytes for room in stagings[0]._rooms)
+    assert taken <= max(nbytes, PIECES * size * 256)
+    ways = [staging.pieces(whole, rank) for rank, (staging, whole) in enumerate(zip(stagings, wholes, strict=True))]
+    for pieces in zip(*ways, strict=True):
+        for rank, piece in enumerate(pieces):
+            for source, other in enumerate(pieces):
+                piece.coming[source].copy_(other.outgoing[rank])
+        for piece in pieces:
+            piece.add_up()
+    found = torch.cat([shard_of(whole, rank, size) for rank, whole in enumerate(wholes)])
+    assert torch.equal(found, expected_sum(size, size * shard, dtype))
 
 
 def test_one_rank_moves_nothing() -> None:

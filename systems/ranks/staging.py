@@ -1,0 +1,56 @@
+"""Room for the pieces of an ordered sum, made once, so that a reduction allocates nothing.
+
+One piece of what goes out to all ranks, one of what comes from them, and one for its sum in fp32, which with values of 16 bits
+and two ranks is as large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+PIECES = 3
+MOST_BYTES = PIECES * (16 << 20)  # larger pieces are not summed faster
+ALIGN = 256
+
+
+class Piece(NamedTuple):
+    """outgoing, coming: [ranks, elements], to and from each. total: [elements], fp32. into: where the own sum belongs."""
+
+    outgoing: torch.Tensor
+    coming: torch.Tensor
+    total: torch.Tensor
+    into: torch.Tensor
+
+    def add_up(self) -> None:
+        """What came: see Note [The ordered sum] in link.py."""
+        ordered_sum(self.coming, self.total)
+        self.into.copy_(self.total)
+
+
+class Staging:
+    """nbytes: of all of it, the same on all ranks; from each piece a rank has at least 256 bytes. size: of the ranks."""
+
+    def __init__(self, nbytes: int, device: torch.device, size: int) -> None:
+        self._size, self._each = size, max(nbytes // PIECES // size // ALIGN, 1) * ALIGN
+        self._rooms = [torch.empty(size * self._each, dtype=torch.uint8, device=device) for _ in range(PIECES)]
+        self.device = self._rooms[0].device
+
+    def pieces(self, whole: torch.Tensor, rank: int) -> Iterator[Piece]:
+        """Of a flat tensor that all ranks share evenly, of at least 16 bits an element; what goes out is in its place."""
+        shards = whole.view(self._size, -1)
+        types = (whole.dtype, whole.dtype, torch.float32)
+        outgoing, coming, total = (room.view(dtype) for room, dtype in zip(self._rooms, types, strict=True))
+        for part in shards.split(self._each // whole.element_size(), dim=1):
+            out, come = (room[: part.numel()].view(part.shape) for room in (outgoing, coming))
+            out.copy_(part)
+            yield Piece(out, come, total[: part.shape[1]], part[rank])
+
+
+def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, total: torch.Tensor) -> None:
+    """Of the ranks' values of one shard, by rank, in fp32."""
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total += part
