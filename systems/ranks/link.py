@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from systems.errors import UnsupportedError
-from systems.ranks.staging import MOST_BYTES, Piece, Staging
+from systems.ranks.staging import MOST_BYTES, Staged, Staging
 
 Reduction = Literal["ordered", "native"]
 
@@ -47,7 +47,7 @@ class Link(ABC):
         staging = Staging(nbytes, device, self.size)
         self._staging[staging.device] = staging
 
-    def pieces(self, whole: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, whole: torch.Tensor) -> Iterator[Staged]:
         """Of a tensor that is to be summed, one after the other; without `stage` in as much room as they can use."""
         if whole.device not in self._staging:
             self.stage(MOST_BYTES, whole.device)

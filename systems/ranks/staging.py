@@ -16,7 +16,7 @@ MOST_BYTES = PIECES * (16 << 20)  # larger pieces are not summed faster
 ALIGN = 256
 
 
-class Piece(NamedTuple):
+class Staged(NamedTuple):
     """outgoing, coming: [ranks, elements], to and from each. total: [elements], fp32. into: where the own sum belongs."""
 
     outgoing: torch.Tensor
@@ -38,7 +38,7 @@ class Staging:
         self._rooms = [torch.empty(size * self._each, dtype=torch.uint8, device=device) for _ in range(PIECES)]
         self.device = self._rooms[0].device
 
-    def pieces(self, whole: torch.Tensor, rank: int) -> Iterator[Piece]:
+    def pieces(self, whole: torch.Tensor, rank: int) -> Iterator[Staged]:
         """Of a flat tensor that all ranks share evenly, of at least 16 bits an element; what goes out is in its place."""
         shards = whole.view(self._size, -1)
         types = (whole.dtype, whole.dtype, torch.float32)
@@ -46,7 +46,7 @@ class Staging:
         for part in shards.split(self._each // whole.element_size(), dim=1):
             out, come = (room[: part.numel()].view(part.shape) for room in (outgoing, coming))
             out.copy_(part)
-            yield Piece(out, come, total[: part.shape[1]], part[rank])
+            yield Staged(out, come, total[: part.shape[1]], part[rank])
 
 
 def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, total: torch.Tensor) -> None:
