@@ -19,7 +19,6 @@ from systems.errors import UnsupportedError
 from systems.machine.allocator import lift_limit, limit_device_memory
 from systems.machine.limits import raise_open_files, read_limits
 from systems.planning.allowance import CUDA
-from systems.ranks.ranks import Ranks
 
 STAGE_BYTES = 64 << 20
 
@@ -75,12 +74,6 @@ class CudaDevice(Device):
                 return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         except torch.cuda.OutOfMemoryError:
             return None
-
-    def stage(self, ranks: Ranks) -> None:
-        self.allowance = CUDA.on(ranks.size)
-        before = torch.cuda.memory_allocated(self.torch_device)
-        ranks.link.stage(self.allowance.staging(self.account.budget), self.torch_device)
-        self.meter.set_aside(torch.cuda.memory_allocated(self.torch_device) - before)
 
     def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
         self._read_watch, self._watches = ReadWatch(check), watches

@@ -27,7 +27,7 @@ from systems.device.meter import Check, Meter
 from systems.device.watch.events import EventLog
 from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
-from systems.planning.allowance import EXACT
+from systems.planning.allowance import EXACT, Allowance
 from systems.planning.plan import LaneKind, Tier
 from systems.ranks.ranks import Ranks
 
@@ -47,7 +47,7 @@ class Device(ABC):
     stopwatch: Stopwatch
     compute: ComputeLane
     meter: Meter
-    allowance = EXACT
+    allowance: Allowance = EXACT
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
     evicts_for_activations = False  # while they are made: else there has to be room for them before
     cpu_lane_threads = 1
@@ -120,10 +120,6 @@ class Device(ABC):
         """
         return
 
-    def stage(self, ranks: Ranks) -> None:
-        """Reductions get what room they need on the device. The emulated one is in host memory, where the link has its own."""
-        return
-
     def drain(self) -> None:
         """Block until all lanes are done; raises the first error, after that: who is told of it may give memory back."""
         for lane in self.lanes.values():
@@ -150,11 +146,18 @@ def ambient() -> Iterator[None]:
 
 
 def join_ranks(device: Device, ranks: Ranks) -> None:
-    """It is one of several ranks', this one's: their collectives have one lane, be they gathers or reductions."""
+    """It is one of several ranks', this one's: their collectives have one lane, be they gathers or reductions.
+
+    Reductions have their room on the device from here on. On the emulated one that is host memory, as for the link.
+    """
     lane = LinkLane(LaneKind.GATHER, ranks.link.abandon, stream=device._stream(), jitter=device.jitter)
     device.lanes.update({LaneKind.GATHER: lane, LaneKind.REDUCE: lane})
     device.pool.of_rank(ranks.rank)
-    device.stage(ranks)
+    device.allowance = device.allowance.on(ranks.size)
+    staging = device.allowance.staging(device.account.budget)
+    if staging:
+        ranks.link.stage(staging, device.torch_device)
+        device.meter.set_aside(staging)
 
 
 def abandon_link(device: Device) -> None:

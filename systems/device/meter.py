@@ -34,6 +34,9 @@ class Meter(Protocol):
     def exempt(self, storage: torch.UntypedStorage) -> None:
         """These bytes are in the account as model data already: never count them as activations."""
 
+    def set_aside(self, nbytes: int) -> None:
+        """So much was allocated on the device for good, and is neither the pool's nor activations'."""
+
     def live_bytes(self) -> int | None:
         """Of activations, reckoned anew; None where the device itself counts them."""
 
@@ -105,6 +108,9 @@ class ActivationMeter(TorchDispatchMode):
         if nbytes is not None:
             self._account.return_other(nbytes)
 
+    def set_aside(self, nbytes: int) -> None:
+        return  # only what runs inside is counted
+
     def live_bytes(self) -> int:
         return sum(list(self._known.values()))
 
@@ -131,7 +137,6 @@ class AllocatorMeter:
         return
 
     def set_aside(self, nbytes: int) -> None:
-        """What has been allocated for good, and is neither the pool's nor activations'."""
         self._set_aside += nbytes
 
     def live_bytes(self) -> None:
