@@ -20,6 +20,7 @@ from systems.planning.layout import PAGE, round_up
 from systems.prediction.forecast import Observations, Question, fits, forecast
 from systems.prediction.policies import runs_as_planned
 from systems.prediction.remedies import DiskRoom, Remedy, remedies
+from systems.settings import Settings
 
 PROFILE = "h100-80g-x1"  # for the times of a plan, on a machine that has no profile of its own
 ENOUGH_S = 30.0  # of looking for what would train
@@ -28,7 +29,7 @@ MAPPINGS = 5  # of host memory, each of whole pages
 
 def advise(spec: RunSpec, request: Request) -> list[str]:
     """Lines "what: command". The first plans what was asked for; the others would train here."""
-    asked = _as_plan(spec, request)
+    asked = as_plan(spec, request.settings)
     if not runs_as_planned(request.system):
         every = asked.model_copy(update={"system": ALL, "option": ()})
         return [f"what this project's own systems need: {command('plan', every)}"]
@@ -56,9 +57,8 @@ def advise(spec: RunSpec, request: Request) -> list[str]:
     return lines
 
 
-def _as_plan(spec: RunSpec, request: Request) -> PlanSpec:
-    """The same work on a machine with these budgets."""
-    settings = request.settings
+def as_plan(spec: RunSpec, settings: Settings) -> PlanSpec:
+    """The same work of one rank on a machine with these budgets."""
     given = spec.model_dump(exclude_defaults=True, exclude={*PlanSpec.left_out, "ranks", "trace", "disk", "disk_memory"})
     given |= {"device_memory": device_budget(settings), "host_memory": host_budget(settings)}
     if settings.disk is not None:

@@ -352,7 +352,7 @@ def search(spec: ScaleSpec | BatchSpec) -> int:
                 say(to_json(record))
             return record if kept and stop.number is None else None
 
-        found = scale.search(spec, one, console)
+        found = scale.search(spec, one, console, lambda: stop.number is not None)
     scale.show(found, console)
     say(scale.to_json(found))
     return stop.code or (OK if found.largest is not None and found.failed is None else FAILED)

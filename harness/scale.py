@@ -1,26 +1,28 @@
 """`harness max-scale` and `harness max-batch`: the largest model, and the largest batch, that trains on this machine.
 
 A size counts when three full steps, optimizer included, end in a fresh process; every try leaves its record. What fits is
-taken to fit at every smaller size too: the search doubles until something does not fit, then halves what lies between.
+taken to fit at every smaller size too. The search begins with what the forecast says fits, else with the model's own layers,
+one sample or the smallest size, goes on in steps that double until it has a size that fits and one that does not, and halves
+what lies between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from rich.console import Console
 from rich.table import Table
 
+from harness.candidates import LAYERS, Candidates, largest
+from harness.likely import likely
 from harness.record import Record
 from harness.spec import BadInputError, RunSpec, flag
 from systems.messages import unknown_name
 from systems.registry import split_assignments
 
 FITS = ("ok", "diverged")  # a loss that is not finite took as much memory
-LAYERS = "num_layers"
 _NO_PLAN = "its last steps had no plan yet, and so say nothing of those to come: raise --steps (h3t: above profile_steps)"
 Launch = Callable[[RunSpec], Record | None]
 
@@ -42,10 +44,6 @@ class _SearchSpec(RunSpec):
         if repeat > 1:
             raise ValueError("a size is tried once: leave it out")
         return repeat
-
-    def one_run(self, **changes: Any) -> RunSpec:
-        """Of one size."""
-        return RunSpec.model_validate(self.model_dump(include=set(RunSpec.model_fields)) | changes)
 
 
 class ScaleSpec(_SearchSpec):
@@ -108,40 +106,17 @@ class Found(BaseModel):
     trials: list[Trial]
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """spec: of a number, from 1 to most. first: the one to begin with."""
-
-    searched: Literal["layers", "sizes", "samples"]
-    spec: Callable[[int], RunSpec]
-    first: int
-    most: int
-
-
 class _EndedError(Exception):
     """The search cannot go on: a try failed for another reason than memory, or the user wants no more."""
 
 
-def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
-    """The largest number from 1 to most that fits, 0 if none does; what fits does so at every smaller number too.
-
-    At most about 2 log2 of it tries, beginning with `first`.
+def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console, stopped: Callable[[], bool]) -> Found:
+    """launch: makes and keeps the record of one run, None if there shall be no further one. stopped: whether the user wants
+    no more. Raises BadInputError.
     """
-    low, high = 0, most + 1  # low fits, high does not
-    number = min(first, most)
-    while high - low > 1:
-        if fits(number):
-            low = number
-            number = min(2 * low, most) if high > most else (low + high) // 2
-        else:
-            high = number
-            number = (low + high) // 2
-    return low
-
-
-def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console) -> Found:
-    """launch: makes and keeps the record of one run, None if there shall be no further one. Raises BadInputError."""
     candidates = _candidates(spec)
+    guess = likely(candidates, stopped)
+    first, step = (candidates.first, candidates.first) if guess is None else (guess, 1)
     trials: dict[int, Trial] = {}
     failed: list[Trial] = []
 
@@ -162,7 +137,7 @@ def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console) -> Fou
 
     ended = False
     try:
-        largest(fits, first=candidates.first, most=candidates.most)
+        largest(fits, first=first, step=step, most=candidates.most)
     except _EndedError:
         ended = True
     return _found(spec, candidates, trials, failed[0] if failed else None, ended=ended)
@@ -203,20 +178,20 @@ def _decides(trial: Trial) -> bool:
 
 
 def _candidates(spec: ScaleSpec | BatchSpec) -> Candidates:
-    if isinstance(spec, BatchSpec):
-        return Candidates("samples", lambda number: spec.one_run(batch_size=number), 1, spec.most)
+    """Raises BadInputError for a model or a family that is not there."""
     from models import registry
 
+    if isinstance(spec, BatchSpec):
+        return Candidates("samples", spec, 1, spec.most)
+    if spec.family is not None:
+        sizes = _sizes(spec.family)
+        return Candidates("sizes", spec, 1, min(spec.most, len(sizes)), tuple(sizes))
+    assert spec.model is not None
     try:
-        if spec.family is None:
-            assert spec.model is not None
-            shape = registry.resolve(spec.model, split_assignments("set", spec.set))
-            deeper: Callable[[int], RunSpec] = lambda number: spec.one_run(set=(*spec.set, f"{LAYERS}={number}"))  # noqa: E731
-            return Candidates("layers", deeper, shape.num_layers, spec.most)
+        own = registry.resolve(spec.model, split_assignments("set", spec.set)).num_layers
     except ValueError as error:
         raise BadInputError(str(error)) from None
-    sizes = _sizes(spec.family)
-    return Candidates("sizes", lambda number: spec.one_run(model=sizes[number - 1]), 1, min(spec.most, len(sizes)))
+    return Candidates("layers", spec, min(own, spec.most), spec.most)
 
 
 def _sizes(family: str) -> list[str]:

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import cli, store
+from harness import cli, scale, store
+from harness.candidates import Candidates, largest
+from harness.likely import largest_planned, likely
 from harness.record import Record
-from harness.scale import BatchSpec, ScaleSpec, largest
+from harness.scale import BatchSpec, ScaleSpec
 from harness.spec import RunSpec
 from harness.stopping import Stop
 from models import registry as models_registry
@@ -24,8 +26,9 @@ from tests.harness.test_likeness import run as like_run
 Status = Callable[[RunSpec], str]
 
 
-@given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 6000))
-def test_the_search_is_exact_and_short(limit: int, first: int, most: int) -> None:
+@given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 6000), st.booleans())
+def test_the_search_is_exact_and_short(limit: int, first: int, most: int, guessed: bool) -> None:
+    """From a guess as short as that is good: two sizes if it is right."""
     tried: list[int] = []
 
     def fits(number: int) -> bool:
@@ -34,8 +37,12 @@ def test_the_search_is_exact_and_short(limit: int, first: int, most: int) -> Non
         tried.append(number)
         return number <= limit
 
-    assert largest(fits, first=first, most=most) == min(limit, most)
-    assert len(tried) <= 2 * math.log2(max(limit, first, 2)) + 3
+    step = 1 if guessed else min(first, most)
+    assert largest(fits, first=first, step=step, most=most) == min(limit, most)
+    off = abs(min(limit, most) - min(first, most)) if guessed else max(limit, first)
+    assert len(tried) <= 2 * math.log2(max(off, 2)) + 3
+    if guessed and off == 0:
+        assert len(tried) <= 2
 
 
 @pytest.fixture
@@ -174,7 +181,37 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str, capsys: py
 def test_the_flags_are_run_s_and_two_more() -> None:
     assert set(ScaleSpec.model_fields) - set(RunSpec.model_fields) == {"family", "most"}
     assert set(BatchSpec.model_fields) - set(RunSpec.model_fields) == {"most"}
-    assert ScaleSpec(system="x", model="y").one_run() == RunSpec(system="x", model="y", steps=3)
+    assert Candidates("layers", ScaleSpec(system="x", model="y"), 1, 9).spec(4) == RunSpec(
+        system="x", model="y", steps=3, set=("num_layers=4",)
+    )
+
+
+def test_what_the_forecast_says_is_tried_first(searched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one more; a forecast that is wrong by a few costs a few tries."""
+    monkeypatch.setattr(scale, "likely", lambda candidates, stopped: 11)
+    _, found, tried = searched(lambda spec: "ok" if layers(spec) <= 11 else "oom", *LAYERS)
+    assert [layers(spec) for spec in tried] == [11, 12] and found["largest"]["number"] == 11
+    _, found, tried = searched(lambda spec: "ok" if layers(spec) <= 9 else "oom", *LAYERS)
+    assert [layers(spec) for spec in tried[2:]] == [11, 10, 8, 9] and found["largest"]["number"] == 9
+
+
+BATCHES = BatchSpec(
+    system="elixir", model="opt-tiny", device="cpu", device_memory=4 << 20, seq_len=128, recompute="full", most=40
+)
+
+
+def test_what_is_likely_is_what_the_forecast_says_and_is_planned_elsewhere() -> None:
+    """In a process of its own; where that dies, or nobody wants the answer, or there is no forecast, nothing is known."""
+    samples = Candidates("samples", BATCHES, 1, BATCHES.most)
+    found = likely(samples, lambda: False)
+    assert found == largest_planned(samples) and found is not None and 1 < found < BATCHES.most
+    assert likely(samples, lambda: True) is None
+    nothing = Candidates("samples", BATCHES.model_copy(update={"option": ("no_such=1",)}), 1, 9)
+    assert likely(nothing, lambda: False) is None
+    for system in ("dummy", "no-such-system"):
+        assert likely(Candidates("samples", BATCHES.model_copy(update={"system": system}), 1, 9), lambda: False) is None
+    tiny = BATCHES.model_copy(update={"device_memory": 1 << 10})
+    assert largest_planned(Candidates("samples", tiny, 1, 9)) == 0
 
 
 @pytest.mark.slow
