@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,6 +31,7 @@ class GlooLink(Link):
         check_tags([bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found])
 
     def gather(self, tag: str, *wholes: torch.Tensor) -> None:
+        _come_to(wholes)
         with self._waits.of("link", tag):
             self._gather(tag, *wholes)
 
@@ -47,6 +48,7 @@ class GlooLink(Link):
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Piece by piece, every rank sends each its shard and adds up what comes."""
+        _come_to(wholes)
         with self._waits.of("link", tag):
             self._reduce(tag, *wholes)
 
@@ -59,6 +61,12 @@ class GlooLink(Link):
                 with with_peers(tag):
                     dist.all_to_all_single(coming, here, group=self._group)
                 ordered_sum(list(coming.to(whole.device)), into)
+
+
+def _come_to(wholes: Sequence[torch.Tensor]) -> None:
+    """Before it counts as waiting for other ranks: what the own device still computes on these is over."""
+    if wholes and wholes[0].is_cuda:
+        torch.cuda.current_stream(wholes[0].device).synchronize()
 
 
 @contextmanager
