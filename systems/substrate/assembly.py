@@ -329,7 +329,7 @@ class Assembly:
         self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
         if isinstance(cursor := self.cursor, Following):
             self.residency.room.let_go(lambda bundle: self.progress.aside or cursor.leaves(bundle))
-            cursor.ask(self.planner.flushes_of)
+            cursor.ask(self.planner.plans)
         store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
 
         def host_mappings() -> list[HostMapping]:
