@@ -13,7 +13,7 @@ from systems.messages import one_line
 from systems.ranks.link import Link, check_tags, ordered_sum, pieces_for_all, shard_of
 from systems.ranks.stuck import Waits
 
-TAG_BYTES = 128
+TAG_BYTES = 256  # of longer tags the rest is not compared, nor told
 
 
 class GlooLink(Link):

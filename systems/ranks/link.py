@@ -34,15 +34,23 @@ class RanksDifferError(RuntimeError):
 
 
 class Link(ABC):
-    """rank, size: as in Ranks. chain: of the tags of all collectives that were issued, in order; equal on all ranks."""
+    """rank, size: as in Ranks. chain: of the tags of all collectives that were issued, in order; equal on all ranks.
+
+    remark: what tags say besides for now: what other ranks have to have met too, or they differ by the next collective.
+    """
 
     rank: int
     size: int
     chain: int = 0
+    remark: str = ""
 
-    def issue(self, tag: str) -> None:
-        """A collective is on its way to the link's thread. Called by the thread that runs the steps."""
+    def issue(self, tag: str) -> str:
+        """A collective is on its way to the link's thread, with the tag that is returned. Called by the thread that runs the
+        steps.
+        """
+        tag += self.remark
         self.chain = zlib.crc32(tag.encode(), self.chain)
+        return tag
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of it, a view."""

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from systems.errors import UnsupportedError
+from systems.errors import HiddenUseError, UnsupportedError
 from systems.planning.layout import Layout
 from systems.planning.trace import Moment, Trace
 from systems.ranks.ranks import Ranks
 from systems.substrate.batch_shape import BatchShape
 from systems.substrate.recorder import merged
+
+READ_ALIKE = "let modules read the same weights of others on all ranks"
 
 
 class Agreement:
@@ -23,12 +25,23 @@ class Agreement:
     def __init__(self, ranks: Ranks, layout: Layout) -> None:
         self._ranks, self._layout = ranks, layout
         self.alone = ranks.size == 1
+        self._reads: list[str] = []  # since the last step's end
+
+    def reads(self, what: str) -> None:
+        """A module turned out to read what another owns, which changes collectives from here on: tags say so, and the step's
+        end, so that ranks of which one alone does so are told which, and what it reads.
+        """
+        if not self.alone:
+            self._reads.append(what)
+            self._ranks.link.remark = f", since {' and '.join(self._reads)}"
 
     def fired(self, mine: Sequence[int], reduced: Sequence[int], updated: frozenset[int]) -> list[int]:
         """Parameters that got a gradient in this step on any rank, in model order. mine: here. reduced: bundles whose gradients
         were summed over ranks, in order. updated: bundles that were updated before this was known.
         """
-        told = self._ranks.exchange("gradients", (mine, (reduced, self._ranks.link.chain), updated))
+        issued = reduced, self._ranks.link.chain
+        told, reads = zip(*self._ranks.exchange("gradients", ((mine, issued, updated), self._reads)), strict=True)
+        self._check_reads(reads)
         other = next((rank for rank, (_, theirs, _) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:
             (theirs, _), (first, _) = told[other][1], told[0][1]
@@ -40,6 +53,16 @@ class Agreement:
         for rank, (theirs, _, early) in enumerate(told):
             self._check_updated(rank, fired - frozenset(theirs), early)
         return sorted(fired)
+
+    def _check_reads(self, told: Sequence[list[str]]) -> None:
+        """HiddenUseError unless they were the same on all ranks, in the same order."""
+        for rank, theirs in enumerate(told):
+            for reader, what, other in [(rank, what, 0) for what in theirs] + [(0, what, rank) for what in told[0]]:
+                if what not in told[other]:
+                    raise HiddenUseError(f"rank {reader}: {what}, and rank {other} does not: {READ_ALIKE}")
+            if theirs != told[0]:
+                raise HiddenUseError(f"rank {rank}: {theirs[0]}, and rank 0 does so in another order: {READ_ALIKE}")
+        self._reads, self._ranks.link.remark = [], ""
 
     def _check_updated(self, rank: int, elsewhere: set[int], updated: frozenset[int]) -> None:
         """UnsupportedError where a bundle that a rank has updated got more on others than it knew of. elsewhere: parameters."""

@@ -371,6 +371,7 @@ class Assembly:
             planner=self.planner,
             progress=progress,
             hooks=hooks,
+            agreement=self._agreement,
         )
         for bundle in self.bundles:
             device.meter.exempt(bundle.storage.untyped)

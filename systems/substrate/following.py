@@ -1,8 +1,10 @@
 """Following: the way of one of several ranks through a plan that it does not keep to.
 
 Note [Passing]
-    On several ranks no event makes a step abandon its plan, for its fetches and flushes are collectives, and the others go on
-    with them; what all are told of at once does, a larger batch above all. An event that is not the next moment of the plan but
+    On several ranks no event of one rank makes a step abandon its plan, for its fetches and flushes are collectives, and the
+    others go on with them. What all of them meet at the same place does: a larger batch, of which they tell each other, and a
+    unit that is found to read what another owns (reads.py), of which the tags of all collectives from then on say so: a rank
+    that alone reads it is told of by the next one (Agreement.reads). An event that is not the next moment of the plan but
     a later one *passes* the moments between: their barriers, operations and flushes are carried out as if the units had run,
     and the step goes on following. One that is none of the rest of the plan is *late*: it gets what it needs on demand, in
     program order, and what was fetched for it alone goes with its last holder. Late events need no collective where their
