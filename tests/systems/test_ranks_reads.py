@@ -1,4 +1,4 @@
-"""Weights that another module reads than the one that owns them, on several ranks: all of them read it, or are told who does."""
+"""Weights that another module reads than the one that owns them: all ranks read it, or are told which does."""
 
 from __future__ import annotations
 
