@@ -5,12 +5,14 @@ All of it is called on all ranks alike; where they did different things, each of
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
 from systems.errors import HiddenUseError, UnsupportedError
 from systems.planning.layout import Layout
+from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Trace
 from systems.ranks.ranks import Ranks
 from systems.substrate.batch_shape import BatchShape
@@ -109,3 +111,19 @@ class Agreement:
         if len(traces) < len(told):
             return True, None
         return True, reduce(lambda one, more: replace(merged(one, more), compute_time_s=one.compute_time_s), traces)
+
+
+def lay_out_alike(ranks: Ranks, context: PlanningContext, layout: Layout) -> None:
+    """UnsupportedError on all ranks where one plans with other numbers than the first, or cuts the model's memory otherwise."""
+    if ranks.size == 1:
+        return
+    parts = layout.itemsize, layout.segments, layout.bundles, sorted(layout.in_place), sorted(layout.on_disk), layout.unit_names
+    mine = vars(context) | {"layout": hashlib.sha256(repr(parts).encode()).hexdigest()}
+    first, *_ = told = ranks.exchange("the layout", mine)
+    for rank, theirs in enumerate(told):
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise UnsupportedError(
+                    f"ranks 0 and {rank} do not plan alike: {name} is {first[name]} on rank 0 and {value} on rank {rank}: give "
+                    "all ranks the same model, devices and versions"
+                )

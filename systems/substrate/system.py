@@ -21,7 +21,7 @@ from systems.ranks.beginnings import ALONE, begin_alike, smallest
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.sizes import format_size
-from systems.substrate.assembly import Budgets
+from systems.substrate.budgets import Budgets
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.room import look
 from systems.system import Abilities, Engine, System
