@@ -46,6 +46,7 @@ from systems.device.device import Device, join_ranks
 from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
+from systems.machine.budgets import Budgets
 from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.homes import within_host
@@ -64,7 +65,6 @@ from systems.recipe.step.control import StepControl
 from systems.recipe.step.optimizer_states import states_of
 from systems.settings import TORCH_DTYPE, Settings
 from systems.substrate.agreement import Agreement, lay_out_alike
-from systems.substrate.budgets import Budgets
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.first_values import FirstValues
 from systems.substrate.bundle.poison import Poison

@@ -17,6 +17,7 @@ from systems.device.device import Device, abandon_link, ambient
 from systems.device.lanes.access import Access
 from systems.device.watch.events import EventLog
 from systems.errors import UnsupportedError
+from systems.machine.budgets import Budgets
 from systems.machine.limits import free_host_memory
 from systems.messages import in_words
 from systems.planning.strategy import PlanningContext, Strategy
@@ -34,7 +35,6 @@ from systems.settings import TORCH_DTYPE, Settings, StepOutcome
 from systems.state_dicts import refuse_state_dict
 from systems.substrate.assembly import Assembly
 from systems.substrate.batch_shape import batch_shape_of
-from systems.substrate.budgets import Budgets
 from systems.substrate.handover import values_in_slots
 from systems.substrate.moments import MomentsTogether
 from systems.substrate.reports import ManagedReports
