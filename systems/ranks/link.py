@@ -52,6 +52,10 @@ class Link(ABC):
         self.chain = zlib.crc32(tag.encode(), self.chain)
         return tag
 
+    def remind(self, remark: str) -> None:
+        """See `remark`; "" for nothing."""
+        self.remark = remark
+
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of it, a view."""
         return shard_of(whole, self.rank, self.size)

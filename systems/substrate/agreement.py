@@ -35,7 +35,7 @@ class Agreement:
         """
         if not self.alone:
             self._reads.append(what)
-            self._ranks.link.remark = f", since {' and '.join(self._reads)}"
+            self._ranks.link.remind(f", since {' and '.join(self._reads)}")
 
     def fired(self, mine: Sequence[int], reduced: Sequence[int], updated: frozenset[int]) -> list[int]:
         """Parameters that got a gradient in this step on any rank, in model order. mine: here. reduced: bundles whose gradients
@@ -64,7 +64,8 @@ class Agreement:
                     raise HiddenUseError(f"rank {reader}: {what}, and rank {other} does not: {READ_ALIKE}")
             if theirs != told[0]:
                 raise HiddenUseError(f"rank {rank}: {theirs[0]}, and rank 0 does so in another order: {READ_ALIKE}")
-        self._reads, self._ranks.link.remark = [], ""
+        self._reads = []
+        self._ranks.link.remind("")
 
     def _check_updated(self, rank: int, elsewhere: set[int], updated: frozenset[int]) -> None:
         """UnsupportedError where a bundle that a rank has updated got more on others than it knew of. elsewhere: parameters."""
