@@ -93,12 +93,15 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
     from systems.machine.threads import share_cores
     from systems.ranks.joining import joined
     from systems.ranks.launchers import chosen_threads
+    from systems.ranks.side_by_side import side_by_side
 
     ranks = joined(settings.device)
     try:
-        share_cores(ranks.local_size, chosen_threads())
-        mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
-        return chosen.initialize(model, chosen.look_for_room(model, mine, options), options, ranks=ranks)
+        with side_by_side(ranks, "what is there for an engine"):
+            share_cores(ranks.local_size, chosen_threads())
+            mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
+            mine = chosen.look_for_room(model, mine, options)
+        return chosen.initialize(model, mine, options, ranks=ranks)
     except BaseException:
         ranks.close()
         raise

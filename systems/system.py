@@ -212,7 +212,6 @@ class RankedSystem(System, Protocol):
         All of them initialize, step, evaluate, read values and close alike; `drain` is each one's own. They stay their maker's,
         who closes them after the engine, unless they are of one engine.
         """
-        raise NotImplementedError
 
 
 def on_ranks(system: System) -> RankedSystem:

@@ -71,20 +71,21 @@ class ResidentEngine(SteppingEngine):
         self._together = ranks if ranks.size > 1 else None
         self._access = Access()
         self.log = EventLog(keep=settings.log_events)
-        self._in_step = self._in_backward = False
+        self._in_step = self._in_backward = self._updating = False
         self._cleanup = contextlib.ExitStack()
-        self._micro_step = self._steps = 0
-        self._steps_begun = 0
-        self._updating = False
+        self._micro_step = self._steps = self._steps_begun = 0
         self._fired: set[int] = set()
         with keeping_values(model):
             try:
-                self._build(find_units(model, TORCH_DTYPE[settings.dtype]))
+                with side_by_side(ranks, "what an engine is built of"):
+                    self._build(find_units(model, TORCH_DTYPE[settings.dtype]))
+                self._alike.check()
             except BaseException:
                 self._cleanup.close()
                 raise
         with starting(self):
-            self._release = take(model)
+            with side_by_side(ranks, "how an engine begins"):
+                self._release = take(model)
             if self._states is not None:
                 self._states.attach(self._state, self._host_room, ranks)
         self._startup = {"initialize": time.perf_counter() - started}
@@ -124,14 +125,14 @@ class ResidentEngine(SteppingEngine):
     def _place(self, found: FoundModel, settings: Settings, dtype: torch.dtype) -> None:
         """Give every parameter its compute copy, and every trainable one its fp32 state, on the device."""
         device = self.device.torch_device
-        alike = FirstValuesAlike(self.ranks, found.index.parameters, initial_values(found, settings))
+        self._alike = FirstValuesAlike(self.ranks, found.index.parameters, initial_values(found, settings))
         self.parameters: list[nn.Parameter] = []
         self._masters: list[torch.Tensor | None] = []
         self._moments: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self._accumulators: list[torch.Tensor | None] = []
         for number, old in enumerate(found.parameters):
             value = torch.empty(old.shape, dtype=torch.float32)
-            alike.fill(number, value)
+            self._alike.fill(number, value)
             value = value.to(device)
             compute = value.to(dtype) if dtype != torch.float32 else value.clone()
             if old.is_meta:
@@ -148,7 +149,6 @@ class ResidentEngine(SteppingEngine):
             many = flat is not None and settings.accumulate > 1
             self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
             self.device.meter.exempt(compute.untyped_storage())
-        alike.check()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()

@@ -84,7 +84,8 @@ def _load(
         _check_values(dict(list(manifest.parameters.items())[share]), files)
         saved_by, beside = beside_of_mine(files / BESIDE, ranks)
         saved = {name: tensor(files / BUFFERS, name) for name in buffers}
-    warn_of_other_ranks(ranks, saved_by, source)
+    with side_by_side(ranks, "what is said of a checkpoint"):
+        warn_of_other_ranks(ranks, saved_by, source)
     with side_by_side(ranks, "the values of a checkpoint"):
         try:
             _restore(state, manifest, files)
@@ -92,10 +93,10 @@ def _load(
             raise CheckpointError(
                 f"{error}; it could be read before: of the engine a part is restored, so load again"
             ) from None
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            copy_into(saved[name], buffer)
-    state.control.loop = manifest.position
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                copy_into(saved[name], buffer)
+        state.control.loop = manifest.position
     return state.control.loop, beside
 
 

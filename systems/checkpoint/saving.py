@@ -169,12 +169,12 @@ def _entries(
     for turn in turns_of(state.parameters, writers):
         mine, files = turn.get(ranks.rank), dict[Part, str]()
         for part in PARTS:
-            brought = [
-                state.bring(number, part, writer_rank)
-                for writer_rank, number in turn.items()
-                if part in parts_of(state.parameters[number].trainable)
-            ]
             with _writing(ranks, f"{part} of parameters {list(turn.values())}", target):
+                brought = [  # what keeps one rank from that keeps all, or comes behind the last collective within
+                    state.bring(number, part, writer_rank)
+                    for writer_rank, number in turn.items()
+                    if part in parts_of(state.parameters[number].trainable)
+                ]
                 for values in brought:
                     if values is not None and mine is not None:
                         files[part] = _add(writer, part, state.parameters[mine].name, values)

@@ -25,6 +25,7 @@ from systems.checkpoint.tensors import header, readable, tensor
 from systems.machine.durable import prove_folder
 from systems.machine.limits import host_identity
 from systems.ranks.ranks import Ranks
+from systems.ranks.side_by_side import side_by_side
 
 OF_RANKS = "ranks/"  # begins the name of what only several ranks save beside a checkpoint
 SIZE = OF_RANKS + "size"
@@ -42,12 +43,15 @@ def check_same_folder(ranks: Ranks, folder: Path) -> None:
 
 def writers_in(folder: Path, ranks: Ranks) -> list[int]:
     """The ranks that see it, which rank 0 has made, and can write there."""
-    try:
-        prove_folder(folder)
-        sees = True
-    except OSError:
-        sees = False
-    return [rank for rank, theirs in enumerate(ranks.exchange("who sees the folder", sees)) if theirs or rank == 0]
+
+    def sees() -> bool:
+        try:
+            prove_folder(folder)
+        except OSError:
+            return False
+        return True
+
+    return [rank for rank, theirs in enumerate(ranks.together("who sees the folder", sees)) if theirs or rank == 0]
 
 
 def turns_of(parameters: Sequence[Described], writers: Sequence[int]) -> Iterator[dict[int, int]]:
@@ -66,12 +70,15 @@ def warn_of_buffers(ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> None:
     """Where they differ, as running averages do: rank 0's count."""
     if ranks.size == 1:
         return
-    mine = {name: _digest(buffer) for name, buffer in buffers.items()}
-    told = ranks.exchange("buffers", mine)
-    different = [name for name in mine if any(theirs.get(name) != told[0].get(name) for theirs in told)]
-    if different and ranks.rank == 0:
-        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        warnings.warn(f"buffer {different[0]}{more} differ between ranks: the checkpoint has those of rank 0", stacklevel=4)
+    first, *_ = told = ranks.together("buffers", lambda: {name: _digest(buffer) for name, buffer in buffers.items()})
+    different = [name for name in first if any(theirs.get(name) != first[name] for theirs in told)]
+    if not different:
+        return
+    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+    with side_by_side(ranks, "what is said of buffers"):
+        if ranks.rank == 0:
+            said = f"buffer {different[0]}{more} differ between ranks: the checkpoint has those of rank 0"
+            warnings.warn(said, stacklevel=4)
 
 
 def _digest(buffer: torch.Tensor) -> str:
@@ -82,7 +89,7 @@ def beside_of_all(ranks: Ranks, beside: Mapping[str, torch.Tensor], own: Mapping
     """beside: the loop's, of which rank 0's are saved; own: what each rank has for itself."""
     if ranks.size == 1:
         return {**beside, **own}
-    told = ranks.exchange("own tensors", {key: each.detach().cpu().contiguous().clone() for key, each in own.items()})
+    told = ranks.together("own tensors", lambda: {key: each.detach().cpu().contiguous().clone() for key, each in own.items()})
     named = {f"{OF_RANKS}{rank}/{key}": each for rank, theirs in enumerate(told) for key, each in theirs.items()}
     return {**beside, SIZE: torch.tensor(ranks.size), **named}
 
@@ -132,10 +139,14 @@ def readers_of(manifest: Manifest, source: Path, ranks: Ranks) -> Sequence[int]:
     """
     if ranks.size == 1:
         return [0]
-    with readable(source / MANIFEST):
-        found = (source / MANIFEST).stat()
-    content = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
-    told = ranks.exchange("which checkpoint", (content, (host_identity(), found.st_dev, found.st_ino)))
+
+    def found() -> tuple[str, tuple[str, int, int]]:
+        with readable(source / MANIFEST):
+            file = (source / MANIFEST).stat()
+        content = hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
+        return content, (host_identity(), file.st_dev, file.st_ino)
+
+    told = ranks.together("which checkpoint", found)
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise CheckpointError(

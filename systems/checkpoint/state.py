@@ -85,7 +85,9 @@ class TrainingState(Protocol):
         """
 
     def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
-        """As `read` on rank `onto`; the others give it what they have of it and get None."""
+        """As `read` on rank `onto`; the others give it what they have of it and get None. If it takes a collective, all ranks
+        raise what keeps one of them from it.
+        """
 
     def write(self, parameter: int, state: SavedParameter) -> None:
         """All of it but its updates."""

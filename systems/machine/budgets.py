@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 
 import torch
 
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.limits import in_memory, read_limits
 from systems.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes of the host's memory and of the disk; the device has its own."""
+
+    host: int
+    disk: int
 
 
 def refuse_absent_device(settings: Settings) -> None:

@@ -9,6 +9,7 @@ Note [Whole gradients over ranks]
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,9 +41,9 @@ class ReplicaPolicy(BaselinePolicy):
             return schedule
         return reissued(schedule, one_step_after_the_other(self.summed(schedule, trace)))
 
+    @abstractmethod
     def summed(self, schedule: Schedule, trace: Trace) -> Iterator[ScheduledOperation]:
         """The operations, with those that sum gradients over ranks."""
-        raise NotImplementedError
 
     def over_ranks(self, after: ScheduledOperation, nbytes: int) -> Iterator[ScheduledOperation]:
         """The sum of what `after` reads, issued at its moment."""

@@ -88,11 +88,14 @@ class FirstValuesAlike:
         """
         if self._ranks.size == 1:
             return
-        for number, parameter in enumerate(self._parameters):
-            if number not in self._sums:
-                self.fill(number, torch.empty(parameter.shape, dtype=torch.float32))
-        mine = [(parameter.name, self._sums[number]) for number, parameter in enumerate(self._parameters)]
-        first, *_ = told = self._ranks.exchange("first values", mine)
+
+        def mine() -> list[tuple[str, int]]:
+            for number, parameter in enumerate(self._parameters):
+                if number not in self._sums:
+                    self.fill(number, torch.empty(parameter.shape, dtype=torch.float32))
+            return [(parameter.name, self._sums[number]) for number, parameter in enumerate(self._parameters)]
+
+        first, *_ = told = self._ranks.together("first values", mine)
         for rank, theirs in enumerate(told):
             for one, other in zip_longest(first, theirs):
                 if one != other:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from systems.messages import one_line
 from systems.ranks.link import Link, check_tags, shard_of
 from systems.ranks.stuck import Waits
 
-TAG_BYTES = 128
+TAG_BYTES = 256  # of longer tags the rest is not compared, nor told
 
 
 class GlooLink(Link):
@@ -32,6 +32,7 @@ class GlooLink(Link):
         check_tags([bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found])
 
     def gather(self, tag: str, *wholes: torch.Tensor) -> None:
+        _come_to(wholes)
         with self._waits.of("link", tag):
             self._gather(tag, *wholes)
 
@@ -48,6 +49,7 @@ class GlooLink(Link):
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Piece by piece, every rank sends each its shard and adds up what comes."""
+        _come_to(wholes)
         with self._waits.of("link", tag):
             self._reduce(tag, *wholes)
 
@@ -62,6 +64,12 @@ class GlooLink(Link):
                 if coming is not piece.coming:
                     piece.coming.copy_(coming)
                 piece.add_up()
+
+
+def _come_to(wholes: Sequence[torch.Tensor]) -> None:
+    """Before it counts as waiting for other ranks: what the own device still computes on these is over."""
+    if wholes and wholes[0].is_cuda:
+        torch.cuda.current_stream(wholes[0].device).synchronize()
 
 
 @contextmanager

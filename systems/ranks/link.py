@@ -33,11 +33,15 @@ class RanksDifferError(RuntimeError):
 
 
 class Link(ABC):
-    """rank, size: as in Ranks. chain: of the tags of all collectives that were issued, in order; equal on all ranks."""
+    """rank, size: as in Ranks. chain: of the tags of all collectives that were issued, in order; equal on all ranks.
+
+    remark: what tags say besides for now: what other ranks have to have met too, or they differ by the next collective.
+    """
 
     rank: int
     size: int
     chain: int = 0
+    remark: str = ""
 
     def __init__(self) -> None:
         self._staging: dict[torch.device, Staging] = {}
@@ -53,9 +57,17 @@ class Link(ABC):
             self.stage(MOST_BYTES, whole.device)
         return self._staging[whole.device].pieces(whole, self.rank)
 
-    def issue(self, tag: str) -> None:
-        """A collective is on its way to the link's thread. Called by the thread that runs the steps."""
+    def issue(self, tag: str) -> str:
+        """A collective is on its way to the link's thread, with the tag that is returned. Called by the thread that runs the
+        steps.
+        """
+        tag += self.remark
         self.chain = zlib.crc32(tag.encode(), self.chain)
+        return tag
+
+    def remind(self, remark: str) -> None:
+        """See `remark`; "" for nothing."""
+        self.remark = remark
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of it, a view."""

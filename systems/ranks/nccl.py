@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,35 +37,40 @@ class NcclLink(Link):
         if not wholes[0].is_cuda:
             self._host.gather(tag, *wholes)
             return
-        for whole in wholes:
-            _gather(whole, self.own(whole), group=self._group)
-        self._queue(tag)
+        with self._waits.queued("devices", tag, _mark):
+            for whole in wholes:
+                _gather(whole, self.own(whole), group=self._group)
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         if not wholes[0].is_cuda:
             self._host.reduce(tag, *wholes)
             return
-        for whole in wholes:
-            if self._reduction == "native":
-                _reduce_scatter(self.own(whole), whole, group=self._group)
-                continue
-            for piece in self.pieces(whole):
-                dist.all_to_all_single(piece.coming, piece.outgoing, group=self._group)
-                piece.add_up()
-        self._queue(tag)
+        with self._waits.queued("devices", tag, _mark):
+            for whole in wholes:
+                self._sum(whole)
 
-    def _queue(self, tag: str) -> None:
-        event = torch.cuda.Event()
-        event.record()
-
-        def done() -> bool:
-            try:
-                return event.query()
-            except RuntimeError:  # of the device: told where its results are waited for
-                return True
-
-        self._waits.queue("devices", tag, done)
+    def _sum(self, whole: torch.Tensor) -> None:
+        if self._reduction == "native":
+            _reduce_scatter(self.own(whole), whole, group=self._group)
+            return
+        for piece in self.pieces(whole):
+            dist.all_to_all_single(piece.coming, piece.outgoing, group=self._group)
+            piece.add_up()
 
     def abandon(self) -> None:
         backend: Any = self._group._get_backend(torch.device("cuda"))
         backend.abort()
+
+
+def _mark() -> Callable[[], bool]:
+    """Behind all that the current stream was given so far: whether the device is there."""
+    event = torch.cuda.Event()
+    event.record()
+
+    def reached() -> bool:
+        try:
+            return event.query()
+        except RuntimeError:  # of the device: told where its results are waited for
+            return True
+
+    return reached

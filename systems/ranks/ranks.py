@@ -74,23 +74,36 @@ class Ranks(ABC):
                 raise theirs.of_rank(rank) from cause
         return [cast(Told, value) for value, _ in told]
 
-    def bring(self, about: str, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None = None) -> None:
+    def bring(self, about: str, pieces: Callable[[], Sequence[Sequence[torch.Tensor]]], onto: int | None = None) -> None:
         """What each rank has of something comes together on rank `onto`, or on all: bit for bit, with no second copy.
 
-        pieces: by rank, flat tensors on the CPU, of the same types and sizes on all ranks. The own ones have their content, the
-        others are places for it; a rank that is not `onto` needs no places. RanksDifferError as in exchange.
+        pieces: makes, by rank, flat tensors on the CPU, of the same types and sizes on all ranks. The own ones have their
+        content, the others are places for it; a rank that is not `onto` needs no places. What it raises on one rank is raised
+        on all, as in together; RanksDifferError as in exchange.
         """
-        if self.size > 1:
-            self.exchange(f"{about}, onto {'all' if onto is None else onto}", None)
-            self._bring([[_in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces], onto)
+        if self.size == 1:
+            return
+        made: list[list[list[torch.Tensor]]] = []
+
+        def make() -> None:
+            made.append([[_in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces()])
+
+        self.together(f"{about}, onto {'all' if onto is None else onto}", make)
+        self._bring(made[0], onto)
 
     def of_first(self, about: str, mine: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor, on the CPU; those of the others say its type and shape, which are the same."""
         if self.size == 1:
             return mine
-        flat = mine.detach().cpu().contiguous().reshape(-1) if self.rank == 0 else torch.empty(mine.numel(), dtype=mine.dtype)
-        self.bring(about, [[flat], *([] for _ in range(1, self.size))])
-        return flat.view(mine.shape)
+        made: list[torch.Tensor] = []
+
+        def pieces() -> list[list[torch.Tensor]]:
+            first = self.rank == 0
+            made.append(mine.detach().cpu().contiguous().reshape(-1) if first else torch.empty(mine.numel(), dtype=mine.dtype))
+            return [made, *([] for _ in range(1, self.size))]
+
+        self.bring(about, pieces)
+        return made[0].view(mine.shape)
 
     @abstractmethod
     def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:

@@ -9,6 +9,7 @@ Note [Stuck ranks]
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -30,10 +31,11 @@ class _Wait(NamedTuple):
 
 
 class _Queued(NamedTuple):
-    """On a device's queue, where the host waits in nothing."""
+    """On a device's queue, where the host waits in nothing. begun, done: whether the device is at it, and behind it."""
 
     number: int
     what: str
+    begun: Callable[[], bool]
     done: Callable[[], bool]
 
 
@@ -54,18 +56,25 @@ class Waits:
         finally:
             self._now.pop(queue, None)
 
-    def queue(self, queue: str, what: str, done: Callable[[], bool]) -> None:
-        """A collective that a device comes to in its turn; `older_than`, which looks now and then, forgets what is done."""
+    @contextmanager
+    def queued(self, queue: str, what: str, mark: Callable[[], Callable[[], bool]]) -> Iterator[None]:
+        """Within, a collective is given to a device, which comes to it in its turn; `older_than`, which looks now and then,
+        forgets what is done. mark: makes a mark behind all that the device was given; it tells whether the device is there.
+        """
+        begun = mark()
+        yield
         self._begun[queue] += 1
-        self._queued.setdefault(queue, deque()).append(_Queued(self._begun[queue], what, done))
+        self._queued.setdefault(queue, deque()).append(_Queued(self._begun[queue], what, begun, mark()))
 
     def _look(self, now: float) -> None:
-        """What each device is at. It may have come to it just now, so that its wait begins where it was first seen there."""
+        """What each device is at. One that computes has not come to its next collective and waits in nothing; it may have come
+        to it just now, so that its wait begins where it was first seen there.
+        """
         for queue, queued in self._queued.copy().items():
             while queued and queued[0].done():
                 queued.popleft()
             seen = self._now.get(queue)
-            if not queued:
+            if not queued or not queued[0].begun():
                 self._now.pop(queue, None)
             elif seen is None or seen.number != queued[0].number:
                 self._now[queue] = _Wait(queued[0].number, queued[0].what, now)
@@ -94,18 +103,18 @@ class StuckWatch:
 
     def __init__(self, waits: Waits, board: Board, stuck_s: float, on_stuck: Callable[[str], None]) -> None:
         self._waits, self._board, self._stuck_s, self._on_stuck = waits, board, stuck_s, on_stuck
-        self._over = threading.Event()
+        self._over, self._written = threading.Event(), ""
         self._thread = threading.Thread(target=self._run, name="stuck-watch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        written = seen = ""
+        seen = ""
         while not self._over.wait(self._stuck_s / LOOKS):
             mine = self._waits.older_than(self._stuck_s)
             try:
-                if mine != written:
+                if mine != self._written:
                     self._board.write(mine)
-                    written = mine
+                    self._written = mine
                 told = self._board.read() if mine else []
             except RuntimeError:  # who keeps the board is gone; that is told where it is waited for
                 return
@@ -116,8 +125,12 @@ class StuckWatch:
             seen = stuck
 
     def close(self) -> None:
+        """What it wrote is taken away: this rank waits in nothing any more."""
         self._over.set()
         self._thread.join()
+        if self._written:
+            with contextlib.suppress(RuntimeError):  # as in `_run`
+                self._board.write("")
 
 
 def end_process(told: str) -> None:

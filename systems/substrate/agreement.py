@@ -5,16 +5,20 @@ All of it is called on all ranks alike; where they did different things, each of
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from systems.errors import UnsupportedError
+from systems.errors import HiddenUseError, UnsupportedError
 from systems.planning.layout import Layout
+from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Trace
 from systems.ranks.ranks import Ranks
 from systems.substrate.batch_shape import BatchShape
 from systems.substrate.recorder import merged
+
+READ_ALIKE = "let modules read the same weights of others on all ranks"
 
 
 class Agreement:
@@ -23,12 +27,23 @@ class Agreement:
     def __init__(self, ranks: Ranks, layout: Layout) -> None:
         self._ranks, self._layout = ranks, layout
         self.alone = ranks.size == 1
+        self._reads: list[str] = []  # since the last step's end
+
+    def reads(self, what: str) -> None:
+        """A module turned out to read what another owns, which changes collectives from here on: tags say so, and the step's
+        end, so that ranks of which one alone does so are told which, and what it reads.
+        """
+        if not self.alone:
+            self._reads.append(what)
+            self._ranks.link.remind(f", since {' and '.join(self._reads)}")
 
     def fired(self, mine: Sequence[int], reduced: Sequence[int], updated: frozenset[int]) -> list[int]:
         """Parameters that got a gradient in this step on any rank, in model order. mine: here. reduced: bundles whose gradients
         were summed over ranks, in order. updated: bundles that were updated before this was known.
         """
-        told = self._ranks.exchange("gradients", (mine, (reduced, self._ranks.link.chain), updated))
+        issued = reduced, self._ranks.link.chain
+        told, reads = zip(*self._ranks.exchange("gradients", ((mine, issued, updated), self._reads)), strict=True)
+        self._check_reads(reads)
         other = next((rank for rank, (_, theirs, _) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:
             (theirs, _), (first, _) = told[other][1], told[0][1]
@@ -40,6 +55,17 @@ class Agreement:
         for rank, (theirs, _, early) in enumerate(told):
             self._check_updated(rank, fired - frozenset(theirs), early)
         return sorted(fired)
+
+    def _check_reads(self, told: Sequence[list[str]]) -> None:
+        """HiddenUseError unless they were the same on all ranks, in the same order."""
+        for rank, theirs in enumerate(told):
+            for reader, what, other in [(rank, what, 0) for what in theirs] + [(0, what, rank) for what in told[0]]:
+                if what not in told[other]:
+                    raise HiddenUseError(f"rank {reader}: {what}, and rank {other} does not: {READ_ALIKE}")
+            if theirs != told[0]:
+                raise HiddenUseError(f"rank {rank}: {theirs[0]}, and rank 0 does so in another order: {READ_ALIKE}")
+        self._reads = []
+        self._ranks.link.remind("")
 
     def _check_updated(self, rank: int, elsewhere: set[int], updated: frozenset[int]) -> None:
         """UnsupportedError where a bundle that a rank has updated got more on others than it knew of. elsewhere: parameters."""
@@ -86,3 +112,19 @@ class Agreement:
         if len(traces) < len(told):
             return True, None
         return True, reduce(lambda one, more: replace(merged(one, more), compute_time_s=one.compute_time_s), traces)
+
+
+def lay_out_alike(ranks: Ranks, context: PlanningContext, layout: Layout) -> None:
+    """UnsupportedError on all ranks where one plans with other numbers than the first, or cuts the model's memory otherwise."""
+    if ranks.size == 1:
+        return
+    parts = layout.itemsize, layout.segments, layout.bundles, sorted(layout.in_place), sorted(layout.on_disk), layout.unit_names
+    mine = vars(context) | {"layout": hashlib.sha256(repr(parts).encode()).hexdigest()}
+    first, *_ = told = ranks.exchange("the layout", mine)
+    for rank, theirs in enumerate(told):
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise UnsupportedError(
+                    f"ranks 0 and {rank} do not plan alike: {name} is {first[name]} on rank 0 and {value} on rank {rank}: give "
+                    "all ranks the same model, devices and versions"
+                )

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
@@ -47,12 +46,14 @@ from systems.device.device import Device, join_ranks
 from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
+from systems.machine.budgets import Budgets
 from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.homes import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
 from systems.ranks.beginnings import FirstValuesAlike
 from systems.ranks.ranks import Ranks
+from systems.ranks.side_by_side import side_by_side
 from systems.recipe.model.adoption import initial_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls
 from systems.recipe.model.giving_back import remember_buffers
@@ -63,7 +64,7 @@ from systems.recipe.recomputation.recompute import recomputed_units, switchable
 from systems.recipe.step.control import StepControl
 from systems.recipe.step.optimizer_states import states_of
 from systems.settings import TORCH_DTYPE, Settings
-from systems.substrate.agreement import Agreement
+from systems.substrate.agreement import Agreement, lay_out_alike
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.first_values import FirstValues
 from systems.substrate.bundle.poison import Poison
@@ -95,18 +96,11 @@ from systems.substrate.step_ending import StepEnding
 from systems.substrate.step_times import StepTimes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Budgets:
-    """Bytes of the host's memory and of the disk; the device has its own."""
-
-    host: int
-    disk: int
-
-
 class Assembly:
     """Assembly is the mechanism of one engine as it is made, each object under the name that it has in the engine.
 
-    Raises BudgetError or UnsupportedError if the request cannot be met; then `cleanup` undoes what was done.
+    Raises BudgetError or UnsupportedError if the request cannot be met, be it on one of several ranks; then `cleanup` undoes
+    what was done.
     """
 
     def __init__(
@@ -124,13 +118,17 @@ class Assembly:
         self._ranks = ranks
         self._model, self._settings, self._budgets, self._log, self._cleanup = model, settings, budgets, log, cleanup
         self._dtype = TORCH_DTYPE[settings.dtype]
-        self._cut_model(make_strategy, make_device)
-        self._lay_out_memory()
-        self._make_moves()
-        self._make_plans()
-        self._make_steps()
-        self._connect()
-        self._follow_model()
+        with side_by_side(ranks, "what an engine is built of"):
+            self._cut_model(make_strategy, make_device)
+            self._lay_out_memory()
+        self._begin_alike()
+        with side_by_side(ranks, "how an engine is built"):
+            self.parameters = adopt_parameters(self.found, self.layout, self.bundles, self._dtype)
+            self._make_moves()
+            self._make_plans()
+            self._make_steps()
+            self._connect()
+            self._follow_model()
 
     def _cut_model(
         self, make_strategy: Callable[[PlanningContext], Strategy], make_device: Callable[[EventLog], Device]
@@ -172,32 +170,37 @@ class Assembly:
         )
 
     def _lay_out_memory(self) -> None:
-        """Steps 6 to 10."""
+        """Steps 6 to 9."""
         found, layout, device, settings = self.found, self.layout, self.device, self._settings
         self.host = host_account(self._budgets.host, self._log)
         self.disk = self._make_disk() if layout.on_disk else None
         self.control = StepControl(settings, found.index, found.parameters)
         self.states = states_of(settings.optimizer, found.index, found.parameters)
-        alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
+        self._alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
         self.store = Store(
             layout, device, self.host, self._dtype, accumulate=settings.accumulate, disk=self.disk, ranks=self._ranks
         )
         self._cleanup.callback(self.store.close)
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
         self.bundles = self._make_bundles()
-        self._cleanup.callback(_close, self.bundles)
+        for bundle in self.bundles:
+            self._cleanup.callback(bundle.close)
         self.values = StoredValues(self.store, self.bundles)
         self.residency = Residency(layout, self.bundles, self.store, device, write_back=self.strategy.write_back)
         self._cleanup.callback(self.residency.close)
-        first = FirstValues(self.store, [p.shape for p in found.index.parameters], alike.fill)
+        first = FirstValues(self.store, [p.shape for p in found.index.parameters], self._alike.fill)
         for bundle in self.bundles:
             if not bundle.movable:
                 self.residency.settle(bundle)
             first.fill(bundle)
-            if not bundle.movable and bundle.scattered and self._ranks.size > 1:
+
+    def _begin_alike(self) -> None:
+        """The first that ranks do together, once each of them has all that it takes."""
+        lay_out_alike(self._ranks, self._context, self.layout)
+        for bundle in self.bundles if self._ranks.size > 1 else ():
+            if not bundle.movable and bundle.scattered:
                 self.residency.gather(bundle)
-        alike.check()
-        self.parameters = adopt_parameters(found, layout, self.bundles, self._dtype)
+        self._alike.check()
 
     def _make_bundles(self) -> list[ManagedBundle]:
         layout, segments, device = self.layout, self.store.segments, self.device.torch_device
@@ -329,7 +332,7 @@ class Assembly:
         self.residency.room.ask(choose=self.planner.choose, relieve=self.flushes.relieve)
         if isinstance(cursor := self.cursor, Following):
             self.residency.room.let_go(lambda bundle: self.progress.aside or cursor.leaves(bundle))
-            cursor.ask(self.planner.flushes_of)
+            cursor.ask(self.planner.plans)
         store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
 
         def host_mappings() -> list[HostMapping]:
@@ -371,6 +374,7 @@ class Assembly:
             planner=self.planner,
             progress=progress,
             hooks=hooks,
+            agreement=self._agreement,
         )
         for bundle in self.bundles:
             device.meter.exempt(bundle.storage.untyped)
@@ -387,11 +391,6 @@ class Assembly:
         )
         past.let_cast(self.watch.casts.call)
         self._cleanup.callback(self.watch.end)
-
-
-def _close(bundles: Sequence[ManagedBundle]) -> None:
-    for bundle in bundles:
-        bundle.close()
 
 
 def _is_readable(layout: Layout, bundles: Sequence[ManagedBundle], parameter: int) -> bool:

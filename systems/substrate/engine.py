@@ -17,6 +17,7 @@ from systems.device.device import Device, abandon_link, ambient
 from systems.device.lanes.access import Access
 from systems.device.watch.events import EventLog
 from systems.errors import UnsupportedError
+from systems.machine.budgets import Budgets
 from systems.machine.limits import free_host_memory
 from systems.messages import in_words
 from systems.planning.strategy import PlanningContext, Strategy
@@ -32,7 +33,7 @@ from systems.recipe.step.closing import starting
 from systems.recipe.step.stepping import NO_LOSS
 from systems.settings import TORCH_DTYPE, Settings, StepOutcome
 from systems.state_dicts import refuse_state_dict
-from systems.substrate.assembly import Assembly, Budgets
+from systems.substrate.assembly import Assembly
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.handover import values_in_slots
 from systems.substrate.moments import MomentsTogether
@@ -85,9 +86,10 @@ class ManagedEngine(ManagedReports):
                 self._cleanup.close()
                 raise
         with starting(self):
-            self._release = take(model)
-            self._cleanup.callback(refuse_state_dict(model))
-            self.store.take_rest()
+            with side_by_side(ranks, "how an engine begins"):
+                self._release = take(model)
+                self._cleanup.callback(refuse_state_dict(model))
+                self.store.take_rest()
             if self._states is not None:
                 self._states.attach(self._state, partial(_host_room, self), ranks)
         self.outcomes: list[StepOutcome] = self.control.outcomes

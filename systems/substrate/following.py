@@ -1,8 +1,10 @@
 """Following: the way of one of several ranks through a plan that it does not keep to.
 
 Note [Passing]
-    On several ranks no event makes a step abandon its plan, for its fetches and flushes are collectives, and the others go on
-    with them; what all are told of at once does, a larger batch above all. An event that is not the next moment of the plan but
+    On several ranks no event of one rank makes a step abandon its plan, for its fetches and flushes are collectives, and the
+    others go on with them. What all of them meet at the same place does: a larger batch, of which they tell each other, and a
+    unit that is found to read what another owns (reads.py), of which the tags of all collectives from then on say so: a rank
+    that alone reads it is told of by the next one (Agreement.reads). An event that is not the next moment of the plan but
     a later one *passes* the moments between: their barriers, operations and flushes are carried out as if the units had run,
     and the step goes on following. One that is none of the rest of the plan is *late*: it gets what it needs on demand, in
     program order, and what was fetched for it alone goes with its last holder. Late events need no collective where their
@@ -21,15 +23,15 @@ Note [Passing]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from systems.planning.plan import Operation, OpKind, Plan
-from systems.planning.trace import Moment, Phase
+from systems.planning.trace import Moment, Phase, Trace
 from systems.substrate.cursor import Cursor
 
 ENTER_OF = {Phase.FORWARD_EXIT: Phase.FORWARD_ENTER, Phase.BACKWARD_EXIT: Phase.BACKWARD_ENTER}
-FlushesOf = Callable[[Plan], Sequence[Sequence[int]]]
+Plans = Mapping[tuple[Moment, ...], tuple[Trace, Plan | None]]
 
 
 @dataclass
@@ -84,31 +86,44 @@ class Following(Cursor):
         super().__init__()
         self.late = False
         self.guests: set[int] = set()
-        self._flushes_of: FlushesOf = lambda plan: ()
-        self._flushes: Sequence[Sequence[int]] = ()
+        self._plans: Plans = {}
+        self._flushes: Sequence[Sequence[int]] = ()  # what the plan flushes, at each of its moments
         self._due: dict[tuple[int, int], int] = {}  # by micro-step and bundle, where it is flushed
         self._micro_step = 0
         self.outstanding = Outstanding()
         self._seen: list[Moment] = []  # in this step
         self._ends: list[int] = []  # how many were, as each call of the engine ended
-        self._ends_of: dict[tuple[Moment, ...], list[int]] = {}  # the same of steps so far, by all their moments
+        self._ends_of: dict[tuple[Moment, ...], list[int]] = {}  # the same of the last step of each kind that is planned
+        self._ends_in_plan: Sequence[int] = ()  # of the plan's kind
 
-    def ask(self, flushes_of: FlushesOf) -> None:
-        """What a plan flushes, at each of its moments."""
-        self._flushes_of = flushes_of
+    def ask(self, plans: Plans) -> None:
+        """Those that there are, by the moments of the steps that they are for, each with the step it was made from."""
+        self._plans = plans
 
     def start(self) -> None:
         """See Cursor.start."""
         super().start()
-        self._ends_of[tuple(self._seen)] = self._ends
+        self._keep_ends(tuple(self._seen), self._ends)
         self._seen, self._ends = [], []
         self.departed = self.strayed = self.late = False
         self.guests.clear()
         self.outstanding = Outstanding()
         if self.plan is None:
             return
-        self._flushes, moments = self._flushes_of(self.plan), self.plan.signature
+        moments = self.plan.signature
+        known = self._plans.get(moments)
+        if known is None:  # units were found to read more since, between two steps
+            self.leave()
+            return
+        self._flushes, self._ends_in_plan = known[0].flushes, self._ends_of.get(moments, ())
         self._due = {(moments[at].micro_step, bundle): at for at, here in enumerate(self._flushes) for bundle in here}
+
+    def _keep_ends(self, moments: tuple[Moment, ...], ends: list[int]) -> None:
+        """Of the step that is over, if a plan for its kind is known by now. What no plan is known for any more goes."""
+        if moments in self._plans:
+            self._ends_of[moments] = ends
+        if len(self._ends_of) > len(self._plans):
+            self._ends_of = {kind: theirs for kind, theirs in self._ends_of.items() if kind in self._plans}
 
     def passes(self, moment: Moment) -> Iterator[int]:
         """`moment` comes: the moments before it that are passed, the cursor being at each in turn."""
@@ -125,7 +140,7 @@ class Following(Cursor):
 
     def passes_call(self) -> Iterator[int]:
         """A call of the engine ends: what is left of it in the plan."""
-        number, ends = len(self._ends), self._ends_of.get(self.plan.signature, ()) if self.plan is not None else ()
+        number, ends = len(self._ends), self._ends_in_plan
         self._ends.append(len(self._seen))
         if self.following and number < len(ends):
             yield from self._pass_until(ends[number])

@@ -201,10 +201,6 @@ class Planner:
         self._resting = None
         self._in_force.apply(plan)
 
-    def flushes_of(self, plan: Plan) -> Sequence[Sequence[int]]:
-        """What it flushes, at each of its moments."""
-        return self.plans[plan.signature][0].flushes
-
     def uses_changed(self, *, moments: bool) -> None:
         """Units read more than the plans know. moments: a step like this one will have others the next time."""
         self.plans.clear()

@@ -6,7 +6,8 @@ held for the innermost unit that runs, as one of its own: now, in its backward, 
 emulated device the meter shows each operation; on CUDA a mode does so in steps that have no plan yet.
 
 What is refused: an edit of such a parameter, one that does not fit beside what the unit holds already, and a read in a backward
-in which nobody who reads it is at work: there what a unit made was hidden from the hooks (see hooks.py).
+in which nobody who reads it is at work: there what a unit made was hidden from the hooks (see hooks.py). And, of several ranks,
+one that not all of them make alike: it changes what is fetched, and when gradients leave, which are collectives.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from systems.planning.layout import Layout
 from systems.recipe.model.calls import NO_UNIT
 from systems.recipe.model.unit_tensors import SEEN
 from systems.recipe.model.units import ROOT, FoundModel
+from systems.substrate.agreement import Agreement
 from systems.substrate.bundle.states import ParameterState
 from systems.substrate.cursor import Cursor
 from systems.substrate.hooks import UnitHooks
@@ -48,7 +50,9 @@ class Reads:
         planner: Planner,
         progress: Progress,
         hooks: UnitHooks,
+        agreement: Agreement,
     ) -> None:
+        self._agreement = agreement
         self._index, self._hooks, self._progress, self._cursor, self._planner = found.index, hooks, progress, cursor, planner
         self._layout, self._residency, self._gradients = layout, residency, gradients
         root = next(m for unit, m in zip(found.index.units, found.modules, strict=True) if unit.name == ROOT)
@@ -104,6 +108,10 @@ class Reads:
         unit = next(call.unit for call in reversed(reading) if call.unit != NO_UNIT)
         held = bundle in self._layout.bundles_of_unit.get(unit, ())
         late = not self._hooks.is_active(unit)
+        changes = not held or bundle in self._layout.in_place  # of parameters in place one unit is known to read each
+        if changes:
+            reading_module, read = name or self._index.units[unit].name, self._index.parameters[parameter].name
+            self._agreement.reads(f"module {reading_module} reads parameter {read}")
         try:
             if late:
                 self._residency.fetch(bundle)  # it is held as soon as the unit enters
@@ -112,7 +120,7 @@ class Reads:
         except OutOfMemoryError as error:
             words = f"{where}, for which there is no room: {error}"
             raise OutOfMemoryError(words, tier=error.tier, need=error.need, have=error.have) from error
-        if not held or bundle in self._layout.in_place:  # of parameters in place one unit is known to read each
+        if changes:
             self._layout.add_user(bundle, unit)
             in_place = self._gradients.in_place
             in_place.allow(in_place.allowed - {bundle})

@@ -13,7 +13,7 @@ The timeline and the validator replay this order (Note [What happens at a moment
 Note [Departures]
     A step that leaves the trace is counted as a fallback and finishes on demand: what is needed is fetched when it is
     needed, and room is made by evicting. The step was recorded all the same, so the next like it has a plan. Several ranks
-    never leave it: see Note [Passing] in following.py.
+    leave it together or not at all: see Note [Passing] in following.py.
 """
 
 from __future__ import annotations

@@ -14,14 +14,13 @@ from systems.device.device import Device
 from systems.device.make import make_device
 from systems.device.watch.events import EventLog
 from systems.errors import BudgetError, UnsupportedError
-from systems.machine.budgets import device_budget, disk_budget, host_budget
+from systems.machine.budgets import Budgets, device_budget, disk_budget, host_budget
 from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
 from systems.ranks.beginnings import ALONE, begin_alike, smallest
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.sizes import format_size
-from systems.substrate.assembly import Budgets
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.room import look
 from systems.system import Abilities, Engine, System

@@ -166,7 +166,7 @@ def brought(ranks: Ranks, onto: int | None) -> torch.Tensor | None:
     for each in PLACES[ranks.rank]:
         whole[each] = pieced()[each]
     places = [[whole[each] for each in mine] if here or rank == ranks.rank else [] for rank, mine in enumerate(PLACES)]
-    ranks.bring("pieces", places, onto)
+    ranks.bring("pieces", lambda: places, onto)
     return whole if here else None
 
 
@@ -207,6 +207,20 @@ def test_what_ranks_have_pieces_of_comes_together_bit_for_bit() -> None:
 def test_ranks_that_bring_different_things_together_are_told_by_name() -> None:
     with pytest.raises(RanksDifferError, match="rank 0 at 'pieces, onto 0'; rank 1 at 'pieces, onto 1'"):
         as_threads(3, lambda ranks: brought(ranks, ranks.rank))
+
+
+def test_what_one_rank_cannot_bring_is_told_on_all() -> None:
+    def work(ranks: Ranks) -> str:
+        def places() -> list[list[torch.Tensor]]:
+            if ranks.rank == 1:
+                raise OSError("its disk is gone")
+            return [[torch.zeros(1)]] * 3
+
+        with pytest.raises(OSError, match="rank 1: its disk is gone"):
+            ranks.bring("pieces", places)
+        return "told"
+
+    assert as_threads(3, work) == ["told"] * 3
 
 
 def test_processes_that_differ_are_told_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from tests.planning.races import find_races
 from tests.systems.every import STRATEGIES
 from tests.systems.models_plain import squared_error
 from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, Run, assert_equal, finished, managed, settings
+from tests.systems.running import AMPLE, RESIDENT, Run, assert_equal, finished, managed, settings
 from tests.systems.test_departures import Route
 from tests.systems.test_ordering import as_issued
 
@@ -200,3 +201,40 @@ def test_an_evaluation_or_a_discard_where_one_rank_left_the_last_blocks_out(stra
         engine.backward(value)
 
     check(strategy, without(2, 3), model=HeadFirst, between=between)
+
+
+def reached_from(owner: Any) -> int:
+    """Objects in what it has of its own, through containers and moments."""
+    left, found = list(vars(owner).values()), set[int]()
+    while left:
+        each = left.pop()
+        if id(each) not in found and isinstance(each, list | tuple | dict | set | frozenset | int):
+            found.add(id(each))
+            left += gc.get_referents(each) if not isinstance(each, int) else []
+    return len(found)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_long_run_of_unlike_steps_keeps_no_more_than_its_plans_need(strategy: str) -> None:
+    """Each step is another one, on each rank, and its batch of another size."""
+    steps = 40
+
+    def work(ranks: Ranks) -> list[int]:
+        mine = models[ranks.rank]
+        engine: Any = STRATEGIES[strategy].initialize(mine, asked, STRATEGIES[strategy].Options(), ranks=ranks)
+        sizes, luck = list[int](), random.Random(ranks.rank)
+        for step in range(steps):
+            mine.order = ALL if step < 3 else [b for b in ALL if luck.random() < 0.6]
+            rows = 8 if step < 3 else luck.randrange(1, 9)
+            engine.backward(squared_error(engine, batch[:rows], 60))
+            engine.step()
+            sizes.append(reached_from(engine.cursor))
+        assert engine.counters()["departures"] > steps // 2
+        return sizes
+
+    torch.manual_seed(0)
+    models, batch = [Route(), Route()], tokens(1, 1, batch=8)[0, 0]
+    models[1].load_state_dict(models[0].state_dict())
+    asked = settings(ranks=2, device_memory=AMPLE)
+    for sizes in as_threads(2, work):
+        assert max(sizes[-10:]) <= max(sizes[5:15]) + 5, sizes

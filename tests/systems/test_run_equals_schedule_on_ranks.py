@@ -110,7 +110,7 @@ FACTORS: Mapping[str, Any] = {
     "budget": (6, 24),
     "recompute": ("none", "full"),
     "accumulate": (1, 2),
-    "nonfinite": ("skip",),
+    "nonfinite": ("skip", "stop"),
 }
 
 

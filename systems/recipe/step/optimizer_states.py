@@ -89,11 +89,12 @@ class OptimizerStates:
             before._remove()
         self._state, self._room, self._ranks = state, room, ranks
         _check_alike(ranks, self._index, self._found, "the optimizer")
-        if self._found:
-            moments = state("initialize")
-            for number, entry in self._found.items():
-                moments.write_moments(number, _fp32(entry.exp_avg), _fp32(entry.exp_avg_sq))
-                moments.control.updates[number] = entry.step
+        with side_by_side(ranks, "the optimizer's state"):
+            if self._found:
+                moments = state("initialize")
+                for number, entry in self._found.items():
+                    moments.write_moments(number, _fp32(entry.exp_avg), _fp32(entry.exp_avg_sq))
+                    moments.control.updates[number] = entry.step
         self._found = {}
         optimizer.state.clear()
         self._handles = [
@@ -235,7 +236,7 @@ def _check_alike(ranks: Ranks, index: ModelIndex, given: Mapping[int, _GivenStat
     """UnsupportedError on all ranks where one is given another state than the first."""
     if ranks.size == 1:
         return
-    told = ranks.exchange(what, {number: _digest(entry) for number, entry in given.items()})
+    told = ranks.together(what, lambda: {number: _digest(entry) for number, entry in given.items()})
     for rank, theirs in enumerate(told):
         for number in sorted({*told[0], *theirs}):
             if told[0].get(number) != theirs.get(number):

@@ -5,7 +5,8 @@ Call it only when drained, outside a step, and on all ranks alike: what their sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ class StoredValues:
 
     def parameter(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Its fp32 master (or, if frozen, its value at rest) as a CPU copy."""
-        return self._whole(number, self._values_here(number)).view(shape)
+        return self._whole(number, partial(self._values_here, number)).view(shape)
 
     def _values_here(self, number: int) -> list[tuple[int, torch.Tensor]]:
         """Pieces that this rank has, with their first elements."""
@@ -40,37 +41,52 @@ class StoredValues:
 
     def bring(self, number: int, part: Part, onto: int) -> torch.Tensor | None:
         """A parameter's master or one of its moments, flat: whole on rank `onto`, None on the others."""
-        ranks, here = self._store.ranks, self._values_here(number) if part == "value" else self._moments_here(number, part)
+        ranks = self._store.ranks
+        here = partial(self._values_here, number) if part == "value" else partial(self._moments_here, number, part)
         if ranks.rank == onto:
             return self._whole(number, here, onto)
         if not self.bundle_of(number).scattered:
             return None
-        given = [[values for _, values in here] if rank == ranks.rank else [] for rank in range(ranks.size)]
+
+        def given() -> list[list[torch.Tensor]]:
+            return [[values for _, values in here()] if rank == ranks.rank else [] for rank in range(ranks.size)]
+
         ranks.bring(f"parameter {number}", given, onto)
         return None
 
     def at_rest(self, number: int) -> torch.Tensor:
         """In the compute dtype, out of the slots of all ranks, flat."""
-        here = [(p.start, stored.slot[p.here]) for stored, p in self.pieces_of(number)]
+
+        def here() -> list[tuple[int, torch.Tensor]]:
+            return [(p.start, stored.slot[p.here]) for stored, p in self.pieces_of(number)]
+
         return self._whole(number, here, dtype=self._store.dtype)
 
     def _whole(
-        self, number: int, here: list[tuple[int, torch.Tensor]], onto: int | None = None, dtype: torch.dtype = torch.float32
+        self,
+        number: int,
+        here: Callable[[], list[tuple[int, torch.Tensor]]],
+        onto: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """A parameter out of the pieces that each rank has; here: this one's."""
+        """A parameter out of the pieces that each rank has; here: looks up this one's."""
         ranks = self._store.ranks
         if ranks.size == 1 or not self.bundle_of(number).scattered:  # every rank has all
-            return torch.cat([values for _, values in sorted(here, key=lambda piece: piece[0])])
-        whole = torch.empty(self._store.layout.places[number].numel, dtype=dtype)
-        for start, values in here:
-            whole[start : start + values.numel()].copy_(values)
-        segments = self.bundle_of(number).segments
-        places = [
-            [whole[p.piece] for stored in segments for p in stored.segment.shard(rank) if p.parameter == number]
-            for rank in range(ranks.size)
-        ]
+            return torch.cat([values for _, values in sorted(here(), key=lambda piece: piece[0])])
+        made: list[torch.Tensor] = []
+
+        def places() -> list[list[torch.Tensor]]:
+            made.append(whole := torch.empty(self._store.layout.places[number].numel, dtype=dtype))
+            for start, values in here():
+                whole[start : start + values.numel()].copy_(values)
+            segments = self.bundle_of(number).segments
+            return [
+                [whole[p.piece] for stored in segments for p in stored.segment.shard(rank) if p.parameter == number]
+                for rank in range(ranks.size)
+            ]
+
         ranks.bring(f"parameter {number}", places, onto)
-        return whole
+        return made[0]
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""
@@ -105,7 +121,7 @@ class StoredValues:
 
     def moment(self, parameter: int, which: Part) -> torch.Tensor:
         """Adam's first or second of a trained parameter, as a flat CPU copy."""
-        return self._whole(parameter, self._moments_here(parameter, which))
+        return self._whole(parameter, partial(self._moments_here, parameter, which))
 
     def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Flat and of the whole parameter, which is trained."""

@@ -48,7 +48,7 @@ class Reductions:
         kept = parts if shard is None else bundle.shard.pieces(shard)
 
         def work() -> None:
-            link.reduce(operation.label, *pieces)
+            link.reduce(tag, *pieces)
             if shard is not None:
                 for target, source in zip(kept, parts, strict=True):
                     target.copy_(source, non_blocking=True)
@@ -59,7 +59,7 @@ class Reductions:
 
         self._device.log.count("reduce_bytes", bundle.nbytes - bundle.nbytes // self._ranks.size)
         self.issued.append(bundle.index)
-        link.issue(operation.label)
+        tag = link.issue(operation.label)
         written = [block.memory] if shard is None else [block.memory, shard.memory]
         squares.wait_for(self._device.transfers.issue(operation, work, writes=written))
 

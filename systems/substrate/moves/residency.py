@@ -82,11 +82,11 @@ class Residency:
         def work() -> None:
             for target, source in own:
                 target.copy_(source, non_blocking=True)
-            ranks.link.gather(gather.label, *pieces)
+            ranks.link.gather(tag, *pieces)
 
         self.device.log.count("gather_bytes", managed.nbytes - managed.nbytes // ranks.size)
         reads = [] if shard is None else [shard.memory]
-        ranks.link.issue(gather.label)
+        tag = ranks.link.issue(gather.label)
         self.device.transfers.issue(gather, work, reads=reads, writes=[block.memory])
 
     def sources(self, managed: ManagedBundle) -> tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
