@@ -5,12 +5,14 @@ Note [Written in place]
     block, over the parameters they belong to. No use of those is left: autograd hands a gradient over after the last use of
     its parameter. From then on the gradients hold the block, so that nothing evicts it; units whose backward is to come read
     their own parameters in it as before. When the bundle's gradient is complete the block is copied to the host slots and
-    freed.
+    freed. Of several ranks it is summed over them where it lies first; and a bundle that rests as a shard, of which the block
+    is a copy, keeps this rank's part of the sum, apart from the block if it waits for the norm.
 
 Note [Detours]
-    Where it is not that simple, the gradient moves to a range and the block gets its parameters back from the host: a unit
-    enters again after its gradients were written, or a bundle is flushed while a unit holds it. Where the slot holds a
-    gradient already (a late one, or one sent off early), and with several micro-batches, there is a range from the start.
+    Where it is not that simple, the gradient moves to a range and the block gets its parameters back from the host, or from
+    the shards: a unit enters again after its gradients were written, or a bundle is flushed while a unit holds it. Where the
+    slot holds a gradient already (a late one, or one sent off early), and with several micro-batches, there is a range from the
+    start.
     Detours are counted (`gradient_detours`).
 """
 
@@ -101,15 +103,30 @@ class InPlace:
 
     def offload(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions | None) -> None:
         """The bundle's block, all gradient now, leaves for the host."""
-        block, label = self._block(bundle), f"gradient of bundle {bundle.index} ends"
+        block = self._block(bundle)
         if reductions is None:
-            self._device.transfers.compute(reads=[block.memory], label=label)
+            self._device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle.index} ends")
         else:
-            reductions.complete(gradient, lambda parameter: self.view(bundle, parameter))
-            self._device.transfers.compute(writes=[block.memory], label=label)
+            self._complete(bundle, block, gradient, reductions)
             reductions.reduce(bundle, block)
         self._ranges.offload(bundle, block)
         self.let_go(bundle, gradient)
+
+    def keep_sum(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions, *, waits: bool) -> None:
+        """The bundle rests as a shard, and this rank's part of the sum over ranks stays: apart from the block, which goes, if
+        it waits for the norm; else in the block, which the update lets go of.
+        """
+        block = self._block(bundle)
+        self._complete(bundle, block, gradient, reductions)
+        shard = self._ranges.allocate_shard(bundle) if waits else None
+        reductions.reduce(bundle, block, shard)
+        if shard is not None:
+            gradient.keep(shard)
+            self.let_go(bundle, gradient)
+
+    def _complete(self, bundle: ManagedBundle, block: Allocation, gradient: BundleGradient, reductions: Reductions) -> None:
+        reductions.complete(gradient, lambda parameter: self.view(bundle, parameter))
+        self._device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle.index} ends")
 
     def in_use(self, bundle: ManagedBundle) -> bool:
         """True while anything but its own gradients holds the bundle."""
