@@ -144,14 +144,14 @@ class Gradients:
         self.sum_complete([bundle])
         on_device = bundle.segments[0].tier is Tier.DEVICE
         block = gradient.range
-        if block is None and on_device and gradient.written and self.reductions is not None:
-            self.in_place.keep_sum(bundle, gradient, self.reductions, waits=self._waits)
+        if block is None and on_device and gradient.written:
+            self.in_place.leave(bundle, gradient, self.reductions, waits=self._waits)
             gradient.leave(GradientState.KEPT, reduced=True)
             return
         if block is None:
             gradient.leave(GradientState.SENT)
             if gradient.written:
-                self.in_place.offload(bundle, gradient, self.reductions)
+                self.in_place.leave(bundle, gradient, self.reductions)
             return
         if self.reductions is not None:
             self.reductions.complete(gradient, lambda parameter: self._ranges.view(block, parameter))

@@ -101,32 +101,27 @@ class InPlace:
         else:
             self._ranges.open(bundle, gradient)
 
-    def offload(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions | None) -> None:
-        """The bundle's block, all gradient now, leaves for the host."""
-        block = self._block(bundle)
-        if reductions is None:
-            self._device.transfers.compute(reads=[block.memory], label=f"gradient of bundle {bundle.index} ends")
-        else:
-            self._complete(bundle, block, gradient, reductions)
-            reductions.reduce(bundle, block)
-        self._ranges.offload(bundle, block)
-        self.let_go(bundle, gradient)
-
-    def keep_sum(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions, *, waits: bool) -> None:
-        """The bundle rests as a shard, and this rank's part of the sum over ranks stays: apart from the block, which goes, if
-        it waits for the norm; else in the block, which the update lets go of.
+    def leave(
+        self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions | None, *, waits: bool | None = None
+    ) -> None:
+        """The bundle's block, all gradient now, leaves for the host. waits: of a bundle that rests as a shard, if this rank's
+        part of the sum waits for the norm; then that stays, apart, else all of it, until the update lets go of it.
         """
-        block = self._block(bundle)
-        self._complete(bundle, block, gradient, reductions)
-        shard = self._ranges.allocate_shard(bundle) if waits else None
-        reductions.reduce(bundle, block, shard)
+        block, label, shard = self._block(bundle), f"gradient of bundle {bundle.index} ends", None
+        if reductions is None:
+            self._device.transfers.compute(reads=[block.memory], label=label)
+        else:
+            reductions.complete(gradient, lambda parameter: self.view(bundle, parameter))
+            self._device.transfers.compute(writes=[block.memory], label=label)
+            shard = self._ranges.allocate_shard(bundle) if waits else None
+            reductions.reduce(bundle, block, shard)
         if shard is not None:
             gradient.keep(shard)
-            self.let_go(bundle, gradient)
-
-    def _complete(self, bundle: ManagedBundle, block: Allocation, gradient: BundleGradient, reductions: Reductions) -> None:
-        reductions.complete(gradient, lambda parameter: self.view(bundle, parameter))
-        self._device.transfers.compute(writes=[block.memory], label=f"gradient of bundle {bundle.index} ends")
+        elif waits is None:
+            self._ranges.offload(bundle, block)
+        else:
+            return
+        self.let_go(bundle, gradient)
 
     def in_use(self, bundle: ManagedBundle) -> bool:
         """True while anything but its own gradients holds the bundle."""
