@@ -27,9 +27,7 @@ def indices(draw: st.DrawFn) -> ModelIndex:
     frozen = draw(st.frozensets(st.integers(0, len(index.parameters) - 1), max_size=4))
     aside = draw(st.frozensets(st.integers(0, len(index.parameters) - 1), max_size=3))
     parameters = tuple(
-        Parameter(
-            p.index, p.name, p.shape, p.numel, p.index not in frozen, p.users, "expert" if p.index in aside else p.group
-        )
+        Parameter(p.index, p.name, p.shape, p.numel, p.index not in frozen, p.users, "expert" if p.index in aside else p.group)
         for p in index.parameters
     )
     return ModelIndex(parameters, index.units)
@@ -66,7 +64,9 @@ def test_chunks_of_all_ranks_keep_their_promises(index: ModelIndex, ranks: int, 
         assert order == sorted(order)
     assert_owned_once(index, layout, ranks)
     held = sum(index.parameters[p.parameter].numel for group in groups for p in group.placements)
-    assert chunker.statistics["utilization"] == (held / (len(groups) * ranks * chunker.chunk) if groups and chunker.chunk else 1.0)
+    assert chunker.statistics["utilization"] == (
+        held / (len(groups) * ranks * chunker.chunk) if groups and chunker.chunk else 1.0
+    )
     single = [s for s in others if all(len(index.parameters[p.parameter].users) <= 1 for p in s.placements)]
     for segment in single:  # larger than a chunk, or fewer chunks than ranks, at a list's end
         larger = [p for p in segment.placements if round_up(p.numel, ALIGN) > chunker.chunk]
@@ -83,7 +83,7 @@ def assert_owned_once(index: ModelIndex, layout: Layout, ranks: int) -> None:
         assert segment.shard_numel * layout.itemsize % 256 == 0
         for rank in range(ranks):
             for p in segment.shard(rank):
-                assert 0 <= p.offset and p.offset + p.numel <= segment.shard_numel and p.numel >= 0
+                assert p.offset >= 0 and p.offset + p.numel <= segment.shard_numel and p.numel >= 0
                 listed[p.parameter] += 1
                 for element in range(p.start, p.start + p.numel):
                     owners[p.parameter][element] += 1

@@ -1,4 +1,4 @@
-"""PatrickStar on several ranks, as threads: chunks that are shards, and gradients in the place of parameters that rest as shards."""
+"""PatrickStar on several ranks, as threads: chunks are shards, and gradients lie over the copies of those that rest as such."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, UpdateRule
+from systems.planning.plan import UpdateRule
 from systems.planning.step.operations import Work
-from systems.ranks.loopback import as_threads
-from systems.ranks.ranks import Ranks
-from systems.recipe.model.units import find_units
-from systems.strategies.patrickstar.groups import groups_of
 from tests.planning.races import find_races
 from tests.systems.every import STRATEGIES
-from tests.systems.models_small import tokens
-from tests.systems.running import RESIDENT, Run, assert_equal, managed, settings
+from tests.systems.running import RESIDENT, Run, assert_equal, managed
 from tests.systems.test_ordering import as_issued
 from tests.systems.test_ranks import (
     STEPS,
     Asked,
     assert_is_one_rank,
     idle_in_part,
-    loss_of,
-    make,
     on_one_rank,
     on_ranks,
     resident,
@@ -39,44 +31,47 @@ SOME = 0.5  # of the reference's peak: a device on which some bundles rest as sh
 
 def assert_chunks_are_shards(run: Run) -> int:
     """No parameter of a communication group crosses a chunk's end; how many groups there are."""
-    chunker_of, layout = managed(run.engine).strategy, managed(run.engine).layout
-    found = 0
-    for segment in layout.segments:
-        ranks = segment.space.ranks
-        length = segment.numel // ranks
-        crossing = [p for p in segment.placements if p.numel and p.offset // length != (p.offset + p.numel - 1) // length]
-        found += not crossing
-    assert chunker_of.statistics().num_groups <= found
-    return int(chunker_of.statistics().num_groups)
+    told: Any = managed(run.engine).strategy.statistics()
+    whole = 0
+    for segment in managed(run.engine).layout.segments:
+        length = segment.shard_numel
+        whole += all(p.offset // length == (p.offset + max(p.numel, 1) - 1) // length for p in segment.placements)
+    assert told.num_groups <= whole <= told.num_groups + told.num_out_of_chunks
+    return int(told.num_groups)
 
 
 CASES = [
-    ("stack", 2),
-    ("stack", 4),
-    ("gpt2", 2),  # tied
-    ("gpt2", 3),
-    ("opt", 4),
-    ("frozen-middle", 3),
-    ("adapters", 4),
-    ("never-called", 2),  # parameters without a gradient
-    ("called-twice", 3),
+    ("stack", 2, 0.45),
+    ("stack", 2, 0.7),
+    ("stack", 4, SOME),
+    ("gpt2", 2, SOME),  # tied
+    ("gpt2", 3, 0.45),
+    ("opt", 4, SOME),
+    ("frozen-middle", 3, 0.7),
+    ("adapters", 4, 0.7),
+    ("never-called", 2, SOME),  # parameters without a gradient
+    ("called-twice", 3, 0.45),
 ]
 
 
-@pytest.mark.parametrize("share", [0.45, SOME, 0.7])
-@pytest.mark.parametrize(("model", "size"), CASES)
+@pytest.mark.parametrize(("model", "size", "share"), CASES)
 def test_the_bits_of_one_rank_the_predicted_peak_and_the_layout_s_bytes(model: str, size: int, share: float) -> None:
+    """Where all states are on the device, and where a unit's gradients come twice, the peak is a bound, as on one rank."""
     found = on_ranks(PATRICKSTAR, model, size, clip=0.5, device_memory=tight(model, size, share), log_events=True)
     assert_is_one_rank(on_one_rank(model, size, 0.5, "fp32"), found)
     for mine in found:
-        engine, schedule = managed(mine.engine), schedule_of(mine)
+        engine, schedule, plan = managed(mine.engine), schedule_of(mine), plan_of(mine)
         layout, operations = engine.layout, engine.log.operations
         assert assert_chunks_are_shards(mine) > 0, "void: no group"
         assert not find_races(as_issued(operations))
-        assert plan_of(mine).predicted_device_peak_bytes == mine.memory.device_peak_bytes
+        predicted, measured = plan.predicted_device_peak_bytes, mine.memory.device_peak_bytes
+        assert predicted is not None and measured is not None
+        bound = model == "called-twice" or len(plan.resident_at_start) == len(layout.bundles)
+        assert measured <= predicted if bound else measured == predicted
         gathered = [int(o.label.split()[2]) for o in operations if o.label.startswith("gather bundle")]
         reduced = [int(o.label.split()[2]) for o in operations if o.label.startswith("reduce bundle")]
         for counter, bundles in (("gather_bytes", gathered), ("reduce_bytes", reduced)):
+            assert bundles
             assert mine.counters[counter] == sum(map(layout.bundle_bytes, bundles)) * (size - 1) // size
         flushed = sorted(o.bundle for o in schedule.bare if o.kind is Work.REDUCE)
         assert sorted(reduced) == sorted(flushed * STEPS)
@@ -100,10 +95,10 @@ def some_rest_as_shards(found: list[Run]) -> None:
     "asked",
     [
         Asked("stack", 2, share=SOME),
-        Asked("stack", 4, dtype="bf16", share=SOME),
-        Asked("gpt2", 3, dtype="bf16", recompute="full", share=0.7),
+        Asked("stack", 4, dtype="bf16", share=0.4),
+        Asked("gpt2", 3, dtype="bf16", recompute="full", share=SOME),
+        Asked("opt", 2, dtype="bf16", share=SOME),
         Asked("frozen-middle", 2, share=0.66),
-        Asked("adapters", 3, dtype="bf16", share=SOME),
         Asked("never-called", 2, share=SOME),
     ],
 )
@@ -168,22 +163,43 @@ def test_a_step_that_is_skipped_leaves_shards_as_they_were() -> None:
 
 @pytest.mark.parametrize("nonfinite", ["skip", "stop"])
 def test_a_unit_that_enters_again_gets_its_parameters_back_from_the_shards(nonfinite: str) -> None:
-    """Under a plan that did not know of it: the gradient in the copy moves to a range, and the copy is gathered anew."""
+    """As hooks do for outputs whose gradients come late; here the runtime is told so by hand. The gradient in the copy moves to
+    a range, and the copy is gathered anew.
+    """
 
-    def twice(engine: Any, rank: int, step: int) -> None:
-        if step == STEPS - 1:
-            module = engine.module
+    def come_again(engine: Any, rank: int, step: int) -> None:
+        if step < STEPS - 1:
+            return
+        plan, runtime, layout = engine.cursor.plan, engine.runtime, engine.layout
+        written = (b for b in layout.bundles if b.index in plan.in_place & plan.sharded and len(b.units) > 1)
+        mine = engine.residency.bundles[next(written).index]
+        again, leave = layout.bundles[mine.index].units[-1], runtime.backward_exit
+        places = [place for place in layout.places.values() if place.bundle == mine.index]
 
-            def forward(x: torch.Tensor) -> torch.Tensor:
-                for block in (module.blocks[0], *module.blocks):
-                    x = block(x)
-                return module.head(x)
+        def values() -> list[list[float]]:
+            engine.device.drain()
+            return [mine.block.view(torch.float32, place.offset, place.numel).tolist() for place in places]
 
-            module.forward = forward
+        def leave_and_return(unit: int) -> None:
+            if unit != again or not runtime.holds_backward(unit):
+                leave(unit)
+                return
+            before = values()
+            leave(unit)
+            there = values()
+            runtime.backward_enter(unit)
+            same = [before == found for found in (there, values())]
+            seen.append(same)
+            leave(unit)
 
-    expected = on_ranks(RESIDENT, "stack", 2, before=twice)
-    given: dict[str, Any] = {"before": twice, "device_memory": tight("stack", 2, 0.8), "log_events": True}
+        runtime.backward_exit = leave_and_return
+
+    seen: list[list[bool]] = []
+    budget = tight("stack", 2, 0.6 if nonfinite == "skip" else SOME)
+    given: dict[str, Any] = {"before": come_again, "device_memory": budget, "log_events": True}
     found = on_ranks(PATRICKSTAR, "stack", 2, 1, {"nonfinite": nonfinite}, **given)
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(on_ranks(RESIDENT, "stack", 2), found, strict=True):
         assert_equal(one, other)
+        assert other.counters["gradient_detours"] == 1
         assert not find_races(as_issued(managed(other.engine).log.operations))
+    assert seen == [[False, True]] * 2, "gradients lay there, and then parameters again"
