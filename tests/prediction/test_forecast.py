@@ -271,8 +271,9 @@ def test_more_bandwidth_never_slows_a_shipped_plan(system: str, rule: UpdateRule
     profile = hardware.load(name)
     chosen = registry.get(system)
     options = chosen.Options.model_validate({"nonfinite": "skip" if rule is UpdateRule.AFTER_NORM else "stop"})
-    about = question(profile, device_memory=GIB, batch_size=1, seq_len=256, recompute="full")
-    planned = forecasts._PlansByBudget(chosen, options, about, observations("opt-1.3b", 3)).at(GIB)
+    memory = GIB + GIB // 8
+    about = question(profile, device_memory=memory, batch_size=1, seq_len=256, recompute="full")
+    planned = forecasts._PlansByBudget(chosen, options, about, observations("opt-1.3b", 3)).at(memory)
     assert isinstance(planned, forecasts._Planned)
 
     def step_time_s(names: tuple[str, ...], factor: float) -> float:
