@@ -112,7 +112,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Segment:
-    """numel includes padding and divides by the ranks of its space."""
+    """numel includes padding, which may lie anywhere between placements, and divides by the ranks of its space."""
 
     index: int
     space: FlatSpace
@@ -151,8 +151,10 @@ class Segment:
         own, found = self.part(rank), []
         for p in self.placements:
             begin, end = max(p.offset, own.start), min(p.offset + p.numel, own.stop)
-            if begin < end or (not p.numel and not rank):
-                found.append(Placement(p.parameter, max(begin - origin, 0), end - begin, p.start + begin - p.offset))
+            if begin < end:
+                found.append(Placement(p.parameter, begin - origin, end - begin, p.start + begin - p.offset))
+            elif not p.numel and not rank:
+                found.append(Placement(p.parameter, 0, 0))
         return tuple(found)
 
 

@@ -83,7 +83,8 @@ class Plan:
     steps under this plan; None leaves it to the settings and to the strategy.
     provisional: the strategy wants to see a step under this plan, and plans again then. provisional_peak_bytes: in a forecast,
     which sees fewer of such steps than a run has, their highest device peak.
-    in_place: bundles updated on the host whose gradients take their parameters' place on the device (of Layout.in_place).
+    in_place: bundles updated on the host, or at rest as a shard, whose gradients take their parameters' place on the device (of
+    Layout.in_place).
     barriers: moments at which the device's lanes wait for each other: what any of them is given later comes after all that the
     others were given before. At an enter that is before anything else there; at an exit the unit has let go of its bundles, and
     its gradients in place are written, before. The host's updates go on, and the host does not wait.

@@ -24,6 +24,9 @@ Note [Ends on several ranks]
     with the backward pass. The gradient of a tensor that one unit made and another took first ends that one, then begins the
     other, so that the order is the same whatever comes; units that end so travel on the tensor.
 
+    A unit without such an input (embeddings) ends as the backward begins of a unit whose calls had all ended before it was
+    called: what it did was made later, and so comes before. Only if it was called once.
+
 Note [Recomputation]
     A checkpointed block runs its forward again inside backward. Then its forward hooks only hold what backward holds anyway.
     Checkpoints inside a unit's `forward` do not fire the unit's hooks again; those around its call do. Both work.
@@ -45,6 +48,7 @@ from systems.recipe.model.parameters import refuse_sparse, take_gradient
 from systems.recipe.model.unit_tensors import SEEN, TooManyValuesError, base_of, first_of, wanted
 from systems.recipe.model.units import ROOT, FoundModel
 from systems.substrate.progress import Progress
+from systems.substrate.sources import Sources
 from systems.substrate.unit_outputs import NOTHING, Given, UnitOutputs
 
 TAKERS = "_offload_takers"  # attribute of a tensor: its version; units that take it as their first input, and made it
@@ -91,7 +95,7 @@ class UnitHooks:
         by_gradients: bool = True,
     ) -> None:
         self._events, self._progress, self.calls, self._bundle_of = events, progress, calls, bundle_of
-        self._by_gradients = by_gradients
+        self._by_gradients, self._sources = by_gradients, None if by_gradients else Sources()
         units, self._index = found.index.units, found.index
         self._outputs = UnitOutputs(found.index)
         self._trainable = [parameter.trainable for parameter in found.index.parameters]
@@ -159,8 +163,13 @@ class UnitHooks:
                     self._events.forward_enter(unit)
             if not torch.is_grad_enabled():
                 return
+            sources = None if self._progress.in_backward or self._progress.aside else self._sources
+            if sources is not None:
+                sources.begin(unit, (self._progress.steps_begun, self._progress.micro_step))
             try:
                 inputs = wanted((args, kwargs))
+                if sources is not None and not inputs:
+                    sources.takes_nothing(unit)
             except TooManyValuesError:  # then what it passes through is taken for its own, and is held the longer
                 inputs = []
             self.calls.open[-1].given = Given(inputs)
@@ -204,6 +213,8 @@ class UnitHooks:
             finally:
                 if not self._progress.in_backward:
                     self._events.forward_exit(unit)
+                    if self._sources is not None:
+                        self._sources.end(unit)
 
         return hook
 
@@ -250,6 +261,8 @@ class UnitHooks:
         if not self._active[unit]:
             return
         if not self._events.holds_backward(unit):
+            for source in () if self._sources is None else self._sources.before(unit):
+                self._events.backward_exit(source)
             self._missing[unit] = set(self._waiting[unit])
             self._began.add(unit)
             self._events.backward_enter(unit)

@@ -205,5 +205,5 @@ class StepEnding:
     def _drop_stale(self) -> None:
         """Device copies of parameters that are about to be updated on the host go now, whoever brought them back."""
         for bundle in self._gradients.bundles.values():
-            if bundle.gradients.fired_in_step and not bundle.pinned:
+            if bundle.gradients.fired_in_step and not bundle.pinned and not bundle.gradients.written:
                 self._residency.drop(bundle.index)

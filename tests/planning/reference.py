@@ -45,7 +45,7 @@ class ReferenceRuntime:
         self.moved = {p.operation.bundle for p in plan.operations if p.operation.kind is OpKind.MOVE}  # of one rank
         self.shards = set(plan.sharded | plan.shards_at_start)  # of which this rank's part is there
         self.sums: set[int] = set()  # of which this rank's part of the reduced gradient waits for the norm
-        self.in_place = plan.in_place - self.device
+        self.in_place = plan.in_place - self.settled
         self.carrying: set[int] = set()  # blocks with gradients in them
         self.adopts = self.device if context.accumulate == 1 and context.ranks == 1 else set()
         self.resident = set(plan.resident_at_start)

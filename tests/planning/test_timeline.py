@@ -50,9 +50,9 @@ def planned(
     trace = case.trace
     layout = replace(case.layout, in_place=frozenset(b.index for b in case.layout.bundles if b.trainable and in_place))
     on_device = frozenset(b.index for b in layout.bundles if b.index in on_device or not b.movable)
-    written = reusable(layout, trace, case.context) - on_device
-    demand = demand_of(layout, trace, case.context, written)
     shards = frozenset(b for b in on_device if layout.bundles[b].movable and sharded and case.context.ranks > 1)
+    written = reusable(layout, trace, case.context) - (on_device - shards)
+    demand = demand_of(layout, trace, case.context, written)
     sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles if b.index not in on_device - shards}
     capacity = max(sum(sizes.get(b, 0) for b in held) for held in demand.held) + spare
     cache = plan_cache(CacheRequest(demand, sizes, (capacity,) * len(trace), prefetch, evict, shards))

@@ -271,7 +271,7 @@ def test_more_bandwidth_never_slows_a_shipped_plan(system: str, rule: UpdateRule
     profile = hardware.load(name)
     chosen = registry.get(system)
     options = chosen.Options.model_validate({"nonfinite": "skip" if rule is UpdateRule.AFTER_NORM else "stop"})
-    memory = GIB if profile.devices == 1 else GIB + GIB // 4  # of ranks' bundles, gradients take no parameters' place
+    memory = GIB + GIB // 8
     about = question(profile, device_memory=memory, batch_size=1, seq_len=256, recompute="full")
     planned = forecasts._PlansByBudget(chosen, options, about, observations("opt-1.3b", 3)).at(memory)
     assert isinstance(planned, forecasts._Planned)
@@ -284,6 +284,17 @@ def test_more_bandwidth_never_slows_a_shipped_plan(system: str, rule: UpdateRule
     for names in (BANDWIDTHS, ("host_dram_bytes_per_s",), ("device_link_bytes_per_s", "network_bytes_per_s")):
         times = [base, *(step_time_s(names, factor) for factor in (1.5, 4.0))]
         assert times == sorted(times, reverse=True), names
+
+
+@pytest.mark.parametrize("system", ["elixir", "patrickstar"])
+@pytest.mark.parametrize("name", ["h200-141g-x2", "hai-pcie-a100-40g-x8", "h3t-a100-40g-x64"])
+def test_several_ranks_need_no_more_of_a_device_than_one(system: str, name: str) -> None:
+    """Where the loss or an embedding sets it: whatever a communication group has is gone by then."""
+    about = question(name, device_memory=GIB, batch_size=1, seq_len=256, recompute="full")
+    one, all_of_them = (
+        asked(system, "opt-1.3b", replace(about, ranks=ranks), layers=3).least_device_bytes for ranks in (1, about.ranks)
+    )
+    assert all_of_them == one
 
 
 def test_the_measured_proof_is_met_within_a_tenth() -> None:

@@ -69,7 +69,7 @@ def with_longer_batches(engine: Any, rank: int) -> Run:
 def test_a_batch_may_be_longer_on_one_rank(strategy: str) -> None:
     """All make room for it, and plan for it alike."""
     expected = each_rank(RESIDENT, "gpt2", with_longer_batches)
-    budget = int(0.6 * (expected[1].memory.device_peak_bytes or 0))
+    budget = int(0.65 * (expected[1].memory.device_peak_bytes or 0))
     found = each_rank(STRATEGIES[strategy], "gpt2", with_longer_batches, device_memory=budget, log_events=True)
     for one, other in zip(expected, found, strict=True):
         assert_equal(one, other)

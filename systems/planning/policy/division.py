@@ -41,7 +41,8 @@ class Division:
         as of what never moves.
         """
         shards = frozenset[int]() if whole or self.context.ranks == 1 else on_device - unmovable(self.layout)
-        return Residence(self.layout, self.context, on_device, self.rule, self.reusable - on_device, sharded=shards)
+        in_place = self.reusable - (on_device - shards)
+        return Residence(self.layout, self.context, on_device, self.rule, in_place, sharded=shards)
 
     @cached_property
     def everything(self) -> Residence:

@@ -81,8 +81,7 @@ class OptimizerCache:
         delay: moments after its BACKWARD_ENTER from which an adopted gradient counts (see non_model_bounds).
         """
         changes = list(stay.changes)
-        if not self.base.reuses(bundle):
-            changes += [(span, -size) for span, size in self.base.gradient_bytes(self.demand, bundle)]
+        changes += [(span, -size) for span, size in self.base.gradient_bytes(self.demand, bundle)]
         late = delay if there.adopted(bundle) else 0
         changes += [(Span(s.begin + late, s.end), size) for s, size in there.gradient_bytes(self.demand, bundle)]
         constant = stay.constant + there.state_bytes(bundle)

@@ -18,8 +18,10 @@ Note [Lifetimes on the device]
 Note [Gradients in place]
     A gradient written over its own parameters needs no range. Until the unit's BACKWARD_EXIT it is in autograd's buffers,
     beside the pool; then it is copied into the bundle's block, which nothing may evict from there to the flush, where the
-    block itself leaves for the host. Only for bundles updated on the host from one micro-step, and only where every unit
-    is done with its parameters once its backward ends (`reusable`); the others have ranges.
+    block itself leaves for the host. Of several ranks it is summed over them in the block; and of a bundle that is updated
+    on the device as a shard the block is a copy, which goes then: what waits for the norm is the shard of the sum. Only for
+    such bundles, from one micro-step, and only where every unit is done with its parameters once its backward ends
+    (`reusable`); the others have ranges.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class ScheduledGradients:
         segments = self.layout.bundles[bundle].segments
         states = tuple(state(s) for s in segments)
         if bundle in self.residence.on_device:
-            gradient = grad_shard(bundle) if bundle in self._kept else grad(bundle)
+            gradient = grad_shard(bundle) if bundle in self._kept else self.resource(bundle)
             reads = norm if self.context.accumulate > 1 else (gradient, *norm)
             parameters = shard(bundle) if bundle in self.residence.sharded else param(bundle)
             self._order.add(Work.UPDATE, LaneKind.COMPUTE, bundle, reads=reads, writes=(*states, parameters))

@@ -32,10 +32,10 @@ class Profile:
 
 
 def gradient_profile(demand: Demand, residence: Residence) -> list[int]:
-    """Pool bytes per moment of gradient ranges."""
+    """Pool bytes per moment of gradient ranges, and of shards that wait for the norm."""
     profile = Profile(len(demand))
     for bundle in demand.gradient_spans:
-        if not residence.adopted(bundle) and not residence.reuses(bundle):
+        if not residence.adopted(bundle):
             for span, size in residence.gradient_bytes(demand, bundle):
                 profile.add(span, size)
     return profile.values()
@@ -143,8 +143,7 @@ def pool_with(need: Sequence[int], bundle: int, demand: Demand, base: Residence,
     if bundle in there.whole:
         size = there.layout.bundle_bytes(bundle)
         changes = [(span, -size) for span in demand.hold_spans.get(bundle, ())]
-    if not base.reuses(bundle):
-        changes += [(span, -size) for span, size in base.gradient_bytes(demand, bundle)]
+    changes += [(span, -size) for span, size in base.gradient_bytes(demand, bundle)]
     if not there.adopted(bundle):
         changes += there.gradient_bytes(demand, bundle)
     grown = [n + constant for n in need]

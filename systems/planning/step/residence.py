@@ -54,7 +54,7 @@ class Residence:
 
     def reuses(self, bundle: int) -> bool:
         """True if the gradient takes the parameters' place."""
-        return bundle in self.in_place and bundle not in self.on_device
+        return bundle in self.in_place and bundle not in self.whole
 
     def adopted(self, bundle: int) -> bool:
         """True if the gradient stays in autograd's own buffers until the update."""
@@ -84,11 +84,11 @@ class Residence:
         return tuple(Span(span.begin, end) for span in spans[:1])
 
     def gradient_bytes(self, demand: Demand, bundle: int) -> list[tuple[Span, int]]:
-        """The same with their bytes, and the shard that waits for the norm. That is taken before the range is freed, so it
-        counts in the interval before too.
+        """What it takes beside parameters: the same with their bytes, unless it is in their place, and the shard that waits for
+        the norm. That is taken before the range is freed, or the block, so it counts in the interval before too.
         """
         spans, size = self.gradient_spans(demand, bundle), self.layout.bundle_bytes(bundle)
-        found = [(span, size) for span in spans]
+        found = [] if self.reuses(bundle) else [(span, size) for span in spans]
         if spans and self.keeps_shard(bundle):
             found.append((Span(spans[0].end - 1, len(demand) - 1), self.layout.shard_bytes(bundle)))
         return found

@@ -45,8 +45,8 @@ class PatrickStarStatistics(StrategyStatistics):
     """Sizes in bytes of one rank's view. None: no step was planned yet.
 
     chunk_lists: bytes of the four aligned lists, out-of-chunk parameters included. chunk_size_elements, utilization,
-    fragmentation: of the chunks at their nominal size, as in table 3; num_out_of_chunks: bundles of tied or oversized
-    parameters.
+    fragmentation: of the chunks at their nominal size, as in table 3, in whole communication groups; num_chunks: of all ranks;
+    num_groups: bundles of them, a chunk a rank; num_out_of_chunks: bundles of tied or oversized parameters.
     gradients: where they are on the device; num_ranged: bundles whose gradients have memory of their own.
     model_bytes_per_parameter: of the four lists and those ranges, each byte once. copied_bytes: parameters on the device at
     the start of a step whose host memory is kept beside them.
@@ -59,6 +59,7 @@ class PatrickStarStatistics(StrategyStatistics):
     variant: Variant
     chunk_lists: dict[str, int]
     num_chunks: int
+    num_groups: int
     chunk_size_elements: int
     chunk_size_bytes: int
     utilization: float

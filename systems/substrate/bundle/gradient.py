@@ -91,10 +91,11 @@ class BundleGradient:
             self._check(GradientState.COLLECTING)
         self.range, self.state = block, GradientState.COLLECTING
 
-    def keep(self, shard: Allocation) -> Allocation:
-        """This rank's part of the sum over ranks, which is on its way there; what it comes out of is the caller's to free."""
+    def keep(self, shard: Allocation) -> Allocation | None:
+        """This rank's part of the sum over ranks, which is on its way there. The range that it comes out of is the caller's to
+        free; None if that is the bundle's block.
+        """
         block, self.range = self.range, shard
-        assert block is not None, "what is reduced on the device was collected there"
         return block
 
     def let_go(self) -> Allocation | None:

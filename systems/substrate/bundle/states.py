@@ -39,7 +39,7 @@ class GradientState(Enum):
     IN_PLACE      The bundle's block has those of the parameters in `written`, which holds it; others may be `waiting`.
     PARKED        The slots have what came, which is not all; nothing was added to the accumulator yet.
     KEPT          It is complete and stays on the device, in `waiting` or `range`, until it is updated there. Of several ranks
-                  the range may be a shard's by then.
+                  the range may be a shard's by then, or the bundle's block has it.
     SENT          It is complete and left: the slots have it, or the accumulator.
     """
 
@@ -65,7 +65,7 @@ GRADIENT_MOVES: Mapping[GradientState, frozenset[GradientState]] = {
     G.NONE: frozenset({G.IN_AUTOGRAD, G.COLLECTING}),
     G.IN_AUTOGRAD: frozenset({G.COLLECTING, G.IN_PLACE, G.KEPT, G.SENT}),
     G.COLLECTING: frozenset({G.PARKED, G.KEPT, G.SENT, G.NONE}),
-    G.IN_PLACE: frozenset({G.COLLECTING, G.SENT}),
+    G.IN_PLACE: frozenset({G.COLLECTING, G.KEPT, G.SENT}),
     G.PARKED: frozenset({G.COLLECTING, G.SENT}),
     G.KEPT: frozenset({G.IN_AUTOGRAD, G.SENT, G.COLLECTING}),
     G.SENT: frozenset({G.COLLECTING, G.IN_AUTOGRAD}),

@@ -144,10 +144,14 @@ class Gradients:
         self.sum_complete([bundle])
         on_device = bundle.segments[0].tier is Tier.DEVICE
         block = gradient.range
+        if block is None and on_device and gradient.written:
+            self.in_place.leave(bundle, gradient, self.reductions, waits=self._waits)
+            gradient.leave(GradientState.KEPT, reduced=True)
+            return
         if block is None:
             gradient.leave(GradientState.SENT)
             if gradient.written:
-                self.in_place.offload(bundle, gradient, self.reductions)
+                self.in_place.leave(bundle, gradient, self.reductions)
             return
         if self.reductions is not None:
             self.reductions.complete(gradient, lambda parameter: self._ranges.view(block, parameter))
@@ -204,6 +208,8 @@ class Gradients:
         self.squares.leave_waiting([bundle])
         bundle.gradients.waiting.clear()
         self._ranges.give_up(bundle, bundle.gradients)
+        if bundle.gradients.written:
+            self.in_place.let_go(bundle, bundle.gradients)
 
     def to_slot(self, bundle: ManagedBundle) -> None:
         """The optimizer of a bundle moves to the host while autograd keeps its gradients: put them into the slot."""

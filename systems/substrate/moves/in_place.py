@@ -5,12 +5,14 @@ Note [Written in place]
     block, over the parameters they belong to. No use of those is left: autograd hands a gradient over after the last use of
     its parameter. From then on the gradients hold the block, so that nothing evicts it; units whose backward is to come read
     their own parameters in it as before. When the bundle's gradient is complete the block is copied to the host slots and
-    freed.
+    freed. Of several ranks it is summed over them where it lies first; and a bundle that rests as a shard, of which the block
+    is a copy, keeps this rank's part of the sum, apart from the block if it waits for the norm.
 
 Note [Detours]
-    Where it is not that simple, the gradient moves to a range and the block gets its parameters back from the host: a unit
-    enters again after its gradients were written, or a bundle is flushed while a unit holds it. Where the slot holds a
-    gradient already (a late one, or one sent off early), and with several micro-batches, there is a range from the start.
+    Where it is not that simple, the gradient moves to a range and the block gets its parameters back from the host, or from
+    the shards: a unit enters again after its gradients were written, or a bundle is flushed while a unit holds it. Where the
+    slot holds a gradient already (a late one, or one sent off early), and with several micro-batches, there is a range from the
+    start.
     Detours are counted (`gradient_detours`).
 """
 
@@ -99,16 +101,26 @@ class InPlace:
         else:
             self._ranges.open(bundle, gradient)
 
-    def offload(self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions | None) -> None:
-        """The bundle's block, all gradient now, leaves for the host."""
-        block, label = self._block(bundle), f"gradient of bundle {bundle.index} ends"
+    def leave(
+        self, bundle: ManagedBundle, gradient: BundleGradient, reductions: Reductions | None, *, waits: bool | None = None
+    ) -> None:
+        """The bundle's block, all gradient now, leaves for the host. waits: of a bundle that rests as a shard, if this rank's
+        part of the sum waits for the norm; then that stays, apart, else all of it, until the update lets go of it.
+        """
+        block, label, shard = self._block(bundle), f"gradient of bundle {bundle.index} ends", None
         if reductions is None:
             self._device.transfers.compute(reads=[block.memory], label=label)
         else:
             reductions.complete(gradient, lambda parameter: self.view(bundle, parameter))
             self._device.transfers.compute(writes=[block.memory], label=label)
-            reductions.reduce(bundle, block)
-        self._ranges.offload(bundle, block)
+            shard = self._ranges.allocate_shard(bundle) if waits else None
+            reductions.reduce(bundle, block, shard)
+        if shard is not None:
+            gradient.keep(shard)
+        elif waits is None:
+            self._ranges.offload(bundle, block)
+        else:
+            return
         self.let_go(bundle, gradient)
 
     def in_use(self, bundle: ManagedBundle) -> bool:

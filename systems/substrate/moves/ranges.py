@@ -26,7 +26,9 @@ class Ranges:
 
     def keep_shard(self, bundle: ManagedBundle, gradient: BundleGradient, shard: Allocation) -> None:
         """Of the range nothing else is needed."""
-        self.device.pool.free(gradient.keep(shard), f"gradient of bundle {bundle.index}")
+        block = gradient.keep(shard)
+        assert block is not None, "what is reduced in a range was collected there"
+        self.device.pool.free(block, f"gradient of bundle {bundle.index}")
 
     def allocate_shard(self, bundle: ManagedBundle) -> Allocation:
         return self._room.allocate(bundle.shard_nbytes, f"gradient shard of bundle {bundle.index}")

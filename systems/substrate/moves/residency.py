@@ -182,9 +182,14 @@ class Residency:
         self.drop(index)
 
     def refill(self, managed: ManagedBundle, parameters: frozenset[int]) -> None:
-        """Read these parameters of a bundle from the host again, into the block that is there."""
+        """Read these parameters of a bundle from the host again, into the block that is there; all of it from the shards, if it
+        rests as them.
+        """
         block = managed.block
         assert block is not None
+        if managed.shard.at_home:
+            self.gather(managed, block, managed.shard.block)
+            return
         pairs, sources = [], []
         for stretch in managed.stretches:
             target, here = stretch.on(block), [piece.here for piece in stretch.placements if piece.parameter in parameters]

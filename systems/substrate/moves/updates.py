@@ -322,8 +322,9 @@ def _updated_there(bundle: ManagedBundle) -> list[Updated]:
 
 
 def _ranges(bundles: Sequence[ManagedBundle]) -> list[TrackedMemory]:
-    """Those of gradients that were reduced and stay on the device: compute must not read them before."""
-    blocks = [bundle.gradients.range for bundle in bundles if bundle.states_on_device]
+    """Of gradients that were reduced and stay on the device: compute must not read them before."""
+    there = [bundle for bundle in bundles if bundle.states_on_device]
+    blocks = [bundle.block if bundle.gradients.written else bundle.gradients.range for bundle in there]
     return [block.memory for block in blocks if block is not None]
 
 
