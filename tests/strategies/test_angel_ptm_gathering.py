@@ -123,6 +123,19 @@ def test_pages_at_home_on_the_device_are_gathered_alone() -> None:
     assert not found.shards and not found.at_start + found.later
 
 
+def test_pages_are_not_left_where_there_is_no_room_for_a_copy_of_them() -> None:
+    """All would stay, but while layer 0 is computed with in forward nothing else fits."""
+    layout, trace = chain(4)
+    size = layout.bundle_bytes(0)
+    alone = [moment.phase is Phase.FORWARD_ENTER and moment.unit == 0 for moment in trace.moments]
+    room = [size if only else 4 * size for only in alone]
+    found = scheduled(layout, trace, room)
+    assert "after F0 shrink 0" not in tasks(trace, found)
+    demand, bundles = demand_of(layout, trace, context(ranks=2)), range(4)
+    sizes, parts = {b: layout.bundle_bytes(b) for b in bundles}, {b: layout.shard_bytes(b) for b in bundles}
+    check_tasks(demand, sizes, parts, room, found, frozenset())
+
+
 # ---- any layers, any room
 
 
@@ -181,8 +194,10 @@ def test_tasks_keep_to_the_room_and_repeat(case: Case, spare: int, home: frozens
     check_tasks(demand, sizes, parts, room, found, sharded)
     moves = {p.operation.bundle for p in found.operations if p.operation.kind is OpKind.MOVE}
     assert not moves & sharded
-    times = [p.trigger for p in found.operations if p.operation.kind is OpKind.FETCH and p.trigger < len(trace) - 1]
-    assert times == sorted(times)
+    last, gathers = len(trace) - 1, [p for p in found.operations if p.operation.kind is OpKind.FETCH]
+    begins = [(0, p) for p in gathers if p.trigger == last] + [(p.trigger, p) for p in gathers if p.trigger < last]
+    uses = [demand.next_use.after(p.operation.bundle, begin - 1) for begin, p in begins]
+    assert uses == sorted(uses), "the link has them in the order in which they are needed"
 
 
 @pytest.mark.parametrize("ranks", RANKS)
