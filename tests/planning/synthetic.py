@@ -114,8 +114,11 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, ranks: bool = False) -> Case:
-    """Bundles of one or two neighbouring units, tied ones, frozen ones, units called twice or left out of backward."""
+def cases(draw: st.DrawFn, *, ranks: bool | Sequence[int] = False) -> Case:
+    """Bundles of one or two neighbouring units, tied ones, frozen ones, units called twice or left out of backward.
+
+    ranks: how many there may be; True is one or two, False one.
+    """
     units = draw(st.integers(1, 6))
     bundles: list[tuple[int, list[int]]] = []
     for unit in range(units):
@@ -127,7 +130,7 @@ def cases(draw: st.DrawFn, *, ranks: bool = False) -> Case:
     indices = st.integers(0, len(bundles) - 1)
     frozen = draw(st.frozensets(indices, max_size=3))
     unmovable = draw(st.frozensets(indices, max_size=1))
-    world = draw(st.sampled_from([1, 2])) if ranks else 1
+    world = draw(st.sampled_from((1, 2) if ranks is True else ranks)) if ranks else 1
     layout = layout_of(bundles, frozen=frozen, unmovable=unmovable, ranks=world)
     accumulate = draw(st.sampled_from([1, 2]))
     order = list(range(units))

@@ -94,7 +94,7 @@ class StrategyBase(ABC):
             optimizer_share_on_device=on_device / max(1, sum(s.used for s in trainable)),
             fetches_per_step=len(fetched),
             fetched_bytes_per_step=sum(map(layout.bundle_bytes, fetched)),
-            evictions_per_step=len(plan.operations) - len(fetched),
+            evictions_per_step=len(moved(plan, OpKind.DROP, OpKind.WRITE_BACK, OpKind.SHRINK)),
         )
 
     def unit_name(self, unit: int) -> str:

@@ -81,8 +81,16 @@ class Division:
         """Bytes of all bundles that come and go."""
         return {b.index: self.layout.bundle_bytes(b.index) for b in self.layout.bundles if b.index not in residence.whole}
 
-    def plan(self, operations: tuple[PlannedOperation, ...], residence: Residence, resident: frozenset[int]) -> Plan:
-        """resident: bundles that come and go and are there when a step begins."""
+    def plan(
+        self,
+        operations: tuple[PlannedOperation, ...],
+        residence: Residence,
+        resident: frozenset[int],
+        shards: frozenset[int] = frozenset(),
+    ) -> Plan:
+        """resident: bundles that come and go and are there when a step begins. shards: those whose shard, which comes and goes
+        too, is.
+        """
         return Plan(
             signature=self.trace.signature,
             operations=operations,
@@ -91,6 +99,7 @@ class Division:
             update_rule=self.rule,
             in_place=residence.in_place,
             sharded=residence.sharded,
+            shards_at_start=shards,
         )
 
 

@@ -10,8 +10,10 @@ The paper's words and where they are here
 | layer l_i | Unit, and the Bundle of its pages |
 | tracer: first_id, end_id, times (section 5) | Trace; Demand.hold_spans, Trace.compute_time_s |
 | trigger id | moment; 0 is the end of the step before, see `scheduling.py` |
-| Algorithm 1, S, wait_stack, get_available_memory | `scheduling.py`; Plan.operations; the room that `placement.py` leaves |
-| move_to_gpu, all_gather | OpKind.FETCH |
+| Algorithm 1, S, wait_stack | `scheduling.py`, of several ranks `gathering.py`; Plan.operations |
+| get_available_memory | the room that `placement.py` leaves |
+| move_to_gpu, all_gather | one rank: OpKind.FETCH, and nothing; several: OpKind.MOVE, and OpKind.FETCH of what was moved |
+| send, receive (figure 3), merge (figure 4) | what GATHER does: in place, over the memory of the whole layer |
 | optimizer states cached on the GPU, updates moved there (4.2) | `placement.py`, `policy.optimizer_cache`; option cache |
 | SSD storage (4.2, 4.3) | Layout.on_disk, `planning.disk_layout`, `policy.homes` |
 | buffered 16-bit parameters and gradients, p'16 and g'16 (4.3) | the host slot of a segment, which has them in turn |
@@ -29,6 +31,14 @@ Where this departs from the paper, and why
   same as the paper's while each layer is used once, and while not, what is not needed soonest goes first.
 * On one rank all_gather moves nothing, so phase 2 advances the moves themselves. What it brings back to where the pages were
   used last is not moved at all.
+* On several ranks a gathered layer lies beside this rank's pages, which stay for its next use. Where a move and its gather have
+  one trigger, and the pages do not stay after the use, both are one FETCH, with no pages beside the layer. So comes a layer
+  whose pages had no room ahead of its use, too. Phase 2 leaves moves, but for one that its gather has reached: both go on
+  together. A gather that reaches the use before is none, and the layer stays.
+* Phase 1 leaves room for the layer that is gathered next, beside the one that is computed with. The paper fills memory with
+  moves; then phase 2 has nothing to advance an all_gather into, and each layer waits for its own.
+* Gathers are issued in order of use, where the paper's communicator reorders its queue. The link carries out what it is given
+  in order of issue, so that a gather needed later, whose pages still come, would hold up those needed before it.
 * Pages of parameters that the device updates never leave it. The cache for optimizer states takes what no parameter needs
   (option cache=auto), because the paper has it "after previous assignments", or as many bytes as are given.
 * A layer's gradients have memory of their own on the device until its backward ends, and then lie in the host's pages of their

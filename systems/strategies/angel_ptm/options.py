@@ -44,7 +44,8 @@ class AngelPTMStatistics(StrategyStatistics):
     num_shared_pages: pages of two tensors; num_small_pages: pages of one tensor that is smaller than a page. utilization,
     wasted_bytes: of all pages at their nominal size. cache_bytes: optimizer states on the device. resident: layers on the
     device at the start of a step, moved_at_start of them moved at trigger 0, moved_later in the step; advanced: triggers by
-    which phase 2 brought moves forward, all together.
+    which phase 2 brought moves forward, all together. On several ranks moves are those of pages from the host, each layer is
+    gathered besides (fetches_per_step), and gathers are advanced.
     """
 
     page_bytes: int

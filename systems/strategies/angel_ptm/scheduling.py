@@ -1,4 +1,5 @@
-"""Algorithm 1, "Fine-grained Life-time based Scheduling", over the layers of forward and backward.
+"""Algorithm 1, "Fine-grained Life-time based Scheduling", over the layers of forward and backward, on one rank, where
+all_gather moves nothing and is none. On several: `gathering`.
 
 A life of a layer's pages is the time before one of its uses in which they may lie on the device: from where they were used
 last, or were made anew by an update, to that use. The schedule has one trigger a life, the moment at which its pages are moved
@@ -47,8 +48,9 @@ class Life:
 
 @dataclass(frozen=True)
 class Moves:
-    """resident: bundles on the device at moment 0. at_start, later: moves at trigger 0 and after it. advanced: triggers by
-    which phase 2 brought moves forward, all together.
+    """resident, shards: bundles that are on the device, and of several ranks those whose pages are, at moment 0. at_start,
+    later: moves from the host at trigger 0 and after it. advanced: triggers by which phase 2 brought moves, of several ranks
+    gathers, forward, all together.
     """
 
     operations: tuple[PlannedOperation, ...]
@@ -56,16 +58,17 @@ class Moves:
     at_start: int
     later: int
     advanced: int
+    shards: frozenset[int] = frozenset()
 
 
-def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int], sharded: frozenset[int] = frozenset()) -> Moves:
+def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int]) -> Moves:
     """Moves of the layers in `sizes` (bytes), which come and go. room: bytes for them, one entry a moment, never less than what
-    is held. sharded: those whose shard stays as the rest goes.
+    is held.
     """
     scheduler = _Scheduler(demand, sizes, room)
     scheduler.prioritise_moves()
     advanced = scheduler.advance()
-    operations = scheduler.operations(sharded)
+    operations = scheduler.operations()
     fetches = [p for p in operations if p.operation.kind is OpKind.FETCH]
     at_start = sum(p.trigger == len(demand) - 1 for p in fetches)
     return Moves(operations, scheduler.resident(), at_start, len(fetches) - at_start, advanced)
@@ -179,12 +182,11 @@ class _Scheduler:
     def resident(self) -> frozenset[int]:
         return frozenset(layer.bundle for layer in self._layers if layer.first.trigger == 0)
 
-    def operations(self, sharded: frozenset[int]) -> tuple[PlannedOperation, ...]:
+    def operations(self) -> tuple[PlannedOperation, ...]:
         """At each moment what goes, then what comes, the one needed first before the others."""
         found: list[tuple[int, int, int, Operation]] = []  # moment, 0 for what goes, order, operation
-        last, fetch = self._length - 1, OpKind.FETCH
+        last, drop, fetch = self._length - 1, OpKind.DROP, OpKind.FETCH
         for layer in self._layers:
-            drop = OpKind.SHRINK if layer.bundle in sharded else OpKind.DROP
             stays = layer.tail is not None and layer.tail.trigger == layer.tail.begin
             gone = [before.end for before, life in layer.between if life.trigger > life.begin and not life.anew]
             if layer.tail is not None and not stays:

@@ -11,10 +11,11 @@ from systems.planning.plan import Plan
 from systems.planning.policy.base import FittedStrategy
 from systems.planning.policy.division import Division
 from systems.planning.policy.options import StrategyStatistics
+from systems.strategies.angel_ptm.gathering import schedule_on_ranks
 from systems.strategies.angel_ptm.options import AngelPTMOptions, AngelPTMStatistics
 from systems.strategies.angel_ptm.pages import page_layout
-from systems.strategies.angel_ptm.placement import place
-from systems.strategies.angel_ptm.scheduling import schedule
+from systems.strategies.angel_ptm.placement import AngelPtmDivision, place
+from systems.strategies.angel_ptm.scheduling import Moves, schedule
 
 
 class AngelPTM(FittedStrategy):
@@ -38,8 +39,8 @@ class AngelPTM(FittedStrategy):
     def decide(self, division: Division) -> Plan:
         placement = place(division, None if self._options.cache == "auto" else self._options.cache)
         residence = placement.residence
-        moves = schedule(division.demand, division.sizes(residence), placement.room, residence.sharded)
-        plan = division.plan(moves.operations, residence, moves.resident)
+        moves = self._schedule(division, placement)
+        plan = division.plan(moves.operations, residence, moves.resident, moves.shards)
         self.tell(
             cache_bytes=placement.cached,
             resident=len(plan.resident_at_start),
@@ -48,3 +49,10 @@ class AngelPTM(FittedStrategy):
             advanced=moves.advanced,
         )
         return plan
+
+    def _schedule(self, division: Division, placement: AngelPtmDivision) -> Moves:
+        sizes, sharded = division.sizes(placement.residence), placement.residence.sharded
+        if self._context.ranks == 1:
+            return schedule(division.demand, sizes, placement.room)
+        parts = {bundle: division.layout.shard_bytes(bundle) for bundle in sizes}
+        return schedule_on_ranks(division.demand, sizes, parts, placement.room, sharded)
