@@ -6,7 +6,7 @@ rank: no race, no wait that could not end, the same collectives in the same orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -20,8 +20,8 @@ from tests.systems.every import STRATEGIES
 from tests.systems.pairwise import covered, rows_of
 from tests.systems.running import RESIDENT, Run, assert_equal, elixir, managed
 from tests.systems.test_ordering import as_issued, assert_sound
-from tests.systems.test_ranks import EXACT, assert_is_one_rank, on_one_rank, on_ranks
-from tests.systems.test_shards import COLLECTIVE, Last, assert_as_planned, assert_bytes_as_planned, plan_of
+from tests.systems.test_ranks import EXACT, STEPS, assert_is_one_rank, on_one_rank, on_ranks
+from tests.systems.test_shards import COLLECTIVE, LANES, Last, assert_as_planned, assert_bytes_as_planned, plan_of
 
 MODELS = ("opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny")
 SIZES = (2, 3, 4)
@@ -98,7 +98,7 @@ def shares(cache: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "model", "size"), product(shares(0), MODELS, SIZES))
+@pytest.mark.parametrize(("share", "model", "size"), list(product(shares(0), MODELS, SIZES)))
 def test_payloads_of_every_way_to_share_states(share: str, model: str, size: int) -> None:
     """A steady step's, to the byte: what passes the links is (R - 1) / R of each bundle, and the host's link has the rest."""
     last, expected = Last(), on_one_rank(model, size, CLIP, "fp32")
@@ -109,7 +109,7 @@ def test_payloads_of_every_way_to_share_states(share: str, model: str, size: int
     assert_as_it_should_be(found, last)
     for rank, run in enumerate(found):
         whole = managed(run.engine).layout.param_bytes * (size - 1) // size
-        moved = {lane: run.counters[lane] - last.counters[rank][lane] for lane in ("reduce_bytes", "gather_bytes", "h2d_bytes", "d2h_bytes")}
+        moved = {counter: run.counters[counter] - last.counters[rank][counter] for counter in LANES.values()}
         assert moved["reduce_bytes"] == whole
         assert moved["gather_bytes"] == whole if share in ("ddp", "zero-2") else whole <= moved["gather_bytes"] <= 2 * whole
         assert (moved["h2d_bytes"] + moved["d2h_bytes"] > 0) == (share == "zero-3 with a host")
@@ -122,6 +122,7 @@ AT = 2  # steps: there is a plan by then
 
 def overflows(engine: Any, rank: int, step: int) -> None:
     """On one rank and in one step a gradient is not finite."""
+    hook: Any = None
 
     def infinite(gradient: torch.Tensor) -> torch.Tensor:
         hook.remove()
@@ -136,35 +137,39 @@ def idles(engine: Any, rank: int, step: int) -> None:
     """A product's weight gets no gradient on one rank."""
     if (rank, step) == (1, AT):
         block = list(find_blocks(engine.module).values())[1]
-        layer: Any = next(m for m in block.modules() if getattr(m, "weight", None) is not None and m.weight.dim() == 2)
+        modules: list[Any] = [m for m in block.modules() if getattr(m, "weight", None) is not None]
+        layer = next(m for m in modules if m.weight.dim() == 2)
         turned = isinstance(layer, nn.Linear)
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             weight = layer.weight.detach()
-            y = x @ (weight.T if turned else weight)
+            y: torch.Tensor = x @ (weight.T if turned else weight)
             return y if layer.bias is None else y + layer.bias
 
         layer.forward = forward
 
 
-def list_of_blocks(model: nn.Module) -> nn.ModuleList:
+def goes_through(model: nn.Module, order: Callable[[list[nn.Module]], list[nn.Module]]) -> None:
+    """From now on a model's loop over its (first) blocks, which keep their places and names."""
+
+    class Blocks(nn.ModuleList):
+        def __iter__(self) -> Iterator[nn.Module]:
+            return iter(order(list(self._modules.values())))
+
     name, _, _ = next(iter(find_blocks(model))).rpartition(".")
-    found = model.get_submodule(name)
-    assert isinstance(found, nn.ModuleList)
-    return found
+    model.get_submodule(name).__class__ = Blocks
 
 
 def skips(engine: Any, rank: int, step: int) -> None:
     """A block is left out on one rank."""
     if (rank, step) == (1, AT):
-        del list_of_blocks(engine.module)[1]
+        goes_through(engine.module, lambda blocks: [blocks[0], *blocks[2:]])
 
 
 def swaps(engine: Any, rank: int, step: int) -> None:
     """Two blocks have changed places on one rank."""
     if (rank, step) == (1, AT):
-        blocks = list_of_blocks(engine.module)
-        blocks[1], blocks[2] = blocks[2], blocks[1]
+        goes_through(engine.module, lambda blocks: [blocks[0], blocks[2], blocks[1], *blocks[3:]])
 
 
 ODD: Mapping[str, Odd] = {"overflow": overflows, "idle": idles, "skipped": skips, "swapped": swaps}
@@ -188,6 +193,7 @@ def test_what_one_rank_does_alone(odd: str, strategy: str, model: str, size: int
     """The bits of resident on the same ranks; or, of units in another order, that is told with both ranks' names."""
     given: dict[str, Any] = {"before": ODD[odd], "clip": CLIP}
     expected = on_ranks(RESIDENT, model, size, **given)
+    assert expected[0].norms != on_one_rank(model, size, CLIP, "fp32").norms, "void: nothing is odd"
     try:
         found = on_ranks(
             STRATEGIES[strategy], model, size, 1, options_of(strategy), device_memory=half(model), log_events=True, **given
@@ -200,4 +206,5 @@ def test_what_one_rank_does_alone(odd: str, strategy: str, model: str, size: int
         assert_equal(one, other)
         assert not find_races(as_issued(managed(other.engine).log.operations))
         assert other.skipped == [False, odd == "overflow", False]
+        assert odd != "skipped" or other.counters["departures"] == STEPS - AT
     assert_alike(found)
