@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -437,3 +439,38 @@ def test_operations_leave_what_they_leave_one_after_another(issued: list[Any], t
     assert found == right and sorted(runs) == list(range(len(issued)))
     for lane in lanes.values():
         lane.close()
+
+
+PROGRAM = """
+import time, torch
+from systems.device.lanes.lane import Lane
+from systems.planning.plan import LaneKind
+
+def work():
+    until = time.monotonic() + {seconds}
+    while time.monotonic() < until:
+        into.copy_(out)
+        if {pause}:
+            time.sleep({pause})
+
+into, out = torch.zeros(1 << 16), torch.zeros(1 << 16)
+lane = Lane(LaneKind.H2D)
+for number in range({jobs}):
+    lane.submit(work, (), id=number)
+time.sleep(0.1)  # the first one has begun
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pause", "jobs"),
+    [
+        pytest.param(0.3, 0, 3, id="all end in time"),
+        pytest.param(1.5, 0, 20, id="one does, and the others are not begun"),
+        pytest.param(1000.0, 1000.0, 2, id="one never ends"),
+    ],
+)
+def test_a_program_may_end_without_closing_what_works(seconds: float, pause: float, jobs: int) -> None:
+    """A thread that Python ends inside a library would end the process by a signal."""
+    script = PROGRAM.format(seconds=seconds, pause=pause, jobs=jobs)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=4 * PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")

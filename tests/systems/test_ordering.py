@@ -18,7 +18,6 @@ from systems.planning.step.operations import IssuedOperation
 from systems.planning.step.schedule import expand
 from systems.planning.step.validator import circular_wait, validate
 from systems.strategies.elixir.options import ElixirOptions
-from systems.substrate.engine import ManagedEngine
 from tests.planning.races import find_races, issued_operations
 from tests.systems.models_plain import CASES, build
 from tests.systems.models_small import tokens
@@ -29,6 +28,7 @@ from tests.systems.running import (
     assert_equal,
     elixir,
     evict_at_once,
+    managed,
     settings,
     start,
     train,
@@ -120,9 +120,13 @@ def test_a_forgotten_wait_is_found(system: str, lane: str, label: str) -> None:
 )
 def test_every_plan_made_is_valid_and_cannot_deadlock(system: str, level: str, jitter: bool, setup: Setup) -> None:
     run, _ = logged(setup, system, level, jitter)
-    assert isinstance(run.engine, ManagedEngine)
-    layout, context = run.engine.layout, run.engine.strategy._context  # type: ignore[attr-defined]
-    plans = [(trace, plan) for trace, plan in run.engine.planner.plans.values() if plan is not None]
+    assert_sound(managed(run.engine))
+
+
+def assert_sound(engine: Any) -> None:
+    """Every plan that it made is valid, and its schedule has no circular wait and no race."""
+    layout, context = engine.layout, engine.strategy._context
+    plans = [(trace, plan) for trace, plan in engine.planner.plans.values() if plan is not None]
     assert plans
     for trace, plan in plans:
         validate(layout, trace, plan, context)

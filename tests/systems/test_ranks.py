@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+from models import registry as models_registry
+from models.loss import token_loss
+from models.objective import OBJECTIVES
+from models.shape import ModelShape
 from systems.device.emulated import EmulatedDevice
 from systems.errors import UnsupportedError
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks
+from systems.settings import Settings
 from tests.planning.races import find_races
 from tests.systems import models_small
 from tests.systems.every import STRATEGIES
@@ -24,21 +29,40 @@ from tests.systems.running import AMPLE, RESIDENT, Run, assert_equal, elixir, fi
 from tests.systems.test_ordering import as_issued, sleeps
 
 STEPS = 3
+REAL = models_registry.names()  # built out of transformers, with the first values of the registry
 EXACT = ("angel-ptm", "elixir")  # whose predicted device peak is the measured one, on one rank too
 Change = Callable[[Any, int, int], None]  # of a rank's model before a step
 
 
 def make(model: str) -> Any:
+    """By a name of the tests', or of the registry of models."""
+    if model in REAL:
+        return models_registry.build(models_registry.resolve(model))
     return build_plain(model) if model in CASES else models_small.build(model)
 
 
 def loss_of(model: str) -> Any:
+    if model in REAL:
+        return partial(objective_loss, models_registry.resolve(model))
     return CASES[model].loss if model in CASES else next_token_loss
+
+
+def objective_loss(shape: ModelShape, model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """ids: windows of text, out of which the shape's objective makes its examples."""
+    examples = OBJECTIVES[shape.objective].examples(ids, keys=range(len(ids)), vocab_size=shape.vocab_size)
+    return token_loss(model, examples, count, objective=shape.objective)
+
+
+def asked_of(model: str, **given: Any) -> Settings:
+    """Settings, with the first values of a model that is built without memory."""
+    if model in REAL:
+        given["initial_weights"] = models_registry.initial_weights(models_registry.resolve(model), 0)
+    return settings(**given)
 
 
 @cache
 def on_one_rank(model: str, micro_batches: int, clip: float, dtype: str) -> Run:
-    engine = start(RESIDENT, make(model), settings(accumulate=micro_batches, clip=clip, dtype=dtype))
+    engine = start(RESIDENT, make(model), asked_of(model, accumulate=micro_batches, clip=clip, dtype=dtype))
     batches = tokens(STEPS, micro_batches)
     return finished(engine, [one_step(engine, batch, loss_of(model)) for batch in batches])
 
@@ -61,9 +85,10 @@ def on_ranks(
     batches = tokens(STEPS, size * accumulate)
     count = batches[0, :, :, 1:].numel()
     loss, models = loss_of(model), [make(model) for _ in range(size)]  # threads share torch's generator
-    asked = settings(ranks=size, accumulate=accumulate, **given)
+    asked = asked_of(model, ranks=size, accumulate=accumulate, **given)
 
     def work(ranks: Ranks) -> Run:
+        torch.set_num_threads(1)  # of this thread: how many there are decides bits
         more: dict[str, Any] = {}
         if jitter:
             sleep = sleeps(ranks.rank)

@@ -6,10 +6,12 @@ it on the lane's stream.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +26,7 @@ from systems.planning.step.operations import LaneOperation
 
 LOOK_S = 0.01
 NOBODY_CAME = "other ranks did not come to a collective of this one any more"
-PATIENCE_S = 2.0  # with collectives that other ranks may not come to any more
+PATIENCE_S = 2.0  # with collectives that other ranks may not come to any more, and with jobs at the end of the program
 
 
 class _LaneJob:
@@ -69,6 +71,7 @@ class Lane:
         self._failed: list[Any] = []  # tickets
         name = f"lane-{kind.value}"
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        _open.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -220,6 +223,33 @@ class Lane:
         failed, self._failed, self.error = self._failed, [], None
         for ticket in failed:
             self._fail(ticket, self._closed())
+
+
+_open: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_the_program() -> None:
+    """Of engines that nobody closed. Python ends threads where they come back from a library, and one that comes back through
+    C++ takes the process with it (std::terminate), whatever the program had come to.
+    """
+    lanes = [lane for lane in _open if lane._access.process == os.getpid()]
+    for ends in (_take_no_more, _begin_no_more):
+        for lane in lanes:
+            ends(lane)
+        until = time.monotonic() + PATIENCE_S
+        for thread in [thread for lane in lanes for thread in lane._threads]:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _take_no_more(lane: Lane) -> None:
+    with lane._lock:
+        lane._running = False
+        lane._changed.notify_all()
+
+
+def _begin_no_more(lane: Lane) -> None:
+    lane._give_up(lane._closed())
 
 
 class UpdateLane(Lane):

@@ -66,7 +66,7 @@ class PatrickStar(FittedStrategy):
         range_bytes = max(gradient_profile(division.demand, residence))
         self.tell(
             num_ranged=len(ranged),
-            model_bytes_per_parameter=(self._lists_bytes + range_bytes) / self._index.numel(),
+            model_bytes_per_parameter=(self._lists_bytes + range_bytes) / max(1, self._index.numel()),
             copied_bytes=sum(map(layout.bundle_bytes, plan.resident_at_start - residence.on_device)),
             margin_bytes=left.size_bytes,
             margin_chunks=left.chunks,

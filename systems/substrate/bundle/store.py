@@ -56,14 +56,15 @@ class Store:
         slot_bytes = sum(s.shard_numel for s in moving) * dtype.itemsize
         on_host = [s for s in at_home if layout.bundle_of_segment[s.index] not in layout.on_disk]
         parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
-        sizes = {part: sum(s.shard_numel for s in (at_home if part == "accumulator" else on_host)) * 4 for part in parts}
+        users = {part: at_home if part == "accumulator" else on_host for part in parts}
+        sizes = {part: sum(s.shard_numel for s in those) * 4 for part, those in users.items()}
         _check_host(slot_bytes, sum(sizes.values()), have=host.room)
         self._mappings: dict[str, HostMapping] = {}
         self._no_slot = torch.empty(0, dtype=dtype), TrackedMemory(Extent("no-slot", 0, 0))
         self.segments: list[StoredSegment] = []
         try:
             for part, size in {"slots": slot_bytes, **sizes}.items():
-                if size:
+                if {"slots": moving, **users}[part]:  # be they of no elements
                     self._mappings[part] = HostMapping(f"host-{part}", size, host, pinned=part == "slots")
             for part, mapping in self._mappings.items():
                 device.meter.exempt(mapping.storage)
