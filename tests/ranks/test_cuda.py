@@ -36,8 +36,18 @@ class Block(nn.Module):
     def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(8)), nn.Linear(width, width)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
 torch.manual_seed(0)
-model = nn.Sequential(*(Block() for _ in range(8)), nn.Linear(width, width))
+model = Model()
 given = {"device_memory": int(budget)} if system != "resident" else {}
 engine = systems.initialize(
     model, system=system, dtype=dtype, accumulate=int(accumulate), clip=1.0, host_memory="8GiB", **given,
