@@ -241,7 +241,7 @@ def called(words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[st
     programs = {"harness": ["-m", "harness"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
     command = [sys.executable, *programs[words[0]]]
     for word in words[1:]:
-        command += [sys.executable, "-m", "harness"] if word == "harness" else [word]
+        command += [sys.executable, "-m", "harness"] if word == "harness" and words[0] == "torchrun" else [word]
     told = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
