@@ -55,7 +55,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
 }
 CALLED = ("harness.plan.plan", "harness.listing.list_what", "harness.profile.take_profile", "harness.tables.write_tables")
 DONE = 41  # what stands for a command's work gives this
-LIMIT_S = 900
+LIMIT_S = 1800
 STATE_BYTES = 16  # a parameter
 ENDS = {"plan": {0, 1}, "compare": {0, 3}, "doctor": {0, 1}}  # of what does not fit, is no pair, or is lacking here
 NEAR = 0.02  # between figures of forecasts of one model by two builds of torch
@@ -292,7 +292,7 @@ def test_unlike_figures_are_seen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named_from)
 def test_commands_that_need_no_gpu_run(path: Path, tmp_path: Path) -> None:
     """One after the other, in one folder: a later one may go on from an earlier one's checkpoint."""
