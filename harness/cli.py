@@ -51,7 +51,7 @@ COMMANDS = {
     "plan": "say whether a model fits a machine that need not be here, and how fast it would train",
     "max-scale": "find the largest model that trains here",
     "max-batch": "find the largest batch that a model trains with here",
-    "tables": "write the README's results tables from the kept records",
+    "tables": "write the results tables in docs/results.md from the kept records",
     "profile": "measure this machine's roofs into a hardware profile",
     "ls": "list systems, models or runs",
     "doctor": "say what this machine lacks",

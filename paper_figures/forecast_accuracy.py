@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import store
+from harness.cells import TableCell, replicates
 from harness.plan import Unfilled
 from harness.record import Record
-from harness.tables import TableCell, replicates
 from models import registry as models_registry
 from models.loss import token_loss
 from systems import registry

@@ -110,8 +110,8 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
     """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
 
-    What the optimizer's groups say (lr, betas, ...), the scheduler and the data's order are the loop's to keep: README has the
-    lines. All ranks call it, with one folder.
+    What the optimizer's groups say (lr, betas, ...), the scheduler and the data's order are the loop's to keep:
+    docs/own-loop.md has the lines. All ranks call it, with one folder.
     """
     from systems.checkpoint import save
 

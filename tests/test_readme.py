@@ -1,7 +1,10 @@
-"""The README's example of an own loop runs as shown, with the installed library, whatever the user's own folders are called."""
+"""The README's and the documents' examples of an own loop run as shown, with the installed library, whatever the user's own
+folders are called; the README's results are those of the records that it names.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,8 +19,13 @@ import torch
 import transformers
 
 from systems.native.build import PROJECT, cache_directory
+from systems.sizes import parse_size
+from tests.test_commands import FENCED
+from tests.test_docs import DOCUMENTS, README, ROOT, text_of
 
-ROOT = Path(__file__).resolve().parent.parent
+OWN_LOOP, PLAN = ROOT / "docs" / "own-loop.md", ROOT / "docs" / "plan.md"
+BF16 = 2**-6
+RESULTS = ("resident", "elixir", "deepspeed-zero2-offload", "elixir")
 PACKAGES = ("models", "systems", "harness", "paper_figures")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 WENT_ON = """
@@ -60,38 +68,101 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == PROJECT
 
 
-def test_own_loop_runs_as_shown(wheel: Path, tmp_path: Path) -> None:
-    """Beside folders called as this project's are, and an installed library needs no more than its own name."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2, "training, and going on from its checkpoint"
-    site, own = tmp_path / "site", tmp_path / "own"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    own.mkdir()
-    script = own / "own_loop.py"
-    script.write_text("".join(blocks) + WENT_ON + ALL_OF_IT)
-    for name in ("models", "harness", "tests", "paper_figures"):
-        (own / name).mkdir()
-        (own / name / "__init__.py").write_text("raise ImportError('these are the user\\'s own')")
-    for folder in (site, own):
-        (folder / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
-    packages = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH", "").replace(str(ROOT), "")])])
-    environment = {"PYTHONPATH": packages, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment["XDG_CACHE_HOME"] = str(cache_directory().parent)  # what is compiled once is not compiled again for this HOME
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=own,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    trained = transformers.GPT2LMHeadModel.from_pretrained(own / "trained")
-    masters = torch.load(own / "weights.pt")
+class Own:
+    """A folder of a user's, with folders called as this project's are, beside the installed library."""
+
+    def __init__(self, root: Path, wheel: Path) -> None:
+        self.root, self.site, self.folder = root, root / "site", root / "own"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(self.site)
+        for name in ("models", "harness", "tests", "paper_figures"):
+            (self.folder / name).mkdir(parents=True)
+            (self.folder / name / "__init__.py").write_text("raise ImportError('these are the user\\'s own')")
+        for folder in (self.site, self.folder):
+            (folder / "pyproject.toml").write_text("[project]\nname = 'theirs'\n")
+
+    def run(self, text: str) -> str:
+        """What a program of the user's prints. An installed library needs no more than its own name."""
+        script = self.folder / "own_loop.py"
+        script.write_text(text)
+        packages = [str(self.site), *filter(None, [os.environ.get("PYTHONPATH", "").replace(str(ROOT), "")])]
+        environment = {"PYTHONPATH": os.pathsep.join(packages), "PATH": "/usr/bin:/bin", "HOME": str(self.root)}
+        environment["OMP_NUM_THREADS"] = "1"
+        environment["XDG_CACHE_HOME"] = str(
+            cache_directory().parent
+        )  # what is compiled once is not compiled again for this HOME
+        command = [sys.executable, str(script)]
+        done = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=250, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+
+@pytest.fixture
+def own(wheel: Path, tmp_path: Path) -> Own:
+    return Own(tmp_path, wheel)
+
+
+def blocks(path: Path, language: str = "python") -> list[str]:
+    return [block for found, block in FENCED.findall(text_of(path)) if found == language]
+
+
+def test_every_block_of_python_is_run() -> None:
+    """In the README and docs/own-loop.md by the tests below; a file that a command takes, by the tests of commands."""
+    found = {path: blocks(path) for path in DOCUMENTS if blocks(path)}
+    assert {path: len(those) for path, those in found.items()} == {README: 1, OWN_LOOP: 2, PLAN: 1}
+    (file,) = found[PLAN]
+    assert file.startswith("# mine.py\n") and "--model mine:build" in text_of(PLAN)
+
+
+def test_the_loop_of_the_readme_prints_what_is_shown(own: Own) -> None:
+    """Losses to what other kernels in bf16 make of them."""
+    (block,) = blocks(README)
+    (shown,) = (block for block in blocks(README, "") if block.startswith("step 0: loss "))
+    printed = own.run(block + ALL_OF_IT)
+    numbers = [[float(number.replace(",", "")) for number in re.findall(r"[\d.,]*\d", text)] for text in (shown, printed)]
+    assert re.sub(r"[\d.,]*\d", "0", shown) == re.sub(r"[\d.,]*\d", "0", printed)
+    assert numbers[0] == pytest.approx(numbers[1], rel=BF16)
+
+
+def test_own_loop_runs_as_shown(own: Own) -> None:
+    printed = own.run("".join(blocks(OWN_LOOP)) + WENT_ON + ALL_OF_IT)
+    trained = transformers.GPT2LMHeadModel.from_pretrained(own.folder / "trained")
+    masters = torch.load(own.folder / "weights.pt")
     assert trained.dtype == torch.bfloat16
     assert all(torch.equal(value, masters[name].bfloat16()) for name, value in trained.state_dict().items())
     assert str(trained.float().load_state_dict(masters)) == "<All keys matched successfully>"
-    peak = int(done.stdout.split()[-1])
+    peak = int(printed.split()[-1])
     assert 0 < peak <= 8 << 20
+
+
+def test_the_results_of_the_readme_are_those_of_its_records() -> None:
+    """Of runs with default options on the device that the table names."""
+    (device, *_), *shown = results()
+    parameters = 0
+    assert len(shown) == len(RESULTS)
+    for (what, peak, step, rate, run), system in zip(shown, RESULTS, strict=True):
+        record = json.loads((ROOT / "results" / f"{run.strip('`')}.json").read_text())
+        spec, resolved, metrics = record["spec"], record["resolved"], record["metrics"]
+        assert (record["status"], spec["system"], spec["option"]) == ("ok", system, []) and f"`{system}`" in what
+        assert (spec["dtype"], spec["recompute"], resolved["tokens_per_step"]) == ("bf16", "full", 16 << 10)
+        assert device == f"bf16, 16K tokens a step, recomputation, one {resolved['device_label'].removeprefix('NVIDIA ')}"
+        assert f"{record['memory']['device_peak_bytes'] / (1 << 30):.2f}GiB" == peak
+        assert f"{metrics['median_step_time_s']:.3f} s" == step
+        assert f"{metrics['tokens_per_s']:,.0f}" == rate
+        if given := re.match(r"\d+\.(\d+) billion parameters", what):
+            parameters = resolved["parameters"]
+            assert given[0] == f"{parameters / 1e9:.{len(given[1])}f} billion parameters"
+        else:
+            assert what.startswith("the same ") and resolved["parameters"] == parameters
+        budget = re.search(r"in (\w+GiB)$", what)
+        assert system == "resident" or spec["device_memory"] == (parse_size(budget[1]) if budget else None)
+        assert (len(metrics["step_time_s"]) == 1) == what.endswith("one timed step")
+    assert f"the last with {round(record['memory']['host_budget_bytes'] / (1 << 30))}GiB of host memory" in text_of(README)
+
+
+def results() -> list[list[str]]:
+    """The first table of the README: its head, and its rows."""
+    lines = re.findall(r"^\|.*\|$", text_of(README).partition("\n## ")[0], flags=re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for number, line in enumerate(lines) if number != 1]

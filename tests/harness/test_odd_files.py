@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, store, tables
+from harness import cells, cli, store, tables
 from harness.record import Record, build, to_json
 from models.data import open_dataset
 from systems.baselines.external.package import read_config
@@ -78,9 +78,9 @@ def test_odd_files_hide_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert err.replace("\n", "").isprintable()
     assert cli.main(["compare", "--runs", "good", "other", "--results", str(tmp_path)]) == 0
     assert [row["n"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 1]
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{tables.BEGIN}\n{tables.END}\n")
-    assert tables.write_tables(tables.TablesSpec(results=str(tmp_path), readme=str(readme))) == tables.UP_TO_DATE
+    document = tmp_path / "results.md"
+    document.write_text(f"{tables.BEGIN}\n{tables.END}\n")
+    assert tables.write_tables(tables.TablesSpec(results=str(tmp_path), out=str(document))) == tables.UP_TO_DATE
 
 
 def test_tags_ids_and_labels_are_printed_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,8 +117,8 @@ def test_other_files_that_are_named_are_refused_in_one_line(tmp_path: Path, kind
     readers: list[Any] = [lambda: hardware.load(str(path)), lambda: read_config(str(path)), lambda: read_profile(path)]
     if kind in ("pipe", "endless"):
         readers.append(lambda: open_dataset(str(path), vocab_size=512, seed=0))
-    readers.append(lambda: tables.read_table(path))
-    readers.append(lambda: tables.write_tables(tables.TablesSpec(results=str(tmp_path), readme=str(path))))
+    readers.append(lambda: cells.read_table(path))
+    readers.append(lambda: tables.write_tables(tables.TablesSpec(results=str(tmp_path), out=str(path))))
     for read in readers:
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
             read()

@@ -173,11 +173,11 @@ def test_more_processes_than_the_host_holds_are_not_started(tmp_path: Path) -> N
 # ---- torchrun
 
 
-def commands_of_the_readme() -> list[list[str]]:
-    """As programs of this Python."""
-    section = (ROOT / "README.md").read_text().partition("## Several GPUs")[2].partition("\n## ")[0]
+def commands_of_the_document() -> list[list[str]]:
+    """Those of docs/several-gpus.md, as programs of this Python."""
+    text = (ROOT / "docs" / "several-gpus.md").read_text()
     programs = {"harness": "harness", "torchrun": "torch.distributed.run"}
-    lines = [line for block in section.split("```")[1::2] for line in block.strip().splitlines()]
+    lines = [line for block in text.split("```")[1::2] for line in block.strip().splitlines()]
     return [[word for each in shlex.split(line) for word in _as_program(each, programs)] for line in lines]
 
 
@@ -185,10 +185,10 @@ def _as_program(word: str, programs: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-m", programs[word]] if word in programs else [word]
 
 
-def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
+def test_the_commands_of_the_document(tmp_path: Path, mark: str) -> None:
     """One starts its ranks itself, of the other each command starts its own; the first one prints and keeps."""
     found = []
-    of_one_host = [command for command in commands_of_the_readme() if "--nnodes" not in command]
+    of_one_host = [command for command in commands_of_the_document() if "--nnodes" not in command]
     for number, command in enumerate(of_one_host):
         results = tmp_path / str(number)
         done = subprocess.run(
@@ -213,8 +213,8 @@ def test_the_commands_of_the_readme(tmp_path: Path, mark: str) -> None:
 
 
 def agents(mark: str, folder: Path, *more: str) -> list[subprocess.Popen[str]]:
-    """The README's command for several hosts, as it is called on each of two, both here."""
-    (command,) = [command for command in commands_of_the_readme() if "--nnodes" in command]
+    """The document's command for several hosts, as it is called on each of two, both here."""
+    (command,) = [command for command in commands_of_the_document() if "--nnodes" in command]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The README's results: what the tables show of records, and that the README is what the records make of it."""
+"""The results tables: what they show of records, and that docs/results.md is what the records make of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness import cli, store, tables
+from harness import cells, cli, results_page, store, tables
+from harness.doubts import CLOSED_LIST
 from harness.record import Record
+from systems import registry
+from systems.system import System
 from tests.harness.conftest import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,34 +51,97 @@ def record(system: str, number: int, step_s: float, **changes: Any) -> Record:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> tables.ResultsTable:
+def table(tmp_path: Path) -> cells.ResultsTable:
     path = tmp_path / "table.toml"
     path.write_text(TABLE)
-    return tables.read_table(path)
+    return cells.read_table(path)
 
 
-def rows(table: tables.ResultsTable, records: list[Record]) -> list[list[str]]:
-    lines = tables.markdown(table, records)
-    return [line.strip("| ").split(" | ") for line in lines if line.startswith("|")][2:]
+def page(table: cells.ResultsTable, records: list[Record]) -> list[str]:
+    return results_page.page([table], records)
 
 
-def test_a_cell_without_a_record_is_a_dash(table: tables.ResultsTable) -> None:
-    shown = rows(table, [])
-    assert [row[0] for row in shown] == ["resident", "elixir", "elixir:b=2,a=1", "dummy"]
-    assert [row[1] for row in shown] == ["all", "1GiB", "all", "all"]
-    assert all(cell == "-" for row in shown for cell in row[2:])
+def rows(table: cells.ResultsTable, records: list[Record]) -> dict[str, list[str]]:
+    """By system and budget; of one group."""
+    lines = [line.strip("| ").split(" | ") for line in page(table, records) if line.startswith("|")][2:]
+    found = {" ".join(row[:2]): row[2:] for row in lines}
+    assert len(found) == len(lines)
+    return found
 
 
-def test_rows_are_medians_over_processes_with_their_range(table: tables.ResultsTable) -> None:
+def test_cells_without_a_record_are_one_line(table: cells.ResultsTable) -> None:
+    lines = page(table, [record("resident", 1, 0.2)])
+    assert list(rows(table, [record("resident", 1, 0.2)])) == ["resident all"]
+    assert lines[-1] == "Not run yet: elixir with 1GiB, dummy with all, elixir (b=2, a=1) with all."
+
+
+def with_groups(folder: Path, **rows: str) -> cells.ResultsTable:
+    """A table with a group of each title; all but its rows are as in TABLE."""
+    head = TABLE.split("\n[[groups]]")[0]
+    groups = [f'[[groups]]\ntitle = "{title}"\nreference = "resident"\nrows = [{given}]' for title, given in rows.items()]
+    (folder / "groups.toml").write_text("\n".join([head, *groups]))
+    return cells.read_table(folder / "groups.toml")
+
+
+def test_a_table_without_any_record_is_one_line(tmp_path: Path) -> None:
+    never = '{ system = "resident", clip = 2.0 }, { system = "elixir", clip = 2.0, device_memory = "1GiB" }'
+    lines = page(with_groups(tmp_path, Never=never, Run='{ system = "resident" }'), [record("resident", 1, 0.2)])
+    assert [line for line in lines if line.startswith("**")] == ["**Run**"]
+    assert lines[-1] == "* Never: resident with all, elixir with 1GiB."
+
+
+def test_default_options_come_first(tmp_path: Path) -> None:
+    """Rows of a group, and groups: those whose strategies ran by default, then those where some did, then the others."""
+    reference, default, other = '{ system = "resident" }', '{ system = "elixir" }', '{ system = "elixir", option = ["a=1"] }'
+    made = {"Others": f"{reference}, {other}", "Some": f"{reference}, {other}, {default}", "All": f"{reference}, {default}"}
+    table = with_groups(tmp_path, **made)
+    lines = page(table, [record("elixir", 1, 0.5), record("elixir", 2, 0.5, option=("a=1",))])
+    assert [line for line in lines if line.startswith("**")] == ["**All**", "**Some**", "**Others**"]
+    shown = [line.split(" |")[0] for line in lines if line.startswith("| elixir")]
+    assert shown == ["| elixir", "| elixir", "| elixir (a=1)", "| elixir (a=1)"]
+
+
+def test_options_have_short_names_with_a_legend(tmp_path: Path) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(TABLE.replace('"b=2", "a=1"', '"nonfinite=stop", "a=1"'))
+    table = cells.read_table(path)
+    ran = [record("elixir", 1, 0.5, option=("nonfinite=stop", "a=1"))]
+    assert list(rows(table, ran)) == ["elixir (stop, a=1) all"]
+    assert [line for line in page(table, ran) if line.startswith("* (")] == [
+        f"* (stop): `--option nonfinite=stop`, {results_page.SHORT_NAMES['nonfinite=stop'][1]}."
+    ]
+    assert not [line for line in page(table, [record("elixir", 1, 0.5, device_memory=GIB)]) if line.startswith("* (")]
+
+
+def test_short_names_are_of_options_that_there_are() -> None:
+    """And no two options have one name."""
+    known = {name: registry.get(name) for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}
+    for option in results_page.SHORT_NAMES:
+        field, _, value = option.partition("=")
+        takers = [system for system in known.values() if field in system.Options.model_fields]
+        assert any(_takes(system, option) for system in takers), option
+        assert value
+    assert len({name for name, _ in results_page.SHORT_NAMES.values()}) == len(results_page.SHORT_NAMES)
+
+
+def _takes(system: System, option: str) -> bool:
+    try:
+        registry.parse_options(system, [option])
+    except ValueError:
+        return False
+    return True
+
+
+def test_rows_are_medians_over_processes_with_their_range(table: cells.ResultsTable) -> None:
     records = [record("resident", number, step_s) for number, step_s in enumerate((0.1, 0.2, 0.4))]
     records += [record("elixir", 10 + number, 0.25, device_memory=GIB) for number in range(3)]
     shown = rows(table, records)
-    assert shown[0] == ["resident", "all", "3", "0.2", "0.1 to 0.4", "160", "160", "1.00GiB", "2.00GiB", "1"]
-    assert shown[1][2:7] == ["3", "0.25", "0.25 to 0.25", "128", "128"]
-    assert shown[1][-1] == "0.8x (0.143 to 4.48)"  # budgets differ, as the table asks
+    assert shown["resident all"] == ["3", "0.2", "0.1 to 0.4", "160", "160", "1.00GiB", "2.00GiB", "1"]
+    assert shown["elixir 1GiB"][:5] == ["3", "0.25", "0.25 to 0.25", "128", "128"]
+    assert shown["elixir 1GiB"][-1] == "0.8x (0.143 to 4.48)"  # budgets differ, as the table asks
 
 
-def test_other_work_other_devices_and_older_code_do_not_mix_in(table: tables.ResultsTable) -> None:
+def test_other_work_other_devices_and_older_code_do_not_mix_in(table: cells.ResultsTable) -> None:
     def code(sha: str) -> dict[str, Any]:
         return {"record": {"environment": {"code": {"source_sha256": sha}}}}
 
@@ -88,70 +154,89 @@ def test_other_work_other_devices_and_older_code_do_not_mix_in(table: tables.Res
         record("resident", 6, 9.0, **code("old")),
     ]
     newer = [record("resident", number, 0.2, **code("new")) for number in (7, 8)]
-    assert rows(table, [*newer, *others])[0][2:4] == ["2", "0.2"]
-    assert rows(table, others)[0][2:4] == ["1", "9"]
+    assert rows(table, [*newer, *others])["resident all"][:2] == ["2", "0.2"]
+    assert rows(table, others)["resident all"][:2] == ["1", "9"]
 
 
-def test_options_are_a_set(table: tables.ResultsTable) -> None:
-    assert rows(table, [record("elixir", 1, 0.5, option=("a=1", "b=2"))])[2][2] == "1"
-    assert rows(table, [record("elixir", 1, 0.5, option=("a=1",))])[2][2] == "-"
+def test_options_are_a_set(table: cells.ResultsTable) -> None:
+    assert rows(table, [record("elixir", 1, 0.5, option=("a=1", "b=2"))])["elixir (b=2, a=1) all"][0] == "1"
+    assert not rows(table, [record("elixir", 1, 0.5, option=("a=1",))])
 
 
 def test_a_cell_that_names_the_length_of_its_runs_has_no_others(tmp_path: Path) -> None:
     (tmp_path / "table.toml").write_text(TABLE.replace('{ system = "dummy" }', '{ system = "dummy", steps = 15, warmup = 5 }'))
-    table = tables.read_table(tmp_path / "table.toml")
+    table = cells.read_table(tmp_path / "table.toml")
     asked = record("dummy", 1, 0.5, steps=15, warmup=5)
     others = [record("dummy", 2, 9.0, steps=12, warmup=5), record("dummy", 3, 9.0, steps=15, warmup=4)]
-    assert rows(table, [asked, *others])[3][2:4] == ["1", "0.5"]
-    assert rows(table, others)[3][2] == "-"
+    assert rows(table, [asked, *others])["dummy all"][:2] == ["1", "0.5"]
+    assert not rows(table, others)
 
 
-def test_failed_runs_are_shown_as_what_they_are(table: tables.ResultsTable) -> None:
+def test_failed_runs_are_shown_as_what_they_are(table: cells.ResultsTable) -> None:
     reason = {"message": "no room", "tier": "device", "need": 2 * GIB, "have": GIB}
     oom = {"record": {"status": "oom", "reason": reason, "metrics": {}}}
     records = [record("resident", 1, 1.0, **oom), record("resident", 2, 1.0, **oom)]
-    assert rows(table, records)[0][2:5] == ["2", "oom (device: needs 2GiB, has 1GiB)", "-"]
+    assert rows(table, records)["resident all"][:3] == ["2", "oom (device: needs 2GiB, has 1GiB)", "-"]
     died = record("dummy", 3, 1.0, record={"status": "failed", "reason": {"message": "it died"}, "metrics": {}})
-    assert rows(table, [died])[3][2:4] == ["1", "failed"]
+    assert rows(table, [died])["dummy all"][:2] == ["1", "failed"]
     both = [*records, record("resident", 4, 0.5)]
-    assert rows(table, both)[0][2:4] == ["1", "0.5"]
-    assert "resident: 2 more of its runs: oom (device: needs 2GiB, has 1GiB)." in tables.markdown(table, both)
+    assert rows(table, both)["resident all"][:2] == ["1", "0.5"]
+    assert "resident: 2 more of its runs: oom (device: needs 2GiB, has 1GiB)." in page(table, both)
 
 
-def test_an_unlike_pair_gets_no_ratio_but_a_line(table: tables.ResultsTable) -> None:
-    unlike = {"host_rss_peak_bytes": 1, "host_budget_bytes": 8 * GIB}
-    records = [record("resident", 1, 0.2), record("dummy", 2, 0.2, record={"memory": unlike})]
-    assert rows(table, records)[3][-1] == "-"
-    assert "dummy is not set against resident: host memory budget: 8GiB, the reference has 4GiB." in tables.markdown(
-        table, records
-    )
+def test_unlike_pairs_get_no_ratio_but_a_line(table: cells.ResultsTable) -> None:
+    """One for all that differ alike."""
+    unlike = {"memory": {"host_rss_peak_bytes": 1, "host_budget_bytes": 8 * GIB}}
+    options = {"option": ("a=1", "b=2")}
+    records = [
+        record("resident", 1, 0.2),
+        record("dummy", 2, 0.2, record=unlike),
+        record("elixir", 3, 0.2, record=unlike, **options),
+    ]
+    shown = rows(table, records)
+    assert shown["dummy all"][-1] == shown["elixir (b=2, a=1) all"][-1] == "-"
+    said = "Not set against resident: dummy; elixir (b=2, a=1): host memory budget: 8GiB, the reference has 4GiB."
+    assert said in page(table, records)
 
 
-def test_doubts_are_told_once_a_group(table: tables.ResultsTable) -> None:
-    doubt = {"doubts": [{"code": "short", "seen": "a", "cause": "b", "advice": "c"}]}
-    records = [record("resident", 1, 0.2, record=doubt), record("dummy", 2, 0.2, record=doubt)]
-    assert tables.markdown(table, records)[-1] == "Doubts in these records: short (resident, dummy)."
+def test_doubts_are_letters_with_a_legend(table: cells.ResultsTable) -> None:
+    def doubted(*codes: str) -> dict[str, Any]:
+        return {"record": {"doubts": [{"code": code, "seen": "a", "cause": "b", "advice": "c"} for code in codes]}}
+
+    later, earlier = "clocks_throttled", "step_time_spread"
+    records = [record("resident", 1, 0.2, **doubted(later, "gone")), record("dummy", 2, 0.2, **doubted(earlier, later))]
+    assert list(rows(table, records)) == ["resident <sup>bc</sup> all", "dummy <sup>ab</sup> all"]
+    assert [line for line in page(table, records) if line[:2] == "* "] == [
+        f"* a: step time spread; possible cause: {CLOSED_LIST[earlier][0]}.",
+        f"* b: clocks throttled; possible cause: {CLOSED_LIST[later][0]}.",
+        "* c: gone.",
+    ]
+
+
+def test_no_line_but_a_row_is_long() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert not [line for line in text.splitlines() if len(line) > results_page.WIDTH and not line.startswith("|")]
 
 
 def test_it_writes_between_the_marks_and_checks(
-    table: tables.ResultsTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    table: cells.ResultsTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme, results = tmp_path / "README.md", tmp_path / "results"
+    out_file, results = tmp_path / "results.md", tmp_path / "results"
     results.mkdir()
-    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    write = tables.TablesSpec(results=str(results), readme=str(readme))
+    out_file.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    write = tables.TablesSpec(results=str(results), out=str(out_file))
     check = write.model_copy(update={"check": True})
     assert tables.write_tables(check, tmp_path) == tables.STALE
     assert "run harness tables" in capsys.readouterr().err
     assert tables.write_tables(write, tmp_path) == tables.write_tables(check, tmp_path) == tables.UP_TO_DATE
-    assert readme.read_text().startswith(f"before\n{tables.BEGIN}\n\n### A table\n")
-    assert readme.read_text().endswith(f"\n{tables.END}\nafter\n")
+    assert out_file.read_text().startswith(f"before\n{tables.BEGIN}\n\n### A table\n")
+    assert out_file.read_text().endswith(f"\n{tables.END}\nafter\n")
     kept = record("resident", 1, 0.2)
     store.write(kept, results)
     (results / "cut.json").write_text("{")
     assert tables.write_tables(check, tmp_path) == tables.STALE
     out, err = capsys.readouterr()
-    assert out == "A group: resident: 2026-1\n"
+    assert out == "a device: A group: resident: 2026-1\n"
     assert "cut.json is no record" in err
 
 
@@ -169,7 +254,7 @@ def test_a_table_that_cannot_be_read_is_named(text: str, said: str, tmp_path: Pa
     path = tmp_path / "table.toml"
     path.write_text(text)
     with pytest.raises(ValueError) as raised:
-        tables.read_table(path)
+        cells.read_table(path)
     assert str(raised.value).startswith(said)
     assert "\n" not in str(raised.value)
 
@@ -177,8 +262,8 @@ def test_a_table_that_cannot_be_read_is_named(text: str, said: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--readme", "{here}/none.md"), "none.md cannot be read"),
-        (("--readme", "{here}/bare.md"), "it needs the lines <!-- harness tables: begin -->"),
+        (("--out", "{here}/none.md"), "none.md cannot be read"),
+        (("--out", "{here}/bare.md"), f"it needs the lines {tables.BEGIN}"),
         (("--results", "{here}/none"), "none is no folder"),
         (("--check=yes",), "--check takes no value: leave =yes out"),
         (("--check", "yes"), "unexpected argument 'yes'"),
@@ -188,15 +273,15 @@ def test_bad_input_is_one_line(
     arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bare.md").write_text("nothing\n")
-    (tmp_path / "README.md").write_text(f"{tables.BEGIN}\n{tables.END}\n")
+    (tmp_path / "results.md").write_text(f"{tables.BEGIN}\n{tables.END}\n")
     given = [argument.format(here=tmp_path) for argument in arguments]
-    readme = [] if "--readme" in arguments else ["--readme", str(tmp_path / "README.md")]
-    assert cli.main(["tables", *readme, *given]) == 2
+    out_file = [] if "--out" in arguments else ["--out", str(tmp_path / "results.md")]
+    assert cli.main(["tables", *out_file, *given]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
 
 
-def test_the_readme_is_what_the_records_say() -> None:
+def test_the_document_is_what_the_records_say() -> None:
     """If this fails: harness tables."""
-    assert cli.main(["tables", "--check", "--results", str(ROOT / "results"), "--readme", str(ROOT / "README.md")]) == 0
+    assert cli.main(["tables", "--check", "--results", str(ROOT / "results"), "--out", str(ROOT / "docs" / "results.md")]) == 0

@@ -1,0 +1,225 @@
+"""The results as Markdown, for docs/results.md: what the records of each table's cells say, default options first.
+
+Cells without a run are one note below their table, and a table without any is one item of a list below all others.
+Options stand under short names and a record's doubts as letters, both with a legend, which has what is used and no more.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from harness import comparison
+from harness.cells import Group, ResultsTable, TableCell, replicates
+from harness.comparison import ComparisonRow
+from harness.doubts import CLOSED_LIST
+from harness.record import Reason, Record
+from harness.stats import MedianFigure
+from systems import registry
+from systems.messages import printable
+from systems.sizes import format_size
+
+BUDGET_FACTS = frozenset({"device memory asked for", "device memory budget in force"})  # where the table itself differs in it
+NONE = "-"
+WIDTH = 120  # of a line that is no row
+COLUMNS = (
+    "system",
+    "device budget",
+    "n",
+    "step s",
+    "range",
+    "tokens/s",
+    "relative TFLOPS",
+    "device peak",
+    "host peak",
+    "speed",
+)
+# --option: (short name, meaning). An option that is not here stands as it is.
+SHORT_NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "nonfinite=stop": ("stop", "updates during backward, where a non-finite gradient ends the run; no clipping"),
+        "hardware=h200-141g-x1": ("h200 rates", "H3T's solvers reckon with that profile's rates"),
+        "solver=manual": ("manual", "the best of those settings of H3T's switches that all layers share"),
+        "solver=on": ("all on", "each of H3T's switches on in every layer, segment synchronisation too"),
+        "variant=base": ("base", "PatrickStar as it is by default, beside its ablations"),
+        "variant=static-partition": ("static partition", "chunks get a fixed share of the device, and nothing is traced"),
+        "variant=osc": ("osc", "the optimizer's chunks stay on the host"),
+        "variant=spongebob": ("spongebob", "tensors move instead of chunks"),
+    }
+)
+DEFAULTS_ONLY, SOME_DEFAULTS, NO_DEFAULTS = range(3)
+
+
+@dataclass(frozen=True)
+class ShownGroup:
+    """A group with what its records say; a row without runs belongs to a cell that was never run."""
+
+    group: Group
+    rows: tuple[tuple[TableCell, ComparisonRow], ...]
+
+    @property
+    def run(self) -> list[tuple[TableCell, ComparisonRow]]:
+        return [(cell, row) for cell, row in self.rows if row.runs]
+
+    @property
+    def not_run(self) -> list[TableCell]:
+        return [cell for cell, row in self.rows if not row.runs]
+
+
+def shown_group(group: Group, records: Sequence[Record], hardware: str) -> ShownGroup:
+    """Its cells in the table's order, those with default options first."""
+    cells = sorted(group.cells, key=lambda cell: bool(cell.spec.option))
+    return ShownGroup(group, tuple((cell, _row(group, cell, records, hardware)) for cell in cells))
+
+
+def _row(group: Group, cell: TableCell, records: Sequence[Record], hardware: str) -> ComparisonRow:
+    """The cell's row of a comparison with the reference, budgets aside where the two are asked to differ in them."""
+    ours, reference = (replicates(records, one, hardware) for one in (cell, group.reference))
+    if cell is group.reference:
+        return comparison.compare({cell.label: ours}).rows[0]
+    intended = BUDGET_FACTS if cell.spec.device_memory != group.reference.spec.device_memory else frozenset()
+    return comparison.compare({f"reference {cell.label}": reference, cell.label: ours}, intended=intended).rows[1]
+
+
+def page(tables: Sequence[ResultsTable], records: Sequence[Record]) -> list[str]:
+    """All lines: the legend, then each table under its own heading."""
+    groups = [[shown_group(group, records, table.hardware) for group in table.groups] for table in tables]
+    run = [pair for table in groups for one in table for pair in one.run]
+    marks = doubt_marks(doubt for _, row in run for doubt in row.doubts)
+    lines = list(_legend([cell for cell, _ in run], marks))
+    for table, shown in zip(tables, groups, strict=True):
+        lines += ["", *table_lines(table, shown, marks)] if lines else table_lines(table, shown, marks)
+    return lines
+
+
+def doubt_marks(doubts: Iterable[str]) -> dict[str, str]:
+    """A letter each, in the order of the closed list; what an older list had comes last."""
+    found = set(doubts)
+    known = [code for code in CLOSED_LIST if code in found]
+    return dict(zip([*known, *sorted(found.difference(known))], map(chr, range(ord("a"), ord("z") + 1)), strict=False))
+
+
+def _legend(cells: Sequence[TableCell], marks: Mapping[str, str]) -> Iterator[str]:
+    used = {option for cell in cells for option in cell.spec.option}
+    listed = [
+        _wrapped(f"* ({name}): `--option {option}`, {meaning}.", "  ")
+        for option, (name, meaning) in SHORT_NAMES.items()
+        if option in used
+    ]
+    if listed:
+        yield from ("In brackets behind a system's name are its options, where they are not the defaults:", "", *listed)
+    if listed and marks:
+        yield ""
+    if marks:
+        yield from ("Letters behind a name are doubts that the records themselves raise:", "")
+        for code, letter in marks.items():
+            cause = f"; possible cause: {CLOSED_LIST[code][0]}" if code in CLOSED_LIST else ""
+            yield _wrapped(printable(f"* {letter}: {code.replace('_', ' ')}{cause}."), "  ")
+
+
+def table_lines(table: ResultsTable, shown: Sequence[ShownGroup], marks: Mapping[str, str]) -> list[str]:
+    """Groups in which strategies ran with default options come first, those that never ran at all last, a line each."""
+    lines = [f"### {table.title}", "", f"On {table.hardware}."]
+    for one in sorted((one for one in shown if one.run), key=_defaults):
+        lines += ["", f"**{one.group.title}**", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
+        lines += [_line(_columns(cell, row, marks, is_reference=cell is one.group.reference)) for cell, row in one.run]
+        lines += [line for note in _notes(one) for line in ("", _wrapped(note))]
+    never = [_wrapped(f"* {one.group.title}: {_listed(one)}", "  ") for one in shown if not one.run]
+    return [*lines, "", "Tables of which no cell was run yet:", "", *never] if never else lines
+
+
+def _defaults(shown: ShownGroup) -> int:
+    """Whether the group's strategies ran with default options: where no strategy did, there is nothing else."""
+    entries = registry.find()
+    strategies = [
+        cell for cell, _ in shown.run if cell.spec.system in entries and entries[cell.spec.system].exposes == "STRATEGY"
+    ]
+    with_options = [cell for cell in strategies if cell.spec.option]
+    if not with_options:
+        return DEFAULTS_ONLY
+    return NO_DEFAULTS if len(with_options) == len(strategies) else SOME_DEFAULTS
+
+
+def short_label(cell: TableCell) -> str:
+    """elixir (stop): the system, and its options by their short names."""
+    options = ", ".join(SHORT_NAMES[option][0] if option in SHORT_NAMES else option for option in cell.spec.option)
+    return f"{cell.spec.system} ({options})" if options else cell.spec.system
+
+
+def _budget(cell: TableCell) -> str:
+    return "all" if cell.spec.device_memory is None else format_size(cell.spec.device_memory)
+
+
+def _listed(shown: ShownGroup) -> str:
+    """The cells that were never run, with their budgets where the group has several."""
+    several = len({cell.spec.device_memory for cell, _ in shown.rows}) > 1
+    return ", ".join(short_label(cell) + (f" with {_budget(cell)}" if several else "") for cell in shown.not_run) + "."
+
+
+def _columns(cell: TableCell, row: ComparisonRow, marks: Mapping[str, str], *, is_reference: bool) -> list[str]:
+    letters = "".join(sorted(marks[doubt] for doubt in set(row.doubts) if doubt in marks))
+    head = [short_label(cell) + (f" <sup>{letters}</sup>" if letters else ""), _budget(cell)]
+    if not row.n:
+        failed = [str(len(row.runs)), _failure(row.status, row.reason), *[NONE] * 3]
+        return [*head, *failed, _size(row.peaks.device_bytes), _size(row.peaks.host_rss_bytes), NONE]
+    step = row.median_step_time_s
+    ratio = "1" if is_reference else NONE if row.speed_ratio is None else _ratio(row)
+    return [
+        *head,
+        str(row.n),
+        _number(step),
+        NONE if step is None or step.low is None else f"{step.low:.4g} to {step.high:.4g}",
+        NONE if row.tokens_per_s is None else f"{row.tokens_per_s.median:,.0f}",
+        _number(row.relative_tflops),
+        _size(row.peaks.device_bytes),
+        _size(row.peaks.host_rss_bytes),
+        ratio,
+    ]
+
+
+def _ratio(row: ComparisonRow) -> str:
+    assert row.speed_ratio is not None
+    low, high = row.speed_ratio.low, row.speed_ratio.high
+    spread = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
+    return f"{row.speed_ratio.value:.3g}x{spread}"
+
+
+def _failure(status: str, reason: Reason | None) -> str:
+    """oom (device: needs 2GiB, has 1.5GiB)."""
+    if reason is None:
+        return status
+    sizes = [f"{verb} {format_size(size)}" for verb, size in (("needs", reason.need), ("has", reason.have)) if size is not None]
+    told = ": ".join(filter(None, [reason.tier, ", ".join(sizes)]))
+    return f"{status} ({told})" if told else status
+
+
+def _notes(shown: ShownGroup) -> Iterator[str]:
+    """Replicates that failed, pairs that are not set against each other (one line for all that differ alike), cells not run."""
+    unlike: dict[str, list[str]] = {}
+    for cell, row in shown.run:
+        if row.n and row.status != "ok":
+            yield f"{short_label(cell)}: {len(row.runs) - row.n} more of its runs: {_failure(row.status, row.reason)}."
+        if row.refused:
+            unlike.setdefault("; ".join(str(difference) for difference in row.refused), []).append(short_label(cell))
+    for why, labels in unlike.items():
+        yield f"Not set against {short_label(shown.group.reference)}: {'; '.join(labels)}: {why}."
+    if shown.not_run:
+        yield f"Not run yet: {_listed(shown)}"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _number(figure: MedianFigure | None) -> str:
+    return NONE if figure is None else f"{figure.median:.4g}"
+
+
+def _size(size: int | None) -> str:
+    return NONE if size is None else f"{size / (1 << 30):.2f}GiB"
