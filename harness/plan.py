@@ -154,7 +154,8 @@ def _title(spec: PlanSpec, question: Question, system: str) -> str:
     work = f"batch {question.batch_size} x {question.seq_len} tokens"
     if question.accumulate > 1:
         work += f" x {question.accumulate} micro-batches"
-    return f"{spec.model} under {system}, {question.ranks} {'rank' if question.ranks == 1 else 'ranks'} of {spec.hardware}: {work}, {question.dtype}"
+    ranks = f"{question.ranks} {'rank' if question.ranks == 1 else 'ranks'} of {spec.hardware}"
+    return f"{spec.model} under {system}, {ranks}: {work}, {question.dtype}"
 
 
 def _write_trace(path: Path, found: Forecast) -> None:
