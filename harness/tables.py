@@ -21,7 +21,7 @@ from harness.comparison import ComparisonRow
 from harness.likeness import alike
 from harness.output import complain, say
 from harness.record import Reason, Record
-from harness.spec import BadInputError, RunSpec
+from harness.spec import KEPT, BadInputError, RunSpec
 from harness.stats import MedianFigure
 from systems.machine.durable import write_whole
 from systems.machine.reading import read_text
@@ -58,7 +58,7 @@ class TablesSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    results: str = Field("results", description="folder of the records")
+    results: str = Field(KEPT, description="folder of the records")
     readme: str = Field("README.md", description="file that has the two marks between which the tables are written")
     check: bool = Field(False, description="write nothing; exit code 1 if the file differs from the records")
 

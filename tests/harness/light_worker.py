@@ -52,7 +52,7 @@ def misbehave(at: int, script: dict[str, str]) -> None:
 
 def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
     spec, script = job.spec, split_assignments("option", job.spec.option)
-    steps, warmup = spec.resolve_steps("cpu")
+    steps, warmup = spec.resolve_steps()
     sys.stderr.write("a package has something to say\n")
     if "bad_input" in script:
         raise BadInputError(script["bad_input"])
