@@ -217,7 +217,7 @@ def _execute(
     """One run of a comparison; None if there shall be no further one. lost: takes up a record that could not be kept."""
     if lost or stop.number is not None:
         return None
-    console.print(f"{entry.label}: run {replicate + 1} of {entry.spec.repeat}", markup=False)
+    console.print(printable(f"{entry.label}: run {replicate + 1} of {entry.spec.repeat}"), markup=False)
     record = launch(entry.spec, replicate=replicate, console=console, stop=stop)
     if not _keep(record, entry.spec, console, tracker):
         lost.append(record)
@@ -255,7 +255,7 @@ def _tell(made: comparison.Comparison) -> int:
 
 
 def _tracker(spec: RunSpec, console: Console) -> Tracker:
-    return Tracker(spec.wandb, tell=lambda line: console.print(line, markup=False), warn=complain)
+    return Tracker(spec.wandb, tell=lambda line: console.print(printable(line), markup=False), warn=complain)
 
 
 def _keep(record: Record, spec: RunSpec, console: Console, tracker: Tracker, *, summed_up: bool = False) -> bool:

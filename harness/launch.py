@@ -38,6 +38,7 @@ from harness.failures import LOG_LINES, Death, from_death, from_exception
 from harness.live import StepLine
 from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
+from harness.redaction import without_secrets
 from harness.spec import BadInputError, RunSpec
 from harness.stopping import Stop
 from harness.store import new_run_id
@@ -337,6 +338,11 @@ def _check_room_for_processes(ranks: int, host_bytes: int | None) -> None:
 
 
 def _run(jobs: list[WorkerJob], console: Console, stop: Stop, started_s: float, folder: str | None) -> Record:
+    """Without what the environment keeps secret: processes that die print whatever they hold."""
+    return without_secrets(_run_through(jobs, console, stop, started_s, folder))
+
+
+def _run_through(jobs: list[WorkerJob], console: Console, stop: Stop, started_s: float, folder: str | None) -> Record:
     spec, cgroup_root = jobs[0].spec, Path(jobs[0].cgroup_root)
     kills_before = oom_kills(cgroup_root=cgroup_root)
     try:

@@ -12,16 +12,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import IO, TextIO, cast
+from typing import IO, TextIO, TypeVar, cast
 
 from rich.console import Console
 
 from systems.messages import one_line, printable
 
 PLAIN_WIDTH = 160  # columns of a table that goes to a file or a pipe
+_T = TypeVar("_T")
 _JSON_ASKED = ContextVar("json_asked", default=False)
 
 
@@ -118,6 +119,14 @@ def say_json(line: str) -> None:
     """A result as JSON, unless a person reads it."""
     if gives_json():
         say(line)
+
+
+def counted(items: Iterable[_T], total: int, what: Callable[[_T], str]) -> Iterator[_T]:
+    """The same, each with a line on stderr when it is there: its number, of how many, and what it is."""
+    console = progress_console()
+    for number, item in enumerate(items, start=1):
+        console.print(printable(f"{number}/{total}  {what(item)}"), markup=False)
+        yield item
 
 
 class _Notices(logging.Handler):

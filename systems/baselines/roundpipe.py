@@ -234,6 +234,7 @@ class RoundPipeSystem(System):
         require("roundpipe.optim_stream", INSTALL, self.name)
         builder = require("roundpipe.optim.optim_builder", INSTALL, self.name)
         with extensions.building():
+            extensions.tell_of_build("RoundPipe's Adam", "roundpipe_optim_adam")
             builder.load_optim_function("adam")
         statistics = PackageStatistics(
             package="roundpipe",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -61,6 +62,11 @@ def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
         {"resolved": {"steps": steps}, "environment": {"threads": {"intra_op": 1}}, "phases_s": {"import": import_s}}
     )
     channel.enter("initialize")
+    if "notice" in script:
+        logging.getLogger("systems.native.build").info(script["notice"])
+    if "prints" in script:  # as a package that tells its environment and dies of it
+        sys.stderr.write(f"the environment has {os.environ[script['prints']]}\n")
+        raise RuntimeError(f"{os.environ[script['prints']]} was refused")
     importlib.import_module(script.get("import", "sys"))
     identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": spec}
     if int(script.get("rank", job.rank)) != job.rank:

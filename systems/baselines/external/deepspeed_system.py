@@ -96,8 +96,11 @@ class DeepSpeedSystem(RankedSystem):
         wanted = [builders.CPUAdamBuilder] if self.variant.offloads else []
         wanted += [builders.ShareMemCommBuilder] if settings.device == "cpu" else []
         wanted += [builders.AsyncIOBuilder] if disk else []
+        come_built = require("deepspeed.git_version_info", INSTALL, self.name).installed_ops
         with extensions.building():
             for builder in wanted:
+                if not come_built.get(builder.NAME):
+                    extensions.tell_of_build(f"DeepSpeed's {builder.NAME}", builder.NAME)
                 try:
                     builder().load(verbose=False)
                 except Exception as error:  # a build can fail in any way, and this system alone is lost
