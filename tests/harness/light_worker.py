@@ -55,8 +55,8 @@ def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
     spec, script = job.spec, split_assignments("option", job.spec.option)
     steps, warmup = spec.resolve_steps()
     sys.stderr.write("a package has something to say\n")
-    if "bad_input" in script:
-        raise BadInputError(script["bad_input"])
+    if "bad_input" in script or spec.data == "bad":
+        raise BadInputError(script.get("bad_input", "a_word"))
     channel.enter("build")
     channel.partial(
         {"resolved": {"steps": steps}, "environment": {"threads": {"intra_op": 1}}, "phases_s": {"import": import_s}}
