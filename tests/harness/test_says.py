@@ -272,6 +272,8 @@ def _ok(record: Record) -> None:
     [
         (["--device", "cpu"], "cpu", True, "runs"),
         ([], "cpu", False, "runs"),
+        ([], "cpu", True, "runs"),
+        ([], "cuda", False, "results"),
         ([], "cuda", True, "results"),
         ([], None, True, "results"),
         ([], None, False, "runs"),
