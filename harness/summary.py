@@ -85,7 +85,7 @@ def _peaks(record: Record) -> Iterator[tuple[str, str]]:
         ("host", memory.host_peak_bytes, memory.host_budget_bytes),
         ("disk", memory.disk_peak_bytes, record.spec.disk_memory),
     ):
-        if peak is None:
+        if peak is None or (tier == "disk" and not peak):  # of most runs: none is used
             continue
         yield tier, f"{format_size(peak)} at most" + ("" if budget is None else f" of {format_size(budget)}")
     if memory.host_rss_peak_bytes is not None:

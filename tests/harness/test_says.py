@@ -172,10 +172,11 @@ def test_a_summary_has_what_a_person_asks_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["refused", "oom", "diverged", "failed", "timeout", "unavailable", "interrupted"])
 def test_a_summary_of_any_end_says_why_and_leaves_out_what_is_not_known(status: str, tmp_path: Path) -> None:
-    record = make_record(status=status, reason={"message": "why [not]", "advice": ["harness run --x"]})
+    reason = {"message": "why [not]", "advice": ["harness run --x"]}
+    record = make_record(status=status, reason=reason, memory={"disk_peak_bytes": 0})
     told = shown(lambda console: summary.show(record, tmp_path / "x.json", console))
     assert f"{status}: why [not]" in told and "try" in told and "harness run --x" in told
-    assert not {"step", "speed", "traffic", "plan"} & {line.split()[0] for line in told.splitlines()}
+    assert not {"step", "speed", "traffic", "plan", "disk"} & {line.split()[0] for line in told.splitlines()}
 
 
 @given(tag=st.text(max_size=20))
