@@ -17,7 +17,7 @@ PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 .PHONY: run test test-slow fuzz clean
 .DELETE_ON_ERROR:
 
-# Trains a small model on real text under a device budget that its states do not fit, and leaves a record in results/.
+# Trains a small model on real text under a device budget that its states do not fit, and leaves a record in runs/.
 run: $(READY)
 	$(BIN)python3 -m harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB
 
@@ -41,7 +41,7 @@ $(READY): pyproject.toml constraints-cpu.txt
 	$(BIN)python3 -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
 	touch $@
 
-# Records in results/ stay: they are data.
+# Records in results/ and runs/ stay: they are data.
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

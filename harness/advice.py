@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness import store
 from harness.command import command
 from harness.plan import depths_of, question_of
 from harness.plan_spec import ALL, PlanSpec
@@ -95,7 +96,8 @@ def _disk(spec: RunSpec, request: Request) -> DiskRoom | None:
     if spec.disk is not None or not request.system.abilities.disk:
         return None
     try:
-        return DiskRoom(spec.results, disk_budget(replace(request.settings, disk=spec.results, disk_memory=None)))
+        folder = str(store.folder_of(spec, request.resolved.device))
+        return DiskRoom(folder, disk_budget(replace(request.settings, disk=folder, disk_memory=None)))
     except ValueError:
         return None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from systems import registry
 from systems.errors import UnavailableError
+from systems.face import Face
 from systems.registry import RegistryEntry
 
 if TYPE_CHECKING:
@@ -23,11 +24,28 @@ if TYPE_CHECKING:
 def load(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> System:
     """The system of that name. ValueError if there is none, UnavailableError if it cannot run here."""
     system = registry.get(name, entries)
-    package = system.abilities.package
-    if package is not None and importlib.util.find_spec(package.partition(".")[0]) is None:
-        reason = f"{name} is unavailable: the package {package} is not installed"
-        raise UnavailableError(reason, install=system.abilities.install)
+    why = why_unavailable(system)
+    if why is not None:
+        raise why
     return system
+
+
+def faces(entries: Mapping[str, RegistryEntry]) -> Iterator[tuple[str, Face | UnavailableError]]:
+    """What every system says of itself, by name, or why it cannot: what it trains with is not imported."""
+    for name in entries:
+        try:
+            yield name, registry.face(name, entries)
+        except UnavailableError as error:
+            yield name, error
+
+
+def why_unavailable(found: Face | System) -> UnavailableError | None:
+    """That the outside package it names is not installed."""
+    package = found.abilities.package
+    if package is None or importlib.util.find_spec(package.partition(".")[0]) is not None:
+        return None
+    reason = f"{found.name} is unavailable: the package {package} is not installed"
+    return UnavailableError(reason, install=found.abilities.install)
 
 
 def package_of(system: System) -> str | None:

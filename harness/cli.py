@@ -10,27 +10,33 @@ import contextlib
 import errno
 import gc
 import importlib.util
-import io
 import os
 import signal
 import sys
 import time
-import types
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
-import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from harness import comparison, scale, store, trace
+from harness import comparison, names, scale, store, summary, trace
 from harness.channel import LISTEN_S
 from harness.compare import CompareSpec, Contender, StoredSpec, check_options, collect, entries, read_runs
+from harness.flags import parse
 from harness.launch import launch
-from harness.output import complain, fill_standard_streams, progress_console, say
+from harness.output import (
+    complain,
+    fill_standard_streams,
+    gives_json,
+    json_asked,
+    progress_console,
+    result_console,
+    say,
+    say_json,
+    show_notices,
+)
 from harness.plan_spec import PlanSpec
 from harness.record import Record, to_json
 from harness.scale import BatchSpec, ScaleSpec
@@ -38,13 +44,24 @@ from harness.spec import BadInputError, RunSpec, flag, in_flags
 from harness.stopping import Stop, stop_signals
 from harness.table import show
 from harness.wandb_log import Tracker
-from systems import registry
 from systems.errors import UnsupportedError
-from systems.messages import invalid_value, one_line, printable, unknown_name
+from systems.messages import invalid_value, printable, unknown_name
 from systems.ranks.launchers import Launched, launched
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 INTERRUPTED = 128 + signal.SIGINT
+GIVE_JSON = ("run", "compare", "plan", "max-scale", "max-batch", "ls", "profile")
+JSON_HELP = "With --json the result is one line of JSON, the last on stdout, as it is wherever stdout is no terminal."
+EXAMPLES = {
+    "run": "harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB",
+    "compare": "harness compare --system elixir --system resident --model opt-tiny --device cpu",
+    "plan": "harness plan --system all --model ps-4b --hardware h100-80g-x1 --recompute full",
+    "max-scale": "harness max-scale --system elixir --model opt-tiny --device cpu --device-memory 6MiB --most 24",
+    "max-batch": "harness max-batch --system elixir --model opt-tiny --device cpu --device-memory 6MiB --most 64",
+    "tables": "harness tables --check",
+    "profile": "harness profile --out machine.json",
+    "doctor": "harness doctor",
+}
 COMMANDS = {
     "run": "train a model under a system and keep a record",
     "compare": "train a model under several systems, or take kept runs, and say which is faster",
@@ -53,144 +70,16 @@ COMMANDS = {
     "max-batch": "find the largest batch that a model trains with here",
     "tables": "write the results tables in docs/results.md from the kept records",
     "profile": "measure this machine's roofs into a hardware profile",
-    "ls": "list systems, models or runs",
+    "ls": "list systems, models, hardware or runs, or tell of one",
     "doctor": "say what this machine lacks",
 }
 _Spec = TypeVar("_Spec", bound=BaseModel)
-
-
-class ListSpec(BaseModel):
-    """List what there is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    what: Literal["systems", "models", "runs"] = Field(description="what to list")
-    results: str = Field("results", description="folder of the records, for runs")
 
 
 class DoctorSpec(BaseModel):
     """Say what this machine lacks, one line each, with what to do."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _takes_several(spec: type[BaseModel], field: str) -> bool:
-    return typing.get_origin(spec.model_fields[field].annotation) is tuple
-
-
-def _is_switch(spec: type[BaseModel], field: str) -> bool:
-    """A flag that is there or not, without a value."""
-    return spec.model_fields[field].annotation is bool
-
-
-def _metavar(annotation: Any) -> str:
-    """STEPS-like placeholder of a type: {cuda,cpu} for choices, INT, FLOAT, TEXT."""
-    if typing.get_origin(annotation) is Literal:
-        return "{" + ",".join(typing.get_args(annotation)) + "}"
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        known = [_metavar(part) for part in typing.get_args(annotation) if part is not type(None)]
-        return "|".join(dict.fromkeys(known))
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _metavar(typing.get_args(annotation)[0])
-    return {int: "INT", float: "FLOAT"}.get(annotation, "TEXT")
-
-
-def _text_rule(spec: type[BaseModel]) -> ConstructorRegistry:
-    """tyro hands every value on as text: pydantic alone reads and judges values, so complaints are of one kind."""
-    rules = ConstructorRegistry()
-
-    @rules.primitive_rule
-    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if info.type is spec:
-            return None
-        several = typing.get_origin(info.type) is tuple and typing.get_args(info.type)[-1:] == (Ellipsis,)
-        return PrimitiveConstructorSpec(
-            nargs="*" if several else 1,
-            metavar="TEXT" if several else _metavar(info.type),
-            instance_from_str=(lambda texts: tuple(texts)) if several else (lambda texts: texts[0]),
-            is_instance=lambda value: True,
-            str_from_instance=lambda value: [] if value is None or value == () else [str(value)],
-        )
-
-    return rules
-
-
-def _without(spec: type[BaseModel], fields: frozenset[str]) -> type[BaseModel]:
-    """The same for --help, but for flags that are refused."""
-    kept: dict[str, Any] = {name: (field.annotation, field) for name, field in spec.model_fields.items() if name not in fields}
-    return create_model(spec.__name__, __doc__=spec.__doc__, **kept)
-
-
-def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | None) -> list[str]:
-    """The same arguments, each flag once, its values behind it. Raises BadInputError for what fits no field."""
-    fields = {flag(field): field for field in spec.model_fields if field != positional}
-    left_out: frozenset[str] = getattr(spec, "left_out", frozenset())
-    given: dict[str, list[str]] = {}
-    current = ""
-    for token in arguments:
-        name, equals, value = token.partition("=")
-        if name.startswith("--"):
-            if fields.get(name) in left_out:
-                raise BadInputError(f"{name} is of a run and changes nothing here: leave it out")
-            if name not in fields:
-                raise BadInputError(unknown_name("flag", name, fields))
-            if _is_switch(spec, fields[name]):
-                if equals:
-                    raise BadInputError(f"{name} takes no value: leave {equals}{value} out")
-                given[name], current = [], ""
-                continue
-            current = name
-            if not _takes_several(spec, fields[name]):
-                given[name] = []
-            given.setdefault(name, []).extend([value] if equals else [])
-        elif current and (_takes_several(spec, fields[current]) or not given[current]):
-            given[current].append(token)
-        elif positional and positional not in given:
-            given[positional] = [token]
-        else:
-            raise BadInputError(f"unexpected argument {token!r}" + (f" after {current}" if current else ""))
-    for name, values in given.items():
-        if not values and not _is_switch(spec, fields.get(name, name)):
-            raise BadInputError(f"{name} needs a value")
-    missing = [positional] if positional and positional not in given else []
-    missing += [name for name, field in fields.items() if spec.model_fields[field].is_required() and name not in given]
-    if missing:
-        field = missing[0].lstrip("-").replace("-", "_")
-        raise BadInputError(f"{missing[0]} is missing: {spec.model_fields[field].description}")
-    return [token for name, values in given.items() for token in ([name] if name in fields else []) + values]
-
-
-def parse(spec: type[_Spec], arguments: Sequence[str], *, prog: str, positional: str | None = None) -> _Spec:
-    """Arguments as a spec. Raises BadInputError with one line; --help prints and exits as usual."""
-    shown = _without(spec, getattr(spec, "left_out", frozenset())) if {"-h", "--help"} & set(arguments) else spec
-    tyro_spec: Any = typing.Annotated[shown, tyro.conf.FlagCreatePairsOff]
-    if positional:
-        tyro_spec = typing.Annotated[tyro_spec, tyro.conf.PositionalRequiredArgs]
-    if shown is not spec or {"-h", "--help"} & set(arguments):
-        with _text_rule(shown):
-            tyro.cli(tyro_spec, prog=prog, args=["--help"])
-    collected = _collect(spec, arguments, positional)
-    complaint = io.StringIO()
-    try:
-        with _text_rule(spec), contextlib.redirect_stderr(complaint):
-            return typing.cast(_Spec, tyro.cli(tyro_spec, prog=prog, args=collected))
-    except SystemExit as error:
-        raise BadInputError(_complaint(error, complaint.getvalue(), positional)) from None
-
-
-def _complaint(error: BaseException, printed: str, positional: str | None) -> str:
-    """The pydantic error behind tyro's exit as one line; failing that, what tyro printed without its frame."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ValidationError):
-        cause = cause.__context__
-    if cause is None:
-        return one_line(printed.translate(str.maketrans("╭╮╰╯─│", "      ")))
-
-    def told(field: str, given: Any) -> str:
-        value = " ".join(given) if isinstance(given, tuple) else given
-        return f"{field if field == positional else flag(field)} {value}"
-
-    return invalid_value(cause, told)
 
 
 @contextlib.contextmanager
@@ -241,13 +130,11 @@ def _as_launched(spec: RunSpec, arguments: Sequence[str]) -> RunSpec:
 
 def _check_before_work(spec: RunSpec) -> None:
     """What can be found wrong without torch, before any process is started."""
-    known = registry.find()
-    if spec.system not in known:
-        raise BadInputError(unknown_name("system", spec.system, known))
+    names.check_run(spec)
     if spec.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise BadInputError("--wandb needs the package wandb: pip install wandb, or use --wandb off")
     _check_name(spec.disk)
-    store.prepare(Path(spec.results))
+    store.prepare(store.folder_of(spec))
     if spec.trace is not None:
         trace.prepare(Path(spec.trace))
 
@@ -276,8 +163,9 @@ def run(spec: RunSpec) -> int:
     with stop_signals() as stop:
         for replicate in range(spec.repeat):
             record = launch(spec, replicate=replicate, console=console, stop=stop, advise=replicate == 0)
-            kept = _keep(record, spec, console, tracker)
-            say(to_json(record))
+            kept = _keep(record, spec, console, tracker, summed_up=True)
+            if kept:
+                say_json(to_json(record))
             if record.status != "ok" or not kept:
                 code = FAILED
             if not kept or stop.number is not None:
@@ -319,7 +207,7 @@ def compare(spec: CompareSpec) -> int:
             return _execute(entry, replicate, console, stop, lost, tracker)
 
         records = collect(found, spec.repeat, execute)
-    code = _tell(comparison.compare(records, spec=spec.model_dump(mode="json")), console)
+    code = _tell(comparison.compare(records, spec=spec.model_dump(mode="json")))
     return stop.code or (FAILED if lost else code)
 
 
@@ -329,10 +217,9 @@ def _execute(
     """One run of a comparison; None if there shall be no further one. lost: takes up a record that could not be kept."""
     if lost or stop.number is not None:
         return None
-    console.print(f"{entry.label}: run {replicate + 1} of {entry.spec.repeat}", markup=False)
+    console.print(printable(f"{entry.label}: run {replicate + 1} of {entry.spec.repeat}"), markup=False)
     record = launch(entry.spec, replicate=replicate, console=console, stop=stop)
     if not _keep(record, entry.spec, console, tracker):
-        say(to_json(record))
         lost.append(record)
     return record
 
@@ -348,40 +235,45 @@ def search(spec: ScaleSpec | BatchSpec) -> int:
         def one(asked: RunSpec) -> Record | None:
             record = launch(asked, replicate=0, console=console, stop=stop)
             kept = _keep(record, asked, console, tracker)
-            if not kept:
-                say(to_json(record))
             return record if kept and stop.number is None else None
 
         found = scale.search(spec, one, console, lambda: stop.number is not None)
-    scale.show(found, console)
-    say(scale.to_json(found))
+    scale.show(found, result_console())
+    say_json(scale.to_json(found))
     return stop.code or (OK if found.largest is not None and found.failed is None else FAILED)
 
 
 def compare_kept(spec: StoredSpec) -> int:
     """The same of records that are there already."""
-    return _tell(comparison.compare(read_runs(spec)), progress_console())
+    return _tell(comparison.compare(read_runs(spec)))
 
 
-def _tell(made: comparison.Comparison, console: Console) -> int:
-    show(made, console)
-    say(comparison.to_json(made))
+def _tell(made: comparison.Comparison) -> int:
+    show(made, result_console())
+    say_json(comparison.to_json(made))
     return FAILED if made.failed else UNLIKE if made.refusals else OK
 
 
 def _tracker(spec: RunSpec, console: Console) -> Tracker:
-    return Tracker(spec.wandb, tell=lambda line: console.print(line, markup=False), warn=complain)
+    return Tracker(spec.wandb, tell=lambda line: console.print(printable(line), markup=False), warn=complain)
 
 
-def _keep(record: Record, spec: RunSpec, console: Console, tracker: Tracker) -> bool:
-    """Write a record and tell how the run ended. False if it cannot be kept: then no further run is worth its time."""
+def _keep(record: Record, spec: RunSpec, console: Console, tracker: Tracker, *, summed_up: bool = False) -> bool:
+    """Write a record and tell how the run ended. False if it cannot be kept: then no further run is worth its time.
+
+    summed_up: to a person in all that matters; else, and to a program, in the lines that say what went wrong.
+    """
     try:
-        path = store.write(record, Path(spec.results))
+        path = store.write(record, store.folder_of(spec, record.resolved.device))
     except store.StoreError as error:
         complain(str(error))
+        say(to_json(record))
         return False
     tracker.log(record)
-    _tell_end(record, path, console)
+    if summed_up and not gives_json():
+        summary.show(record, path, result_console())
+    else:
+        _tell_end(record, path, console)
     return True
 
 
@@ -405,7 +297,7 @@ def _check_text(arguments: Sequence[str]) -> None:
 
 def _usage() -> str:
     rows = [f"  {name:10}{what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: harness COMMAND [FLAGS]; harness COMMAND --help", *rows])
+    return "\n".join(["usage: harness COMMAND [FLAGS]; harness COMMAND --help", *rows, f"example: {EXAMPLES['run']}"])
 
 
 @contextlib.contextmanager
@@ -420,51 +312,76 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _take_json(command: str, arguments: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether --json is among the arguments of a command that has a result, and the others."""
+    if command not in GIVE_JSON:
+        return False, list(arguments)
+    for token in arguments:
+        if token.startswith("--json="):
+            raise BadInputError(f"--json takes no value: leave {token.removeprefix('--json')} out")
+    kept = [token for token in arguments if token != "--json"]
+    return len(kept) < len(arguments), kept
+
+
+def _asked(spec: type[_Spec], command: str, arguments: Sequence[str]) -> _Spec:
+    json_too = [JSON_HELP] if command in GIVE_JSON else []
+    return parse(spec, arguments, prog=f"harness {command}", help_too=[f"Example: {EXAMPLES[command]}", *json_too])
+
+
+def _carry_out(command: str, rest: Sequence[str]) -> int:
+    if command == "run":
+        return run(_as_launched(_asked(RunSpec, command, rest), rest))
+    if command == "compare":
+        if any(token.partition("=")[0] == flag("runs") for token in rest):
+            return compare_kept(_asked(StoredSpec, command, rest))
+        return compare(_asked(CompareSpec, command, rest))
+    if command == "plan":
+        wanted = _asked(PlanSpec, command, rest)
+        names.check_plan(wanted)
+        with _uncollected():
+            from harness.plan import plan
+
+            return plan(wanted)
+    if command == "max-scale":
+        return search(_asked(ScaleSpec, command, rest))
+    if command == "max-batch":
+        return search(_asked(BatchSpec, command, rest))
+    if command == "ls":
+        from harness.listing import list_asked
+
+        return list_asked(rest)
+    if command == "profile":
+        from harness.profile_spec import ProfileSpec
+
+        asked = _asked(ProfileSpec, command, rest)
+        from harness.profile import take_profile
+
+        return take_profile(asked)
+    if command == "tables":
+        from harness.tables import TablesSpec, write_tables
+
+        return write_tables(_asked(TablesSpec, command, rest))
+    if command == "doctor":
+        _asked(DoctorSpec, command, rest)
+        from harness.doctor import examine
+
+        return examine()
+    raise BadInputError(unknown_name("command", command, COMMANDS))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point. The exit code: 0 ok, 1 a run failed or a plan does not fit, 2 bad input, 3 a comparison refuses, 130
     Ctrl-C (128 and the signal's number for any other that ends a run).
     """
     fill_standard_streams()
+    show_notices()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         say(_usage())
         return OK if given else BAD_INPUT
-    command, rest = given[0], given[1:]
     with _one_line_errors() as code:
         _check_text(given)
-        if command == "run":
-            return run(_as_launched(parse(RunSpec, rest, prog="harness run"), rest))
-        if command == "compare":
-            if any(token.partition("=")[0] == flag("runs") for token in rest):
-                return compare_kept(parse(StoredSpec, rest, prog="harness compare"))
-            return compare(parse(CompareSpec, rest, prog="harness compare"))
-        if command == "plan":
-            wanted = parse(PlanSpec, rest, prog="harness plan")
-            with _uncollected():
-                from harness.plan import plan
-
-                return plan(wanted)
-        if command == "max-scale":
-            return search(parse(ScaleSpec, rest, prog="harness max-scale"))
-        if command == "max-batch":
-            return search(parse(BatchSpec, rest, prog="harness max-batch"))
-        if command == "ls":
-            from harness.listing import list_what
-
-            spec = parse(ListSpec, rest, prog="harness ls", positional="what")
-            return list_what(spec.what, Path(spec.results))
-        if command == "profile":
-            from harness.profile import ProfileSpec, take_profile
-
-            return take_profile(parse(ProfileSpec, rest, prog="harness profile"))
-        if command == "tables":
-            from harness.tables import TablesSpec, write_tables
-
-            return write_tables(parse(TablesSpec, rest, prog="harness tables"))
-        if command == "doctor":
-            parse(DoctorSpec, rest, prog="harness doctor")
-            from harness.doctor import examine
-
-            return examine()
-        raise BadInputError(unknown_name("command", command, COMMANDS))
+        asked, rest = _take_json(given[0], given[1:])
+        with json_asked(asked):
+            return _carry_out(given[0], rest)
     return code[0] if code else FAILED

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from harness import store
 from harness.likeness import alike
 from harness.record import Record
-from harness.spec import BadInputError, RunSpec, flag
+from harness.spec import KEPT, TRIALS, BadInputError, RunSpec, flag
 from systems import registry
 from systems.errors import UnavailableError
 from systems.registry import split_assignments
@@ -60,7 +59,7 @@ class StoredSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: tuple[str, ...] = Field(description="run ids, or parts of ids that only one run has")
-    results: str = Field("results", description="folder of the records")
+    results: str | None = Field(None, description=f"folder of the records; default: {KEPT} and {TRIALS}")
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ def check_options(found: Sequence[Contender]) -> None:
     """Before the first run: a wrong option of the last system must not cost the runs of the others."""
     for entry in found:
         if not entry.spec.option:
-            continue  # nothing to check is worth importing torch for
+            continue
         try:
-            registry.parse_options(registry.get(entry.spec.system), entry.spec.option)
+            registry.parse_options(registry.face(entry.spec.system), entry.spec.option)
         except UnavailableError:
             continue  # its run says so
         except ValueError as error:
@@ -126,7 +125,7 @@ def collect(
 def read_runs(spec: StoredSpec) -> dict[str, list[Record]]:
     """Kept runs by label: those of one system that differ in nothing are its replicates. Raises BadInputError."""
     groups: dict[str, list[Record]] = {}
-    for record in store.find(Path(spec.results), spec.runs):
+    for record in store.find(store.folders_of(spec.results), spec.runs):
         label = ":".join(filter(None, [record.spec.system, ",".join(record.spec.option)]))
         _group_of(record, label, groups).append(record)
     if len(groups) < 2:

@@ -9,11 +9,12 @@ from types import MappingProxyType
 
 from harness.nvml import PcieLink
 from harness.record import Doubt
+from harness.spec import DEFAULT_TIMED_STEPS
 from systems.sizes import format_size
 
 SLOW_FIRST_STEP = 1.2
 SPREAD = 0.05
-MIN_TIMED_STEPS = 10
+MIN_TIMED_STEPS = DEFAULT_TIMED_STEPS  # a run that was told nothing of steps has enough of them
 LONG_STEP_S = 20.0
 
 # code: (cause, advice)

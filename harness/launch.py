@@ -35,12 +35,15 @@ from harness import trace
 from harness.channel import LAUNCHED, LISTEN_S, RANK_TIMEOUT_S, STUCK_S, Lines, WorkerJob
 from harness.doubts import Evidence, judge
 from harness.failures import LOG_LINES, Death, from_death, from_exception
+from harness.live import StepLine
 from harness.output import fill_standard_streams
 from harness.record import Doubt, Record, build
+from harness.redaction import without_secrets
 from harness.spec import BadInputError, RunSpec
 from harness.stopping import Stop
 from harness.store import new_run_id
 from systems.machine.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
+from systems.messages import printable
 from systems.ranks.launchers import launched
 from systems.sizes import format_size
 
@@ -80,7 +83,7 @@ class Worker:
 
     def __init__(self, job: WorkerJob, console: Console, group: int) -> None:
         self.rank, self.seen = job.rank, Heard()
-        self._console = console if job.rank == 0 else None
+        self._said = StepLine(console) if job.rank == 0 else None
         self._held_back: list[str] | None = []  # until the input is known to be good: bad input is one line
         read_end, write_end = os.pipe()
         try:
@@ -129,11 +132,13 @@ class Worker:
                     self._let_go()
                 self._tell(seen.phase)
             case "step":
-                loss = "" if message["loss"] is None else f"  loss {message['loss']:.4f}"
                 seen.steps_done = message["done"]
-                self._tell(f"step {message['done']}/{message['steps']}{loss}")
+                if self._said is not None:
+                    self._said.step(message["done"], message["steps"], message["loss"])
             case "partial":
                 seen.partial = message["fields"]
+                if self._said is not None:
+                    self._said.tokens_per_step = seen.partial.get("resolved", {}).get("tokens_per_step")
             case "stuck":
                 seen.stuck = message["message"]
             case "bad_input":
@@ -146,10 +151,10 @@ class Worker:
         self._tell(line)
 
     def _tell(self, line: str) -> None:
-        if self._console is None:
+        if self._said is None:
             return
         if self._held_back is None:
-            self._console.print(line, markup=False)
+            self._said.tell(printable(line))
         else:
             self._held_back.append(line)
 
@@ -183,6 +188,8 @@ class Worker:
             self._take_output(self._output.rest())
         if self.seen.bad_input is None:
             self._let_go()
+        if self._said is not None:
+            self._said.close()
         self._selector.close()
         os.close(self._message_end)
         assert self.process.stdout
@@ -331,6 +338,11 @@ def _check_room_for_processes(ranks: int, host_bytes: int | None) -> None:
 
 
 def _run(jobs: list[WorkerJob], console: Console, stop: Stop, started_s: float, folder: str | None) -> Record:
+    """Without what the environment keeps secret: processes that die print whatever they hold."""
+    return without_secrets(_run_through(jobs, console, stop, started_s, folder))
+
+
+def _run_through(jobs: list[WorkerJob], console: Console, stop: Stop, started_s: float, folder: str | None) -> Record:
     spec, cgroup_root = jobs[0].spec, Path(jobs[0].cgroup_root)
     kills_before = oom_kills(cgroup_root=cgroup_root)
     try:

@@ -15,7 +15,7 @@ from typing import Any
 from harness import trace
 from harness.availability import load
 from harness.command import command
-from harness.output import progress_console, say
+from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking
 from harness.spec import BadInputError, in_flags
@@ -104,18 +104,18 @@ def _plan_one(spec: PlanSpec, question: Question, observations: Observations) ->
     options = registry.parse_options(system, spec.option)
     if question.disk_memory and not system.abilities.disk:
         raise BadInputError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
-    console = progress_console()
+    console = result_console()
     try:
         found = forecast(system, options, question, observations)
     except UnsupportedError as error:
         console.print(in_flags(str(error)), markup=False)
-        say(json.dumps({**_asked(spec, question), **_refused(system.name, str(error))}))
+        say_json(json.dumps({**_asked(spec, question), **_refused(system.name, str(error))}))
         return DOES_NOT_FIT
     helpful = list(remedies(system, options, found, observations, depths=depths_of(spec), disk=_room(system, question)))
     show(found, helpful, console, title=_title(spec, question, system.name))
     if spec.trace is not None:
         _write_trace(Path(spec.trace), found)
-    say(json.dumps({**_asked(spec, question), **_told(found, spec, helpful)}))
+    say_json(json.dumps({**_asked(spec, question), **_told(found, spec, helpful)}))
     return FITS if found.fits else DOES_NOT_FIT
 
 
@@ -127,7 +127,7 @@ def _room(system: System, question: Question) -> DiskRoom | None:
 
 def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:
     """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
-    console = progress_console()
+    console = result_console()
     found: list[Forecast] = []
     refused: dict[str, str] = {}
     for system in _planners():
@@ -139,7 +139,7 @@ def _plan_all(spec: PlanSpec, question: Question, observations: Observations) ->
     show_ranking(found, refused, console, title=_title(spec, question, "every system"))
     ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
-    say(json.dumps({**_asked(spec, question), **best, "ranking": ranking}))
+    say_json(json.dumps({**_asked(spec, question), **best, "ranking": ranking}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from harness.command import flags
 from harness.spec import in_flags
+from systems.messages import printable
 from systems.prediction.forecast import Forecast
 from systems.prediction.needs import TierNeed
 from systems.prediction.policies import left_out
@@ -44,7 +45,7 @@ NEAR = 1.05  # a step this close to its bound is limited by it
 
 
 def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title: str) -> None:
-    table = Table("tier", "what", "bytes", title=escape(title))
+    table = Table("tier", "what", "bytes", title=escape(printable(title)))
     for tier, need in found.tiers.items():
         for what, size in need.parts.items():
             table.add_row(tier, what, format_size(size))
@@ -124,7 +125,8 @@ def _ahead(ahead: AheadForecast, *, clips: bool) -> Iterator[str]:
 
 
 def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console: Console, *, title: str) -> None:
-    table = Table("system", "fits", "step s", "tokens/s", "limited by", "device", "least device", "host", title=escape(title))
+    shown = escape(printable(title))
+    table = Table("system", "fits", "step s", "tokens/s", "limited by", "device", "least device", "host", title=shown)
     for one in found:
         table.add_row(
             one.system,

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from harness.output import progress_console, say
+from harness.output import gives_json, progress_console, result_console, say
+from harness.profile_spec import ProfileSpec
 from harness.roofs import device as on_device
 from harness.roofs import host
 from harness.roofs.clock import nothing
@@ -37,17 +40,6 @@ from systems.sizes import format_size
 SHORTEST_S = 1e-9  # of what took no time that could be seen: a profile's figures are above 0
 COPIES = 4  # of the largest tensor of a collective, in each of the processes on a host
 LATENCY_AT = 4 << 20  # bytes of the copy whose time beyond its bytes is called the latency
-
-
-class ProfileSpec(BaseModel):
-    """Measure this machine's roofs into a hardware profile. The last line on stdout is the profile."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    out: str | None = Field(None, description="file to write the profile to; one that is there is never overwritten")
-    device: Device | None = Field(None, description="cuda, or cpu for the host's part alone; default: cuda if there is one")
-    disk: str | None = Field(None, description="folder on the disk to measure; default: no disk")
-    ranks: int | None = Field(None, ge=2, le=64, description="processes whose collectives to measure; default: none")
 
 
 @dataclass
@@ -288,11 +280,27 @@ def take_profile(
     content = figures.content()
     if kind is not None:
         HardwareProfile.model_validate(content)
-    say(json.dumps(content))
+    if gives_json():
+        say(json.dumps(content))
+    else:
+        _show(content, result_console())
     if spec.out is not None:
         try:
             made = json.dumps(content, indent=1) + "\n"
             write_whole(_behind_links(Path(spec.out)), made.encode(), over="nothing")
         except OSError as error:
+            if not gives_json():
+                say(json.dumps(content))
             raise BadInputError(f"--out {spec.out} cannot be written: {error.strerror}: the profile is on stdout") from None
     return 0
+
+
+def _show(content: dict[str, Any], console: Console) -> None:
+    """Every number of a profile and where it comes from, for a person."""
+    table = Table("figure", "value", "source", title=escape(content["description"]))
+    for name, found in {**content, **content["other"]}.items():
+        parts = found.items() if name == "matmul_flops_per_s" else [("", found)]
+        for part, one in parts:
+            if isinstance(one, dict) and "value" in one:
+                table.add_row(f"{name} {part}".strip(), f"{one['value']:,.6g}", escape(one["source"]))
+    console.print(table)

@@ -62,9 +62,9 @@ def set_threads(limits: MachineLimits, ranks: int) -> None:
     torch.set_num_threads(chosen_threads() or cores_each(ranks, limits))
 
 
-def _check_steps(spec: RunSpec, device: Device, shape: ModelShape, taken: int) -> tuple[int, int]:
-    """(steps, warm-up steps). Raises ValueError for numbers that only the model or the device shows to be wrong."""
-    steps, warmup = spec.resolve_steps(device, taken)
+def _check_steps(spec: RunSpec, shape: ModelShape, taken: int) -> tuple[int, int]:
+    """(steps, warm-up steps). Raises ValueError for numbers that only the model shows to be wrong."""
+    steps, warmup = spec.resolve_steps(taken)
     for name, every in (("--eval-every", spec.eval_every), ("--save-every", spec.save_every)):
         if every and every > steps:  # a resumed run may have its last one behind it: the command is that of the whole
             raise ValueError(f"{name} {every} is never reached in {steps} steps: lower it or raise --steps")
@@ -99,7 +99,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
     resumed = None if spec.resume is None else checkpoint.position(spec.resume)
     taken = 0 if resumed is None else resumed.steps
-    steps, warmup = _check_steps(spec, device, shape, taken)
+    steps, warmup = _check_steps(spec, shape, taken)
     if spec.checkpoint is not None and job.rank == 0:
         checkpoint.check_folder(spec.checkpoint)
     dataset = _open_data(spec, shape, seq_len)

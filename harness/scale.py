@@ -13,14 +13,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from harness import names
 from harness.candidates import LAYERS, Candidates, largest
 from harness.likely import likely
+from harness.listing import short_count
 from harness.record import Record
 from harness.spec import BadInputError, RunSpec, flag
-from systems.messages import unknown_name
+from systems.messages import printable
 from systems.registry import split_assignments
+from systems.sizes import format_size
 
 FITS = ("ok", "diverged")  # a loss that is not finite took as much memory
 _NO_PLAN = "its last steps had no plan yet, and so say nothing of those to come: raise --steps (h3t: above profile_steps)"
@@ -122,11 +126,13 @@ def search(spec: ScaleSpec | BatchSpec, launch: Launch, console: Console, stoppe
 
     def fits(number: int) -> bool:
         asked = candidates.spec(number)
-        console.print(f"{_told(candidates, number, asked)}: does it train?", markup=False)
+        told = f"try {len(trials) + 1}: {_told(candidates, number, asked)}"
+        console.print(printable(f"{told}: does it train?"), markup=False)
         record = launch(asked)
         if record is None:
             raise _EndedError
         trial = trials[number] = _trial(number, record)
+        console.print(printable(f"{told}: {_outcome(trial, record.wall_s)}"), markup=False)
         if record.status in FITS and _still_measures(record):
             failed.append(trial.model_copy(update={"message": _NO_PLAN}))
             raise _EndedError
@@ -196,13 +202,11 @@ def _candidates(spec: ScaleSpec | BatchSpec) -> Candidates:
 
 def _sizes(family: str) -> list[str]:
     """Names, fewest parameters first."""
-    from harness.listing import count_parameters
     from models import registry
 
+    names.check_family(family)
     known = registry.families()
-    if family not in known:
-        raise BadInputError(f"--family: {unknown_name('family', family, known)}")
-    return [size.name for size in sorted(known[family].sizes, key=count_parameters)]
+    return [size.name for size in sorted(known[family].sizes, key=registry.parameter_count)]
 
 
 def _told(candidates: Candidates, number: int, spec: RunSpec) -> str:
@@ -228,17 +232,25 @@ def _trial(number: int, record: Record) -> Trial:
     )
 
 
-def show(found: Found, console: Console) -> None:
-    from harness.listing import short_count
-    from systems.sizes import format_size
+def _outcome(trial: Trial, wall_s: float | None) -> str:
+    """'1.26M parameters, refused, lacks device memory, 4.1 s'."""
+    parts = [] if trial.parameters is None else [f"{short_count(trial.parameters)} parameters"]
+    parts.append("trains" if trial.status in FITS else trial.status)
+    parts += [] if trial.tier is None else [f"lacks {trial.tier} memory"]
+    parts += [] if wall_s is None else [f"{wall_s:.1f} s"]
+    return ", ".join(parts)
 
+
+def show(found: Found, console: Console) -> None:
     table = Table(found.searched, "model", "batch", "parameters", "status", "lacks", "device peak", "host peak")
     for t in sorted(found.trials, key=lambda t: t.number):
         size = "-" if t.parameters is None else short_count(t.parameters)
         peaks = ["-" if peak is None else format_size(peak) for peak in (t.device_peak_bytes, t.host_rss_peak_bytes)]
-        table.add_row(str(t.number), t.model, str(t.batch_size or "-"), size, t.status, t.tier or "-", *peaks)
+        table.add_row(
+            str(t.number), escape(printable(t.model)), str(t.batch_size or "-"), size, t.status, t.tier or "-", *peaks
+        )
     console.print(table)
-    console.print(_sentence(found), markup=False)
+    console.print(printable(_sentence(found)), markup=False)
 
 
 def _sentence(found: Found) -> str:

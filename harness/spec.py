@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -26,7 +25,10 @@ MAX_BLOCKS = 1 << 16  # that --recompute may name: more than any model has, and 
 MAX_SEED = (1 << 63) - 1  # of torch's generators
 MAX_RATE = 1e9  # of --lr and --weight-decay: what Adam makes of both still fits fp32
 DEFAULT_WARMUP_STEPS = 3
-DEFAULT_TIMED_STEPS: Mapping[str, int] = {"cuda": 10, "cpu": 3}
+DEFAULT_TIMED_STEPS = 10  # fewer let one odd step decide
+
+
+KEPT, TRIALS = "results", "runs"  # folders of records: evidence, which is kept, and trial runs on an emulated device
 
 
 class BadInputError(ValueError):
@@ -66,7 +68,7 @@ class RunSpec(BaseModel):
     batch_size: int | None = Field(None, ge=1, description="samples per rank and micro-batch; default: the model's")
     seq_len: int | None = Field(None, ge=1, description="tokens per sample; default: the model's")
     accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
-    steps: int | None = Field(None, ge=1, description="optimizer steps, warm-up included; default: warm-up + 10 (cpu: 3)")
+    steps: int | None = Field(None, ge=1, description="optimizer steps, warm-up included; default: warm-up + 10")
     warmup: int | None = Field(None, ge=0, description="first steps left out of every timing; default: at most 3")
     dtype: DType = Field("bf16", description="type of weights and gradients as computed with; masters are fp32")
     recompute: Annotated[Recompute, BeforeValidator(parse_recompute)] = Field(
@@ -82,7 +84,9 @@ class RunSpec(BaseModel):
     option: tuple[str, ...] = Field((), description="key=value: an option of the system's own")
     repeat: int = Field(1, ge=1, description="runs of the same spec, each in its own process, each with its own record")
     timeout: float | None = Field(None, gt=0, description="seconds after which a run is ended and recorded as timed out")
-    results: str = Field("results", description="folder the records are kept in, one JSON file a run")
+    results: str | None = Field(
+        None, description=f"folder of the records, one JSON file a run; default: {KEPT}, of an emulated device {TRIALS}"
+    )
     tag: str | None = Field(None, description="a word to find this run's records by")
     checkpoint: str | None = Field(
         None, min_length=1, description="folder of the run's checkpoint, written at its end in place of the last one"
@@ -127,14 +131,14 @@ class RunSpec(BaseModel):
             raise ValueError(f"--checkpoint is of one run: leave out --repeat {self.repeat}")
         return self
 
-    def resolve_steps(self, device: Device, taken: int = 0) -> tuple[int, int]:
-        """(steps, warm-up steps) on that device; taken: steps of the run that is resumed, which steps count.
+    def resolve_steps(self, taken: int = 0) -> tuple[int, int]:
+        """(steps, warm-up steps); taken: steps of the run that is resumed, which steps count.
 
         There is always at least one timed step, or it is a ValueError.
         """
         if self.steps is None:
             warmup = DEFAULT_WARMUP_STEPS if self.warmup is None else self.warmup
-            return taken + warmup + DEFAULT_TIMED_STEPS[device], warmup
+            return taken + warmup + DEFAULT_TIMED_STEPS, warmup
         left = self.steps - taken
         if left <= (self.warmup or 0):
             raise ValueError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from harness.record import SCHEMA_VERSION, Record, to_json
-from harness.spec import BadInputError
+from harness.spec import KEPT, TRIALS, BadInputError, RunSpec
 from systems.machine.durable import flush, prove_folder, write_whole
 from systems.machine.reading import read_json
 from systems.messages import invalid_value, one_line
@@ -28,6 +28,7 @@ from systems.messages import invalid_value, one_line
 if TYPE_CHECKING:
     import pandas
 
+DRIVER = Path("/dev/nvidiactl")  # there where the driver of a CUDA device is
 _ROOM_BYTES = 1 << 20  # far more than most records
 _MOST_BYTES = 256 << 20  # of a record: over a million steps
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType({})  # version n -> n + 1
@@ -49,6 +50,27 @@ def new_run_id(system: str, model: str, now: datetime) -> str:
     """Sortable by start time and unique: 20261128T101530.123456Z-elixir-opt-tiny-9f3a61."""
     label = re.sub(r"[^A-Za-z0-9]+", "-", f"{system}-{model}").strip("-")[:60]
     return f"{now:%Y%m%dT%H%M%S.%fZ}-{label}-{secrets.token_hex(3)}"
+
+
+def folder_of(spec: RunSpec, device: str | None = None) -> Path:
+    """Where a run's record is kept: as asked, else with the evidence, or with trial runs if its device is an emulated one.
+
+    device: what it ran on; None: not known, and so whatever this machine seems to have.
+    """
+    if spec.results is not None:
+        return Path(spec.results)
+    here = "cuda" if spec.device != "cpu" and DRIVER.exists() else "cpu"
+    return Path(KEPT if (device or here) == "cuda" else TRIALS)
+
+
+def folders_of(asked: str | None) -> list[Path]:
+    """Where records are looked for: as asked, else wherever runs keep them."""
+    return [Path(KEPT), Path(TRIALS)] if asked is None else [Path(asked)]
+
+
+def in_words(folders: Sequence[Path]) -> str:
+    """'results and runs'."""
+    return " and ".join(map(str, folders))
 
 
 def prepare(folder: Path) -> None:
@@ -147,16 +169,17 @@ def read_all(folder: Path) -> tuple[list[Record], list[Unreadable]]:
     return [one for one in found if isinstance(one, Record)], [one for one in found if isinstance(one, Unreadable)]
 
 
-def find(folder: Path, wanted: Sequence[str]) -> list[Record]:
+def find(folders: Sequence[Path], wanted: Sequence[str]) -> list[Record]:
     """The records of these runs, in this order. wanted: run ids, or parts of ids. Raises BadInputError, one line."""
-    names = [path.stem for path in _files(folder)]
+    paths = {path.stem: path for folder in folders for path in _files(folder)}
+    names = sorted(paths)
     found: list[Record] = []
     for part in wanted:
         hits = [part] if part in names else [name for name in names if part in name]
         if len(hits) != 1:
             said = f"fits {len(hits)} runs: {', '.join(hits[:3])}{', ...' if len(hits) > 3 else ''}" if hits else "is not there"
-            raise BadInputError(f"run {part} {said} (in {folder}; see harness ls runs)")
-        one = read(folder / f"{hits[0]}.json")
+            raise BadInputError(f"run {part} {said} (in {in_words(folders)}; see harness ls runs)")
+        one = read(paths[hits[0]])
         if isinstance(one, Unreadable):
             raise BadInputError(f"{one.path} is no record: {one.why}")
         if one.run_id in (record.run_id for record in found):

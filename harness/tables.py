@@ -16,7 +16,7 @@ from harness.cells import TEXT_LIMIT, ResultsTable, read_table, replicates
 from harness.output import complain, say
 from harness.record import Record
 from harness.results_page import page
-from harness.spec import BadInputError
+from harness.spec import KEPT, BadInputError
 from systems.machine.durable import write_whole
 from systems.machine.reading import read_text
 from systems.messages import one_line, printable
@@ -31,7 +31,7 @@ class TablesSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    results: str = Field("results", description="folder of the records")
+    results: str = Field(KEPT, description="folder of the records")
     out: str = Field("docs/results.md", description="file that has the two marks between which the tables are written")
     check: bool = Field(False, description="write nothing; exit code 1 if the file differs from the records")
 

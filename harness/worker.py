@@ -33,8 +33,10 @@ def main() -> None:
     channel.enter("start")
     started_s = time.perf_counter()
     from harness import running
+    from harness.output import show_notices
     from harness.spec import BadInputError
 
+    show_notices()
     try:
         channel.record(running.run(job, channel, import_s=time.perf_counter() - started_s))
     except BadInputError as error:

@@ -7,14 +7,15 @@ is called many times a step is what offloading most easily gets wrong.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from models.bert import INIT_STD, PADDING_TOKEN, share_head_bias
+from models.bert import INIT_STD, PADDING_TOKEN, encoder_layer, share_head_bias
 from models.family import Family, from_config
 from models.shape import ModelShape, ObjectiveName
 from models.weights import Constant, InitialWeights, Law, Normal, Rule
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +108,20 @@ def build(shape: AlbertShape) -> nn.Module:
     return model
 
 
+def parameters(shape: AlbertShape) -> int:
+    """Of `build`: narrow embeddings with a norm, their projection, one layer for each of a group's, and the head."""
+    width, narrow = shape.hidden_size, shape.embedding_size
+    embeddings = (shape.vocab_size + (shape.max_positions or 0) + shape.token_types) * narrow + 2 * narrow
+    layers = shape.num_groups * shape.layers_per_group * encoder_layer(width, shape.ffn_size or 0)
+    head = width * narrow + narrow + 2 * narrow + shape.vocab_size + (0 if shape.tied else shape.vocab_size * narrow)
+    return embeddings + narrow * width + width + layers + head
+
+
 FAMILY = Family(
     name="albert",
     summary="ALBERT, a bidirectional encoder that runs one layer many times, masked tokens, learned positions, GELU",
     sizes=SIZES,
     build=build,
     weights=lambda shape, seed: InitialWeights(LAW, seed),
+    parameters=parameters,
 )

@@ -7,13 +7,14 @@ decoder stacked on each other (1.8B, 6B, 13B) and of GPT-3 (100B).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from models.family import Family, from_config
 from models.shape import ModelShape, ObjectiveName
 from models.weights import Constant, InitialWeights, Law, Normal, Rule
+
+if TYPE_CHECKING:
+    from torch import nn
 
 INIT_STD = 0.02
 PADDING_TOKEN = 0
@@ -101,10 +102,24 @@ def share_head_bias(head: Any) -> None:
     head.bias = head.decoder.bias
 
 
+def encoder_layer(width: int, inner: int) -> int:
+    """Parameters: attention's four matrices, two of the feed-forward, with biases, and two norms."""
+    return 4 * (width * width + width) + 2 * width * inner + inner + width + 4 * width
+
+
+def parameters(shape: BertShape) -> int:
+    """Of `build`: embeddings with a norm, layers, and a head of one matrix, a norm and a bias over the tied table."""
+    width = shape.hidden_size
+    embeddings = (shape.vocab_size + (shape.max_positions or 0) + shape.token_types) * width + 2 * width
+    head = width * width + width + 2 * width + shape.vocab_size + (0 if shape.tied else shape.vocab_size * width)
+    return embeddings + shape.num_layers * encoder_layer(width, shape.ffn_size or 0) + head
+
+
 FAMILY = Family(
     name="bert",
     summary="BERT and H3T's BERTs up to 100B, bidirectional encoder, masked tokens, learned positions, GELU",
     sizes=SIZES,
     build=build,
     weights=lambda shape, seed: InitialWeights(LAW, seed),
+    parameters=parameters,
 )

@@ -50,10 +50,6 @@ class ExternalShape(ModelShape):
     batch_size: int = 1
 
 
-def is_external(name: str) -> bool:
-    return ":" in name or os.path.isdir(name)
-
-
 def resolve_external(name: str, overrides: Mapping[str, object]) -> ExternalShape:
     """The shape of `module:function` or of a folder. A function is called once for it, and again by each build."""
     if os.path.isdir(name):

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from typing import TYPE_CHECKING, Any
 
 from models.shape import ModelShape
 
-FillWeights = Callable[[str, torch.Tensor], None]
+if TYPE_CHECKING:  # torch takes seconds: who lists models does not wait for it
+    import torch
+    from torch import nn
+
+FillWeights = Callable[[str, "torch.Tensor"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Family:
 
     build: shape to module, called under `parameters_on_meta` by the registry.
     weights: (shape, seed) to what fills a parameter by name, or None for a model that brings its weights along.
+    parameters: shape to the exact number of parameters of what `build` makes, a tied one counted once; None: nobody knows
+    without building it.
     """
 
     name: str
@@ -33,11 +35,16 @@ class Family:
     sizes: tuple[ModelShape, ...]
     build: Callable[[Any], nn.Module]
     weights: Callable[[Any, int], FillWeights | None]
+    parameters: Callable[[Any], int] | None = None
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Within, every parameter becomes a meta tensor as its module takes it up, before anything is written to it."""
+
+    import torch
+    from torch import nn
+    from torch.nn.modules.module import register_module_parameter_registration_hook
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
@@ -53,9 +60,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 def from_config(model_class: str, config: Any) -> nn.Module:
     """The transformers model of that class, fp32, with torch's fused attention and no cache of keys and values."""
+    import torch
     import transformers  # takes seconds: only who builds a model waits for it
 
     config.use_cache = False
     model = getattr(transformers, model_class)._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    assert isinstance(model, nn.Module)
+    assert isinstance(model, torch.nn.Module)
     return model

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from models.family import Family, from_config
 from models.shape import ModelShape
 from models.weights import Constant, InitialWeights, Law, Normal, Rule
+
+if TYPE_CHECKING:
+    from torch import nn
 
 INIT_STD = 0.02
 
@@ -168,10 +170,19 @@ def build(shape: GptShape) -> nn.Module:
     return from_config("GPT2LMHeadModel", config)
 
 
+def parameters(shape: GptShape) -> int:
+    """Of `build`: token and position embeddings, per block two norms, attention and feed-forward with biases, a last norm."""
+    width, inner = shape.hidden_size, shape.ffn_size or 4 * shape.hidden_size
+    block = 4 * width + 4 * (width * width + width) + 2 * width * inner + inner + width
+    table = shape.vocab_size * width
+    return table * (1 if shape.tied else 2) + (shape.max_positions or 0) * width + shape.num_layers * block + 2 * width
+
+
 FAMILY = Family(
     name="gpt",
     summary="GPT-2 and GPT-3 shapes, PatrickStar's and Elixir's GPTs, decoder-only, learned positions, GELU",
     sizes=SIZES,
     build=build,
     weights=lambda shape, seed: InitialWeights(law(shape), seed),
+    parameters=parameters,
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from models.family import Family, from_config
 from models.shape import ModelShape
 from models.weights import Constant, InitialWeights, Law, Normal, Rule
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PADDING_TOKEN = 1
 
@@ -90,10 +92,20 @@ def build(shape: OptShape) -> nn.Module:
     return from_config("OPTForCausalLM", config)
 
 
+def parameters(shape: OptShape) -> int:
+    """Of `build`: embeddings (two positions more than are used), a projection each way where widths differ, blocks, a norm."""
+    width, inner, narrow = shape.hidden_size, shape.ffn_size or 0, shape.embedding_size or shape.hidden_size
+    block = 4 * width + 4 * (width * width + width) + 2 * width * inner + inner + width
+    tables = shape.vocab_size * narrow * (1 if shape.tied else 2) + ((shape.max_positions or 0) + 2) * width
+    projections = 0 if narrow == width else 2 * narrow * width
+    return tables + projections + shape.num_layers * block + (2 * width if shape.norm_first else 0)
+
+
 FAMILY = Family(
     name="opt",
     summary="OPT 125M to 175B, decoder-only, learned positions, ReLU",
     sizes=SIZES,
     build=build,
     weights=lambda shape, seed: InitialWeights(LAW, seed),
+    parameters=parameters,
 )

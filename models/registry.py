@@ -7,25 +7,27 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache, lru_cache
-
-from torch import nn
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import models
-from models import external
 from models.family import Family, FillWeights, parameters_on_meta
 from models.shape import ModelShape, did_you_mean
-from systems.recipe.model.blocks import find_blocks
+from systems.registry import find
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @cache
 def families() -> dict[str, Family]:
     """Families with a table of sizes, by name: every module of this package that defines FAMILY."""
-    modules = (importlib.import_module(f"models.{m.name}") for m in pkgutil.iter_modules(models.OWN))
-    found = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
+    entries = find(Path(models.OWN[0]).parent, {"models": "FAMILY"})  # by their source: the others need not be imported
+    found = [importlib.import_module(entry.module).FAMILY for entry in entries.values()]
     return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
@@ -49,15 +51,26 @@ def resolve(name: str, overrides: Mapping[str, object] | None = None) -> ModelSh
     sizes = _sizes()
     if name in sizes:
         return sizes[name].with_overrides(overrides or {})
-    if external.is_external(name):
+    if is_external(name):
+        from models import external
+
         return external.resolve_external(name, overrides or {})
     raise ValueError(
         f"unknown model '{name}': {did_you_mean(name, sizes)} (or a folder in transformers' format, or module:function)"
     )
 
 
+def is_external(name: str) -> bool:
+    """It names something of the user's own: a folder, or `module:function`."""
+    return ":" in name or os.path.isdir(name)
+
+
 def _family(shape: ModelShape) -> Family:
-    return {**families(), **{f.name: f for f in external.FAMILIES}}[shape.family]
+    if shape.family in families():
+        return families()[shape.family]
+    from models import external
+
+    return {f.name: f for f in external.FAMILIES}[shape.family]
 
 
 def build(shape: ModelShape) -> nn.Module:
@@ -73,11 +86,20 @@ def initial_weights(shape: ModelShape, seed: int) -> FillWeights | None:
 
 @lru_cache(maxsize=256)
 def parameter_count(shape: ModelShape) -> int:
-    """Exact number of parameters, a tied one counted once."""
+    """Exact number of parameters, a tied one counted once; of a family that has the formula without building it."""
+    formula = _family(shape).parameters
+    return built_parameter_count(shape) if formula is None else formula(shape)
+
+
+@lru_cache(maxsize=256)
+def built_parameter_count(shape: ModelShape) -> int:
+    """The same, counted in what is built."""
     return sum(p.numel() for p in build(shape).parameters())
 
 
 @lru_cache(maxsize=256)
 def block_count(shape: ModelShape) -> int:
     """Exact number of blocks that --recompute can name: of both stacks, a block that is called many times counted once."""
+    from systems.recipe.model.blocks import find_blocks
+
     return len(find_blocks(build(shape)))

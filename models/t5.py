@@ -8,14 +8,14 @@ to be added, which keeps torch from its fastest kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from models.family import Family, from_config
-from models.objective import START_TOKEN
 from models.shape import ModelShape, ObjectiveName
 from models.weights import Constant, InitialWeights, Law, Normal, Rule
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,10 @@ def law(shape: T5Shape) -> Law:
 
 
 def build(shape: T5Shape) -> nn.Module:
+    from torch import nn
     from transformers import T5Config
+
+    from models.objective import START_TOKEN
 
     config = T5Config(
         vocab_size=shape.vocab_size,
@@ -141,10 +144,23 @@ def build(shape: T5Shape) -> nn.Module:
     return model
 
 
+def parameters(shape: T5Shape) -> int:
+    """Of `build`: one embedding, two stacks without biases, the first layer of each with the position bias."""
+    width, inner = shape.hidden_size, shape.num_heads * shape.head_size
+    attention = 4 * width * inner + width  # with its norm, as below
+    feed_forward = (3 if shape.gated else 2) * width * shape.ffn_size + width
+    encoder, decoder = shape.num_layers, shape.num_layers if shape.decoder_layers is None else shape.decoder_layers
+    layers = encoder * (attention + feed_forward) + decoder * (2 * attention + feed_forward)
+    bias = shape.relative_buckets * shape.num_heads
+    tables = shape.vocab_size * width * (1 if shape.tied else 2)
+    return tables + layers + bias * ((encoder > 0) + (decoder > 0)) + 2 * width
+
+
 FAMILY = Family(
     name="t5",
     summary="T5 and Angel-PTM's T5s, encoder and decoder, one text from another, relative positions, ReLU or gated GELU",
     sizes=SIZES,
     build=build,
     weights=lambda shape, seed: InitialWeights(law(shape), seed),
+    parameters=parameters,
 )

@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from models.counter import random_words, stream_key
+if TYPE_CHECKING:  # laws are data, and known without torch
+    import torch
+    from torch import nn
 
 _QUANTILES = 1 << 16
 _PER_WORD = 4
@@ -59,6 +59,8 @@ class InitialWeights:
 
         Raises ValueError if the law has no rule for `name`.
         """
+        import torch
+
         assert tensor.dtype == torch.float32 and tensor.is_contiguous(), f"{name}: {tensor.dtype}, {tensor.stride()}"
         fill = self.fill_of(name)
         with torch.no_grad():
@@ -76,6 +78,10 @@ class InitialWeights:
         raise ValueError(f"no rule says how parameter {name} starts: add one to its family's law")
 
     def _draw(self, name: str, flat: torch.Tensor, std: float) -> None:
+        import torch
+
+        from models.counter import random_words, stream_key
+
         key, table = stream_key("weights", self.seed, name), normal_quantiles(std).to(flat.device)
         for start in range(0, flat.numel(), self._slab):
             part = flat[start : start + self._slab]
@@ -87,12 +93,16 @@ class InitialWeights:
 @lru_cache(maxsize=64)
 def normal_quantiles(std: float) -> torch.Tensor:
     """fp32 (65536,), on the CPU: quantiles of N(0, std^2) at the midpoints of 65536 equal slices of probability."""
+    import torch
+
     midpoints = (torch.arange(_QUANTILES, dtype=torch.float64, device="cpu") + 0.5) / _QUANTILES
     return (torch.special.ndtri(midpoints) * std).to(torch.float32)
 
 
 def law_of(module: nn.Module, *, std: float = 0.02) -> Law:
     """A law for a module of no family here: norm weights 1, biases 0, all else N(0, std^2), padding rows 0."""
+    from torch import nn
+
     rules = []
     for prefix, owner in module.named_modules():
         for attribute, parameter in owner.named_parameters(recurse=False):

@@ -18,18 +18,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from harness import store
 from harness.cells import TableCell, replicates
+from harness.output import counted
 from harness.plan import Unfilled
 from harness.record import Record
+from harness.spreadsheet import write_csv
 from models import registry as models_registry
 from models.loss import token_loss
 from systems import registry
+from systems.messages import one_line, printable
 from systems.planning import hardware
 from systems.planning.allowance import CUDA
 from systems.planning.hardware import HardwareProfile
@@ -160,7 +163,7 @@ def _peak(runs: Sequence[Record], found: Forecast) -> int:
 def _compared(cells: Sequence[list[Record]], profile: HardwareProfile) -> tuple[list[Compared], list[str]]:
     """Cells, and a line for each of which there is no forecast: its options are part of none, or no longer known."""
     found, refused = list[Compared](), list[str]()
-    for runs in cells:
+    for runs in counted(cells, len(cells), lambda runs: runs[-1].run_id):
         try:
             found.append(compare(runs, profile))
         except ValueError as error:
@@ -173,9 +176,7 @@ def table(found: Sequence[Compared]) -> Table:
     shown = Table(*work, *times, "peak", "predicted", "error", "bound", title="Forecasts beside measured runs")
     for one in found:
         shown.add_row(
-            one.system,
-            one.model,
-            one.options,
+            *(escape(printable(text)) for text in (one.system, one.model, one.options)),
             format_size(one.device_budget),
             f"{one.tokens:,}",
             str(one.runs),
@@ -208,12 +209,12 @@ def main(arguments: Sequence[str]) -> int:
         found, refused = _compared(cells_of(records, profile), profile)
         if spec.out is not None:
             rows = [vars(one) | {"step_error": one.step_error, "peak_error": one.peak_error} for one in found]
-            pd.DataFrame(rows).to_csv(spec.out, index=False)
+            write_csv(Path(spec.out), rows)
     except (OSError, ValueError) as error:
-        console.print(str(error), markup=False)
+        console.print(printable(one_line(str(error))), markup=False)
         return 2
     for broken in [*unreadable, *refused]:
-        console.print(f"left out: {broken}", markup=False)
+        console.print(printable(one_line(f"left out: {broken}")), markup=False)
     if not found:
         console.print(f"no record in {spec.results} of a run on {profile.device_name} that counts: see --help", markup=False)
         return 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
+from harness.output import counted
 from models import registry as models_registry
 from models.shape import ModelShape
 from systems.errors import BudgetError
@@ -228,7 +229,8 @@ def main(arguments: list[str]) -> int:
     if unknown:
         console.print(f"there is no {unknown[0]}: use {', '.join(TABLES)}, or nothing for all", markup=False)
         return 2
-    for name in arguments or TABLES:
+    names = arguments or list(TABLES)
+    for name in counted(names, len(names), str):
         console.print(TABLES[name]())
     return 0
 

@@ -16,18 +16,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
-import pandas as pd
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from harness.output import counted
 from harness.plan import Unfilled
+from harness.spreadsheet import write_csv
 from models import registry as models_registry
 from models.loss import token_loss
 from systems import registry
 from systems.errors import UnsupportedError
+from systems.messages import one_line, printable
 from systems.planning import hardware
 from systems.planning.allowance import CUDA
 from systems.planning.hardware import HardwareProfile
@@ -143,7 +147,7 @@ def table(found: Sequence[Cell]) -> Table:
         times = (None if cell.step_s is None else cell.compute_s, None if cell.step_s is None else cell.link_s)
         factor = scaling(cell, found)
         shown.add_row(
-            cell.model,
+            escape(printable(cell.model)),
             format_size(cell.device_budget),
             f"{cell.tokens:,}",
             str(cell.ranks),
@@ -173,16 +177,17 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(width=160)
     try:
         profile = hardware.load(spec.hardware)
-        found = [cell for model in spec.model for cell in cells(spec, profile, model)]
+        total = len(spec.model) * len(BATCHES) * len({1, profile.devices})
+        made = (cell for model in spec.model for cell in cells(spec, profile, model))
+        found = list(counted(made, total, lambda cell: f"{cell.model}, {cell.tokens:,} tokens, GPUs: {cell.ranks}"))
         if spec.out is not None:
-            rows = [vars(cell) | {"scaling": scaling(cell, found)} for cell in found]
-            pd.DataFrame(rows).to_csv(spec.out, index=False)
+            write_csv(Path(spec.out), [vars(cell) | {"scaling": scaling(cell, found)} for cell in found])
     except (OSError, ValueError) as error:
-        console.print(str(error), markup=False)
+        console.print(printable(one_line(str(error))), markup=False)
         return 2
     console.print(table(found))
     for line in summary(found):
-        console.print(line, markup=False)
+        console.print(printable(line), markup=False)
     for cell in found:
         if cell.why_not is not None:
             console.print(f"{cell.model}, {cell.tokens:,} tokens, {cell.ranks} GPUs: {cell.why_not}", markup=False)

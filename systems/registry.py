@@ -5,6 +5,12 @@ exposes `STRATEGY`, a class that obeys `systems.planning.strategy.Strategy`, and
 system. The name is the module's, with dashes for underscores. Listing names reads source text and imports nothing, so
 that it is quick and one broken module does not take the others down: it is unavailable, with its reason, when asked
 for.
+
+Note [Faces]
+    What a system says of itself (systems/face.py) is wanted where torch, which takes seconds to import, is not: in lists, and
+    to find a wrong name or option. A strategy's module imports no torch. One that does binds FACE, an import from a module
+    that does not (`from systems.baselines.faces import DUMMY as FACE`); for its face that module alone is imported. Any other
+    is imported itself: that takes longer, and nothing else is different.
 """
 
 from __future__ import annotations
@@ -12,7 +18,8 @@ from __future__ import annotations
 import ast
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,22 +28,28 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from systems.errors import UnavailableError
+from systems.face import OF_STRATEGIES, Face
 from systems.messages import invalid_value, one_line, unknown_name
 
 if TYPE_CHECKING:
     from systems.system import System
 
+FACE = "FACE"
 FOLDERS: Mapping[str, str] = MappingProxyType({"systems.baselines": "SYSTEM", "systems.strategies": "STRATEGY"})
 
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A module that offers a system. exposes: SYSTEM or STRATEGY. broken: why its source cannot be read, or None."""
+    """A module that offers a system. exposes: SYSTEM or STRATEGY. broken: why its source cannot be read, or None.
+
+    face: module and name that it has its face from, or None: see Note [Faces].
+    """
 
     name: str
     module: str
     exposes: str
     broken: str | None = None
+    face: tuple[str, str] | None = None
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
@@ -51,6 +64,16 @@ def _bound_names(tree: ast.Module) -> set[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names.update(target.id for target in targets if isinstance(target, ast.Name))
     return names
+
+
+def _face_of(tree: ast.Module) -> tuple[str, str] | None:
+    """Where a module imports FACE from, absolutely and at its top level."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == FACE:
+                    return node.module, alias.name
+    return None
 
 
 def _parsed(path: Path) -> ast.Module:
@@ -71,33 +94,59 @@ def find(root: Path | None = None, folders: Mapping[str, str] = FOLDERS) -> dict
     entries: dict[str, RegistryEntry] = {}
     for package, exposes in folders.items():
         for module, path in _sources(root.joinpath(*package.split("."))):
-            name, broken = module.replace("_", "-"), None
+            name, broken, face = module.replace("_", "-"), None, None
             try:
-                if exposes not in _bound_names(_parsed(path)):
+                tree = _parsed(path)
+                if exposes not in _bound_names(tree):
                     continue
+                face = _face_of(tree)
             except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
                 broken = one_line(f"{type(error).__name__}: {error}")
-            entries[name] = RegistryEntry(name=name, module=f"{package}.{module}", exposes=exposes, broken=broken)
+            entries[name] = RegistryEntry(
+                name=name, module=f"{package}.{module}", exposes=exposes, broken=broken, face=face
+            )
     return dict(sorted(entries.items()))
 
 
 def get(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> System:
     """The system of that name. ValueError if there is none, UnavailableError if its module does not import."""
+    entry = _entry(name, entries)
+    with _telling(name):
+        exposed = getattr(importlib.import_module(entry.module), entry.exposes)
+        if entry.exposes == "SYSTEM":
+            return _checked(exposed, entry)
+        managed: Any = importlib.import_module("systems.substrate.system")
+        return _checked(managed.ManagedSystem(_checked(exposed, entry)), entry)
+
+
+def face(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> Face:
+    """What that system says of itself: see Note [Faces]. ValueError and UnavailableError as in `get`."""
+    entry = _entry(name, entries)
+    with _telling(name):
+        module, attribute = entry.face or (entry.module, entry.exposes)
+        found = _checked(getattr(importlib.import_module(module), attribute), entry)
+        abilities = OF_STRATEGIES if entry.exposes == "STRATEGY" else found.abilities
+        return Face(name=found.name, summary=found.summary, Options=found.Options, abilities=abilities)
+
+
+def _entry(name: str, entries: Mapping[str, RegistryEntry] | None) -> RegistryEntry:
     entries = find() if entries is None else entries
     if name not in entries:
         raise ValueError(unknown_name("system", name, entries))
     entry = entries[name]
     if entry.broken:
         raise UnavailableError(f"{name} is unavailable: {entry.broken}")
+    return entry
+
+
+@contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """Whatever a module raises while it loads makes it unavailable: its neighbours must stay usable."""
     try:
-        exposed = getattr(importlib.import_module(entry.module), entry.exposes)
-        if entry.exposes == "SYSTEM":
-            return _checked(exposed, entry)
-        managed: Any = importlib.import_module("systems.substrate.system")
-        return _checked(managed.ManagedSystem(_checked(exposed, entry)), entry)
+        yield
     except UnavailableError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a module raises while it loads, its neighbours must stay usable
+    except (Exception, SystemExit) as error:
         raise UnavailableError(one_line(f"{name} is unavailable: {type(error).__name__}: {error}")) from error
 
 
@@ -127,12 +176,12 @@ def split_assignments(kind: str, texts: Sequence[str]) -> dict[str, str]:
     return assignments
 
 
-def parse_options(system: System, texts: Sequence[str]) -> BaseModel:
+def parse_options(system: System | Face, texts: Sequence[str]) -> BaseModel:
     """Texts such as key=value checked by the system's own Options. ValueError says in one line what is allowed."""
     return check_options(system, split_assignments("option", texts))
 
 
-def check_options(system: System, given: Mapping[str, Any]) -> BaseModel:
+def check_options(system: System | Face, given: Mapping[str, Any]) -> BaseModel:
     """The same of values, which may be texts."""
 
     def label(field: str, value: Any) -> str:

@@ -9,7 +9,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -18,6 +17,7 @@ from pydantic import BaseModel
 from systems import export
 from systems.checkpoint import TrainingState
 from systems.errors import UnsupportedError
+from systems.face import Abilities
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.reports import Reports
 from systems.settings import DType, Settings, StepOutcome
@@ -154,31 +154,6 @@ class Engine(Reports):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Abilities:
-    """What some systems can do and others cannot, and what a system needs.
-
-    trace: its engines label their phases for a profile (systems/device/watch/labels.py). phases: they know `phases_s`
-    (systems/reports.py).
-    disk: optimizer states can be kept in Settings.disk.
-    ranks: several of them train one model; its system is a RankedSystem.
-    model: it runs a model, so that the harness builds one for it.
-    package: name by which the outside package that trains is imported; install: the command that brings it.
-    """
-
-    trace: bool = False
-    phases: bool = False
-    disk: bool = False
-    ranks: bool = False
-    model: bool = True
-    package: str | None = None
-    install: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.package is not None and self.install is None:
-            object.__setattr__(self, "install", f"pip install {self.package}")
 
 
 class System(Protocol):

@@ -26,8 +26,9 @@ from torch.distributed.run import get_args_parser
 
 from harness import cli
 from harness.compare import CompareSpec, StoredSpec
+from harness.listing import HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
 from harness.plan_spec import ALL, PlanSpec
-from harness.profile import ProfileSpec
+from harness.profile_spec import ProfileSpec
 from harness.scale import BatchSpec, ScaleSpec
 from harness.spec import RunSpec, flag
 from harness.tables import TablesSpec
@@ -50,10 +51,10 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "max-batch": (BatchSpec,),
     "tables": (TablesSpec,),
     "profile": (ProfileSpec,),
-    "ls": (cli.ListSpec,),
+    "ls": (SystemsSpec, ModelsSpec, HardwareSpec, RunsSpec),
     "doctor": (cli.DoctorSpec,),
 }
-CALLED = ("harness.plan.plan", "harness.listing.list_what", "harness.profile.take_profile", "harness.tables.write_tables")
+CALLED = ("harness.plan.plan", "harness.listing._tell", "harness.profile.take_profile", "harness.tables.write_tables")
 DONE = 41  # what stands for a command's work gives this
 LIMIT_S = 1800
 STATE_BYTES = 16  # a parameter
@@ -152,8 +153,8 @@ def test_parts_of_harness_commands_are_understood(command: Command, parsed: Call
     _, name, *rest = command.words
     flags = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
     known = {flag(field) for spec in SPECS[name] for field in spec.model_fields if field not in getattr(spec, "left_out", ())}
-    assert flags <= known
-    needed = {flag(field) for field, info in SPECS[name][0].model_fields.items() if info.is_required()} - {"--what"}
+    assert flags <= known | {"--json"}
+    needed = {flag(field) for field, info in SPECS[name][0].model_fields.items() if info.is_required()}
     if needed <= flags and "--help" not in rest and not hanging(rest, SPECS[name]):
         for spec in parsed([name, *rest]):
             checked(spec)

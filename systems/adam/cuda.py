@@ -10,10 +10,13 @@ range up. Imports without Triton; `HAS_TRITON` says. Work is queued on the curre
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -28,6 +31,8 @@ try:
 except ImportError:
     HAS_TRITON = False
 
+LOG = logging.getLogger(__name__)
+UPDATE_KERNEL = "_update_kernel"  # as its files are called in Triton's cache
 PIECE = 1024  # elements handled together, 8 a thread
 UPDATE_PIECES, SQUARES_PIECES = 4, 16  # one after another by each program
 KEPT_ROWS = 64  # longest table that is kept on the device
@@ -292,4 +297,17 @@ def cuda_kernel() -> AdamKernel:
     if not HAS_TRITON:
         warnings.warn("Adam on CUDA runs in plain torch operations: Triton is not installed", RuntimeWarning, stacklevel=2)
         return TorchKernel()
+    if not _is_compiled():
+        LOG.info("compiling the Adam kernel with Triton as steps begin: some seconds, once; it is kept in %s", _kept_in())
     return TritonKernel()
+
+
+def _kept_in() -> Path:
+    """Triton's own folder of what it has compiled."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home)
+
+
+def _is_compiled() -> bool:
+    """For any device and formats: for others it is compiled again, which is not told."""
+    return any(_kept_in().glob(f"*/{UPDATE_KERNEL}.*"))

@@ -7,11 +7,7 @@ DeepSpeed cannot do there for a model that is trained (external/deepspeed_config
 from __future__ import annotations
 
 from systems.baselines.external.deepspeed_config import Variant
-from systems.baselines.external.deepspeed_system import DeepSpeedSystem, InfinityOptions
+from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+from systems.baselines.external.faces import DEEPSPEED_INFINITY as FACE
 
-SYSTEM = DeepSpeedSystem(
-    "deepspeed-infinity",
-    "DeepSpeed ZeRO-Infinity, optimizer on disk; needs nvme_path",
-    Variant(stage=3, optimizer="nvme", parameters="cpu", sub_group=100_000_000),
-    InfinityOptions,
-)
+SYSTEM = DeepSpeedSystem(FACE, Variant(stage=3, optimizer="nvme", parameters="cpu", sub_group=100_000_000))

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from systems.baselines.external.deepspeed_config import Variant
 from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+from systems.baselines.external.faces import DEEPSPEED_SUPEROFFLOAD as FACE
 
-SYSTEM = DeepSpeedSystem(
-    "deepspeed-superoffload",
-    "DeepSpeed SuperOffload, updates during backward; no clipping",
-    Variant(stage=3, optimizer="cpu", super_offload=True, sub_group=400_000_000),
-)
+SYSTEM = DeepSpeedSystem(FACE, Variant(stage=3, optimizer="cpu", super_offload=True, sub_group=400_000_000))

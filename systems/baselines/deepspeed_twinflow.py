@@ -7,11 +7,7 @@ sub-groups, so they are small here: 1e8 elements.
 from __future__ import annotations
 
 from systems.baselines.external.deepspeed_config import Variant
-from systems.baselines.external.deepspeed_system import DeepSpeedSystem, TwinFlowOptions
+from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+from systems.baselines.external.faces import DEEPSPEED_TWINFLOW as FACE
 
-SYSTEM = DeepSpeedSystem(
-    "deepspeed-twinflow",
-    "DeepSpeed ZeRO-3, optimizer split between host and device",
-    Variant(stage=3, optimizer="cpu", partial=True, sub_group=100_000_000),
-    TwinFlowOptions,
-)
+SYSTEM = DeepSpeedSystem(FACE, Variant(stage=3, optimizer="cpu", partial=True, sub_group=100_000_000))

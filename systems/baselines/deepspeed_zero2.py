@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from systems.baselines.external.deepspeed_config import Variant
 from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+from systems.baselines.external.faces import DEEPSPEED_ZERO2 as FACE
 
-SYSTEM = DeepSpeedSystem(
-    "deepspeed-zero2",
-    "DeepSpeed ZeRO-2, nothing offloaded",
-    Variant(stage=2),
-)
+SYSTEM = DeepSpeedSystem(FACE, Variant(stage=2))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from systems.baselines.external.deepspeed_config import Variant
 from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+from systems.baselines.external.faces import DEEPSPEED_ZERO2_OFFLOAD as FACE
 
-SYSTEM = DeepSpeedSystem(
-    "deepspeed-zero2-offload",
-    "DeepSpeed ZeRO-2, optimizer on the host",
-    Variant(stage=2, optimizer="cpu"),
-)
+SYSTEM = DeepSpeedSystem(FACE, Variant(stage=2, optimizer="cpu"))

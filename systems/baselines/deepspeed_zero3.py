@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from systems.baselines.external.deepspeed_config import Variant
 from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+from systems.baselines.external.faces import DEEPSPEED_ZERO3 as FACE
 
-SYSTEM = DeepSpeedSystem(
-    "deepspeed-zero3",
-    "DeepSpeed ZeRO-3, nothing offloaded",
-    Variant(stage=3),
-)
+SYSTEM = DeepSpeedSystem(FACE, Variant(stage=3))

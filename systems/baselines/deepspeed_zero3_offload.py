@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from systems.baselines.external.deepspeed_config import Variant
 from systems.baselines.external.deepspeed_system import DeepSpeedSystem
+from systems.baselines.external.faces import DEEPSPEED_ZERO3_OFFLOAD as FACE
 
-SYSTEM = DeepSpeedSystem(
-    "deepspeed-zero3-offload",
-    "DeepSpeed ZeRO-3, parameters and optimizer on the host",
-    Variant(stage=3, optimizer="cpu", parameters="cpu"),
-)
+SYSTEM = DeepSpeedSystem(FACE, Variant(stage=3, optimizer="cpu", parameters="cpu"))

@@ -10,7 +10,6 @@ import errno
 import importlib
 import os
 import queue
-import signal
 import tempfile
 import threading
 import time
@@ -18,17 +17,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from systems.baselines.faces import DUMMY as FACE
+from systems.baselines.faces import DummyOptions
 from systems.errors import BudgetError, DivergedError, OutOfMemoryError, UnavailableError, UnsupportedError
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.reports import MemoryReport
 from systems.settings import Settings, StepOutcome
-from systems.sizes import Size, format_size
-from systems.system import Abilities, Engine, System
+from systems.sizes import format_size
+from systems.system import Engine, System
 
 COUNTERS = (
     "h2d_bytes", "d2h_bytes", "gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes",
@@ -36,43 +37,6 @@ COUNTERS = (
 )  # fmt: skip
 NORM = 2.0
 _HOUR_S = 3600.0
-
-
-class DummyOptions(BaseModel):
-    """What happens when. Times in seconds; the *_at options name a step, from 1; null is never.
-
-    Where 0 is allowed it stands for initialize.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    step_time_s: float = Field(0.0, ge=0, description="slept in each optimizer step")
-    micro_step_time_s: float = Field(0.0, ge=0, description="slept in each micro-batch's backward pass")
-    eval_time_s: float = Field(0.0, ge=0, description="slept in each forward pass of a validation batch")
-    startup_time_s: float = Field(0.0, ge=0, description="slept in initialize")
-    slow_steps: int = Field(0, ge=0, description="the first so many steps take slow_factor times as long")
-    slow_factor: float = Field(10.0, gt=0)
-    drain_time_s: float = Field(0.0, ge=0, description="work each step queues in the background and does not wait for")
-    bytes_per_step: int = Field(0, ge=0, description="counted as h2d_bytes in each step")
-    skip_at: int | None = Field(None, ge=1, description="this step is skipped")
-    nan_at: int | None = Field(None, ge=1, description="the loss of this step is NaN")
-    diverge_at: int | None = Field(None, ge=1)
-    oom_at: int | None = Field(None, ge=1)
-    oom_tier: Literal["device", "host", "disk"] = "device"
-    disk_full_at: int | None = Field(None, ge=1, description="this step finds no room in a file, as the system says it")
-    crash_at: int | None = Field(None, ge=0, description="this step raises RuntimeError")
-    exit_at: int | None = Field(None, ge=0, description="this step ends the process with exit_code, without a word")
-    exit_code: int = Field(3, ge=0, le=255)
-    signal_at: int | None = Field(None, ge=0, description="this step sends the process `signal`")
-    signal: int = Field(int(signal.SIGKILL), ge=1, le=64)
-    segfault_at: int | None = Field(None, ge=0, description="this step reads a null pointer")
-    hang_at: int | None = Field(None, ge=0, description="this step never ends")
-    child_at: int | None = Field(None, ge=1, description="this step starts a process that outlives it")
-    host_need: Size = Field(0, description="refused if the host budget is smaller")
-    refuse: Literal["never", "budget", "unsupported", "unavailable", "missing-package"] = "never"
-    rank: int | None = Field(None, ge=0, description="of several ranks the one that all this is of; null is all of them")
-    extra_exchange_at: int | None = Field(None, ge=1, description="in this step something is told that other ranks do not")
-    odd_statistics: bool = Field(False, description="statistics() holds what no record can hold")
 
 
 class OddStatistics(BaseModel):
@@ -203,10 +167,8 @@ class DummyEngine(Engine):
 class Dummy(System):
     """It runs no model, which saves a test's time."""
 
-    name = "dummy"
-    summary = "scripted times and failures, trains nothing; for testing the harness"
-    Options = DummyOptions
-    abilities = Abilities(model=False, ranks=True)
+    name, summary, abilities = FACE.name, FACE.summary, FACE.abilities
+    Options: type[BaseModel] = FACE.Options
 
     def initialize(
         self, model: torch.nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None

@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from systems.baselines.external import budget
 from systems.baselines.external.engine import NO_DISK, LateNumber, PackageEngine, Update
-from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
+from systems.baselines.external.faces import FSDP2_OFFLOAD as FACE
+from systems.baselines.external.faces import FsdpOptions
+from systems.baselines.external.package import Config, PackageStatistics, merge, read_config
 from systems.baselines.external.process import PackageGroup, begin
 from systems.baselines.external.shares import own_share, whole_value
 from systems.baselines.external.torch_adam import adam, arguments_of, check_arguments, set_rate
@@ -37,11 +39,7 @@ from systems.recipe.model.adoption import place_buffers
 from systems.recipe.model.units import FoundModel
 from systems.recipe.recomputation.recompute import apply_recompute
 from systems.settings import TORCH_DTYPE, Settings
-from systems.system import Abilities, Engine, RankedSystem
-
-
-class FsdpOptions(ConfigOptions):
-    """fsdp2-offload's options."""
+from systems.system import Engine, RankedSystem
 
 
 class FsdpEngine(PackageEngine):
@@ -173,10 +171,8 @@ def share_numel(shape: Sequence[int], ranks: int) -> int:
 class Fsdp2Offload(RankedSystem):
     """See the module's docstring."""
 
-    name = "fsdp2-offload"
-    summary = "torch FSDP2 with CPUOffloadPolicy, masters and optimizer on the host"
-    abilities = Abilities(package="torch", ranks=True)
-    Options: type[BaseModel] = FsdpOptions
+    name, summary, abilities = FACE.name, FACE.summary, FACE.abilities
+    Options: type[BaseModel] = FACE.Options
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, FsdpOptions)

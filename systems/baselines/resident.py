@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import nn
 from torch.profiler import record_function
 
 from systems.adam.kernel import AdamTask
+from systems.baselines.faces import RESIDENT as FACE
 from systems.checkpoint import Described, Part, SavedParameter
 from systems.device.device import ambient
 from systems.device.lanes.access import Access
@@ -50,13 +51,7 @@ from systems.recipe.step.stepping import NO_LOSS, SteppingEngine
 from systems.reports import MemoryReport
 from systems.settings import TORCH_DTYPE, Settings
 from systems.sizes import format_need, format_size
-from systems.system import Abilities, Engine, System
-
-
-class ResidentOptions(BaseModel):
-    """resident takes no options."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from systems.system import Engine, System
 
 
 class ResidentEngine(SteppingEngine):
@@ -478,10 +473,8 @@ class ResidentState:
 class Resident(System):
     """See the module's docstring."""
 
-    name = "resident"
-    summary = "reference recipe, everything on the device"
-    Options = ResidentOptions
-    abilities = Abilities(trace=True, ranks=True)
+    name, summary, abilities = FACE.name, FACE.summary, FACE.abilities
+    Options: type[BaseModel] = FACE.Options
 
     def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
         """The settings. Raises BudgetError where model states alone exceed the device."""

@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import nn
 
 from systems.baselines.external import budget, extensions
 from systems.baselines.external.engine import NO_DISK, PackageEngine, Update
-from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config, require, version_of
+from systems.baselines.external.faces import INSTALL, RoundPipeOptions
+from systems.baselines.external.faces import ROUNDPIPE as FACE
+from systems.baselines.external.package import Config, PackageStatistics, merge, read_config, require, version_of
 from systems.baselines.external.process import begin
 from systems.baselines.external.sequential import cut
 from systems.baselines.external.torch_adam import check_arguments, set_rate
@@ -35,19 +37,12 @@ from systems.errors import UnsupportedError
 from systems.ranks.ranks import SingleRank
 from systems.recipe.model.units import FoundModel
 from systems.settings import TORCH_DTYPE, Settings
-from systems.system import Abilities, Engine, System
+from systems.system import Engine, System
 
-INSTALL = "pip install 'offload-bench[baselines]'"
 PLAN_SHARE = 0.6  # of the device that RoundPipe plans for layers, by its own default
 ALLOWED = {"roundpipe": ("pin_model",), "run": ("num_microbatch", "preserve_rng_state", "recompute_grain")}
 
 Batch = Mapping[str, torch.Tensor]
-
-
-class RoundPipeOptions(ConfigOptions):
-    """When an update is waited for."""
-
-    asynchronous: bool = Field(False, description="false: each step waits for its update; true: it is used a step late")
 
 
 class _InputsKnownError(Exception):
@@ -218,10 +213,8 @@ def _inputs(loss: Callable[..., torch.Tensor], batch: Batch, label_count: int) -
 class RoundPipeSystem(System):
     """See the module's docstring."""
 
-    name = "roundpipe"
-    summary = "RoundPipe: layers stream through the device, the optimizer in a CPU thread; recomputes every block"
-    abilities = Abilities(package="roundpipe", install=INSTALL)
-    Options: type[BaseModel] = RoundPipeOptions
+    name, summary, abilities = FACE.name, FACE.summary, FACE.abilities
+    Options: type[BaseModel] = FACE.Options
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel) -> Engine:
         assert isinstance(options, RoundPipeOptions)
@@ -241,6 +234,7 @@ class RoundPipeSystem(System):
         require("roundpipe.optim_stream", INSTALL, self.name)
         builder = require("roundpipe.optim.optim_builder", INSTALL, self.name)
         with extensions.building():
+            extensions.tell_of_build("RoundPipe's Adam", "roundpipe_optim_adam")
             builder.load_optim_function("adam")
         statistics = PackageStatistics(
             package="roundpipe",

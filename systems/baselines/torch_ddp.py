@@ -20,16 +20,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from systems.baselines.external import budget
 from systems.baselines.external.engine import NO_DISK, PackageEngine, Update
-from systems.baselines.external.package import Config, ConfigOptions, PackageStatistics, merge, read_config
+from systems.baselines.external.faces import TORCH_DDP as FACE
+from systems.baselines.external.faces import DdpOptions, Weights
+from systems.baselines.external.package import Config, PackageStatistics, merge, read_config
 from systems.baselines.external.process import PackageGroup, begin
 from systems.baselines.external.torch_adam import OnParameters, UpdateChoice, WithMasters, arguments_of, check_arguments
 from systems.baselines.external.weights import Masters, find_weights, materialise
@@ -39,19 +41,9 @@ from systems.recipe.model.adoption import place_buffers
 from systems.recipe.model.units import FoundModel
 from systems.recipe.recomputation.recompute import apply_recompute
 from systems.settings import TORCH_DTYPE, Settings
-from systems.system import Abilities, Engine, RankedSystem
+from systems.system import Engine, RankedSystem
 
-Weights = Literal["masters", "autocast", "compute"]
 BYTES = {"masters": 16, "autocast": 16, "compute": 8}  # a trainable parameter in 16 bits, gradient included
-
-
-class DdpOptions(ConfigOptions):
-    """How plain PyTorch holds its weights."""
-
-    weights: Weights = Field(
-        "masters",
-        description="masters: 16-bit weights beside fp32 ones; autocast: fp32 weights under autocast; compute: no masters",
-    )
 
 
 class DdpEngine(PackageEngine):
@@ -157,10 +149,8 @@ class DdpEngine(PackageEngine):
 class TorchDdp(RankedSystem):
     """See the module's docstring."""
 
-    name = "torch-ddp"
-    summary = "plain PyTorch (DistributedDataParallel), everything on the device"
-    abilities = Abilities(package="torch", ranks=True)
-    Options: type[BaseModel] = DdpOptions
+    name, summary, abilities = FACE.name, FACE.summary, FACE.abilities
+    Options: type[BaseModel] = FACE.Options
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, DdpOptions)

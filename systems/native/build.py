@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from systems.machine.durable import beside, open_regular, write_whole
 
+LOG = logging.getLogger(__name__)
 CSRC = Path(__file__).parent / "csrc"
 PROJECT = "offload-bench"  # not read from a pyproject.toml: the one above an installed package is someone else's
 COMPILERS = ("c++", "g++", "clang++")
@@ -143,6 +145,7 @@ def _built(name: str, sources: Sequence[str], flags: Sequence[str], *, key: str 
         digest.update((CSRC / source).read_bytes())
     library = cache_directory() / f"{name}-{digest.hexdigest()[:16]}.so"
     if not _is_sound(library):
+        LOG.info("building %s with %s: some seconds, once; it is kept in %s", sources[0], command[0], library.parent)
         _compile([*command, *FLAGS, str(CSRC / sources[0])], list(flags), library)
     return library
 

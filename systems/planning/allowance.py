@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from systems.ranks.staging import MOST_BYTES
+from systems.ranks.staging_size import MOST_BYTES
 
 
 @dataclass(frozen=True)

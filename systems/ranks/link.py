@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 
 from systems.errors import UnsupportedError
-from systems.ranks.staging import MOST_BYTES, Staged, Staging
+from systems.ranks.staging import Staged, Staging
+from systems.ranks.staging_size import MOST_BYTES
 
 Reduction = Literal["ordered", "native"]
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-PIECES = 3
-MOST_BYTES = PIECES * (16 << 20)  # larger pieces are not summed faster
+from systems.ranks.staging_size import PIECES
+
 ALIGN = 256
 
 

@@ -14,6 +14,7 @@ from systems.device.device import Device
 from systems.device.make import make_device
 from systems.device.watch.events import EventLog
 from systems.errors import BudgetError, UnsupportedError
+from systems.face import OF_STRATEGIES
 from systems.machine.budgets import Budgets, device_budget, disk_budget, host_budget
 from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
@@ -23,13 +24,13 @@ from systems.settings import Settings
 from systems.sizes import format_size
 from systems.substrate.engine import ManagedEngine
 from systems.substrate.room import look
-from systems.system import Abilities, Engine, System
+from systems.system import Engine, System
 
 
 class ManagedSystem(System):
     """A strategy run on the substrate; obeys systems.system.System."""
 
-    abilities = Abilities(trace=True, phases=True, disk=True, ranks=True)
+    abilities = OF_STRATEGIES
 
     def __init__(self, strategy: type[Strategy]) -> None:
         self.strategy = strategy

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -52,15 +53,20 @@ def misbehave(at: int, script: dict[str, str]) -> None:
 
 def run(job: WorkerJob, channel: Channel, import_s: float) -> Record:
     spec, script = job.spec, split_assignments("option", job.spec.option)
-    steps, warmup = spec.resolve_steps("cpu")
+    steps, warmup = spec.resolve_steps()
     sys.stderr.write("a package has something to say\n")
-    if "bad_input" in script:
-        raise BadInputError(script["bad_input"])
+    if "bad_input" in script or spec.data == "bad":
+        raise BadInputError(script.get("bad_input", "a_word"))
     channel.enter("build")
     channel.partial(
         {"resolved": {"steps": steps}, "environment": {"threads": {"intra_op": 1}}, "phases_s": {"import": import_s}}
     )
     channel.enter("initialize")
+    if "notice" in script:
+        logging.getLogger("systems.native.build").info(script["notice"])
+    if "prints" in script:  # as a package that tells its environment and dies of it
+        sys.stderr.write(f"the environment has {os.environ[script['prints']]}\n")
+        raise RuntimeError(f"{os.environ[script['prints']]} was refused")
     importlib.import_module(script.get("import", "sys"))
     identity = {"run_id": job.run_id, "started_at": job.started_at, "replicate": job.replicate, "spec": spec}
     if int(script.get("rank", job.rank)) != job.rank:

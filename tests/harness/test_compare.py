@@ -34,7 +34,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
             return like_run(run_id=f"run-{len(calls):02}", replicate=replicate, spec=spec, **changes)
 
         monkeypatch.setattr(cli, "launch", launch)
-        monkeypatch.setattr(cli, "say", said.append)
+        monkeypatch.setattr(cli, "say_json", said.append)
         named = [word for system in systems for word in ("--system", system)]
         code = cli.main([*GOOD, *named, "--results", str(tmp_path), *flags])
         return code, json.loads(said[-1]), calls

@@ -101,7 +101,7 @@ def test_a_folder_with_packages_of_the_same_names(tmp_path: Path, monkeypatch: p
 
 
 def test_bad_input_that_only_the_worker_sees_is_one_line_too(tmp_path: Path) -> None:
-    with start(*dummy(tmp_path, options=("bad_input=a_word",)), light=True) as process:
+    with start(*dummy(tmp_path, "--data", "bad"), light=True) as process:
         out, err = process.communicate(timeout=START_S)
     assert (process.returncode, out, err) == (2, "", "harness: a_word\n")
     assert list(tmp_path.iterdir()) == []

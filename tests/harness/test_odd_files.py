@@ -73,8 +73,9 @@ def test_odd_files_hide_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert why["huge"] == f"it has more than {1 << 20} bytes"
     assert cli.main(["ls", "runs", "--results", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()] == ["run", "good", "other"]
-    assert err.count("\n") == len(odd)
+    assert [line.split()[0] for line in out.splitlines()] == ["run", "other", "good"]
+    assert len([line for line in err.splitlines() if "is no record: " in line]) == len(odd)
+    assert err.splitlines()[-1] == f"2 of 2 runs in {tmp_path}" and err.count("\n") == len(odd) + 1
     assert err.replace("\n", "").isprintable()
     assert cli.main(["compare", "--runs", "good", "other", "--results", str(tmp_path)]) == 0
     assert [row["n"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 1]

@@ -166,7 +166,7 @@ def test_flags_that_do_not_go_together(fields: tuple[str, ...], said: str, capsy
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup", "resolved"), [(None, None, (11, 3)), (8, None, (8, 2)), (8, 0, (8, 0)), (6, None, (6, 0))]
+    ("steps", "warmup", "resolved"), [(None, None, (18, 3)), (8, None, (8, 2)), (8, 0, (8, 0)), (6, None, (6, 0))]
 )
 def test_steps_count_those_before(steps: int | None, warmup: int | None, resolved: tuple[int, int]) -> None:
-    assert RunSpec(system="s", model="m", steps=steps, warmup=warmup).resolve_steps("cpu", taken=5) == resolved
+    assert RunSpec(system="s", model="m", steps=steps, warmup=warmup).resolve_steps(taken=5) == resolved

@@ -65,7 +65,7 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
             return like_run(run_id=f"run-{len(tried):02}", spec=spec, status=found, **reason, **(record or {}))
 
         monkeypatch.setattr(cli, "launch", launch)
-        monkeypatch.setattr(cli, "say", said.append)
+        monkeypatch.setattr(cli, "say_json", said.append)
         code = cli.main([*arguments, "--results", str(tmp_path)])
         return code, json.loads(said[-1]) if said else None, tried
 
@@ -94,9 +94,7 @@ def test_layers_are_counted_up_from_the_model_s_own(searched: Callable[..., Any]
 
 
 def test_a_family_is_tried_by_its_named_sizes(searched: Callable[..., Any]) -> None:
-    from harness.listing import count_parameters
-
-    sizes = {size.name: count_parameters(size) for size in models_registry.families()["opt"].sizes}
+    sizes = {size.name: models_registry.parameter_count(size) for size in models_registry.families()["opt"].sizes}
     arguments = ("max-scale", "--system", "dummy", "--family", "opt", "--device", "cpu")
     code, found, tried = searched(lambda spec: "ok" if sizes[spec.model] < 7e9 else "refused", *arguments)
     assert code == 0

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from models import registry
@@ -55,7 +57,8 @@ def test_albert_by_closed_form() -> None:
         h, f, e, v = s.hidden_size, 4 * s.hidden_size, 128, 30000
         layer = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
         embedding = (v + 512 + 2) * e + 2 * e + e * h + h
-        assert registry.parameter_count(s) == layer + embedding + h * e + e + 2 * e + v  # the head's transform and bias
+        # the head's transform and bias
+        assert registry.built_parameter_count(s) == layer + embedding + h * e + e + 2 * e + v
 
 
 @pytest.mark.parametrize("name", ["opt-175b", "gpt3-175b", "gpt3-13b", "ps-4b", "gpt-20b"])
@@ -65,6 +68,52 @@ def test_parameter_count_by_closed_form(name: str) -> None:
     h, positions = s.hidden_size, s.max_positions + (2 if s.family == "opt" else 0)
     block = 12 * h * h + 13 * h  # 4 h^2 + 4 h of attention, 8 h^2 + 5 h of feed-forward, 4 h of norms
     assert registry.parameter_count(s) == s.num_layers * block + (s.vocab_size + positions) * h + 2 * h
+
+
+_SOME = st.integers(1, 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(TINY), draw=st.data())
+def test_a_familys_formula_counts_what_it_builds(name: str, draw: st.DataObject) -> None:
+    """Whatever is set: every field that changes the number, at sizes that are quick to build."""
+    tiny = registry.resolve(name)
+    heads = draw.draw(_SOME)
+    changes: dict[str, object] = {
+        "num_layers": draw.draw(st.integers(0, 3)),
+        "num_heads": heads,
+        "hidden_size": heads * 2 * draw.draw(_SOME),
+        "ffn_size": draw.draw(st.integers(1, 9)),
+        "vocab_size": draw.draw(st.integers(5, 40)),
+        "tied": draw.draw(st.booleans()),
+    }
+    if tiny.max_positions is not None:
+        changes["max_positions"] = draw.draw(st.integers(3, 12))
+    own: dict[str, dict[str, st.SearchStrategy[object]]] = {
+        "opt": {"embedding_size": st.integers(1, 9), "norm_first": st.booleans()},
+        "bert": {"token_types": _SOME},
+        "albert": {"embedding_size": st.integers(1, 9), "token_types": _SOME, "layers_per_group": _SOME, "num_groups": _SOME},
+        "t5": {"decoder_layers": _SOME, "head_size": _SOME, "gated": st.booleans(), "relative_buckets": st.integers(4, 9)},
+    }
+    for field, values in own.get(tiny.family, {}).items():
+        if draw.draw(st.booleans()):
+            changes[field] = draw.draw(values)
+    if tiny.family == "albert":
+        changes["num_layers"] = 3
+    shape = tiny.with_overrides(changes)
+    assert registry.families()[shape.family].parameters is not None
+    assert registry.parameter_count(shape) == registry.built_parameter_count(shape)
+
+
+@pytest.mark.slow
+def test_named_sizes_have_as_many_parameters_as_their_formula_says() -> None:
+    for name in registry.names():
+        shape = registry.resolve(name)
+        assert registry.parameter_count(shape) == registry.built_parameter_count(shape), name
+
+
+def test_every_family_has_a_formula() -> None:
+    assert [family.name for family in registry.families().values() if family.parameters is None] == []
 
 
 SOME_LAYERS = 4

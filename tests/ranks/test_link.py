@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from systems.ranks.link import Alone, Link, RanksDifferError, shard_of
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks, SingleRank
-from systems.ranks.staging import PIECES, Staging
+from systems.ranks.staging import Staging
+from systems.ranks.staging_size import PIECES
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import nn
 
 from systems.baselines.external import budget, deepspeed_global, extensions
@@ -23,50 +23,28 @@ from systems.baselines.external.deepspeed_config import (
     with_users_file,
 )
 from systems.baselines.external.deepspeed_engine import DeepSpeedRun
+from systems.baselines.external.faces import INSTALL, InfinityOptions
 from systems.baselines.external.package import ConfigOptions, PackageStatistics, require
 from systems.baselines.external.process import begin
 from systems.baselines.external.weights import find_weights
 from systems.errors import UnavailableError
+from systems.face import Face
 from systems.machine.budgets import device_budget
 from systems.messages import one_line
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.units import FoundModel
 from systems.settings import TORCH_DTYPE, Settings
-from systems.sizes import Size
-from systems.system import Abilities, Engine, RankedSystem
+from systems.system import Engine, RankedSystem
 
-INSTALL = "pip install 'offload-bench[baselines]'"
 RESERVED_SHARE = 0.5  # of the device, for activations and DeepSpeed's buckets: with 0.35 ps-4b did not fit 20 GiB
-
-
-class DeepSpeedOptions(ConfigOptions):
-    """Options of every DeepSpeed baseline."""
-
-
-class TwinFlowOptions(ConfigOptions):
-    """The split of the optimizer between CPU and device."""
-
-    ratio: float | None = Field(None, ge=0, le=1, description="share of the optimizer on the CPU; null: what does not fit")
-    reserve: Size | None = Field(None, description="device memory left free for activations when ratio is null; null: 50 %")
-
-
-class InfinityOptions(ConfigOptions):
-    """Where model states go."""
-
-    nvme_path: str | None = Field(None, description="folder on the disk that holds the optimizer; needed")
-    parameters: Literal["cpu", "nvme"] = Field(
-        "cpu", description="16-bit parameters: cpu is faster, nvme leaves the host almost empty"
-    )
 
 
 class DeepSpeedSystem(RankedSystem):
     """A named configuration of DeepSpeed."""
 
-    abilities = Abilities(package="deepspeed", install=INSTALL, ranks=True)
-
-    def __init__(self, name: str, summary: str, variant: Variant, options: type[ConfigOptions] = DeepSpeedOptions) -> None:
-        self.name, self.summary, self.variant = name, summary, variant
-        self.Options: type[BaseModel] = options
+    def __init__(self, face: Face, variant: Variant) -> None:
+        self.name, self.summary, self.abilities, self.variant = face.name, face.summary, face.abilities, variant
+        self.Options: type[BaseModel] = face.Options
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:
         assert isinstance(options, ConfigOptions)
@@ -118,8 +96,11 @@ class DeepSpeedSystem(RankedSystem):
         wanted = [builders.CPUAdamBuilder] if self.variant.offloads else []
         wanted += [builders.ShareMemCommBuilder] if settings.device == "cpu" else []
         wanted += [builders.AsyncIOBuilder] if disk else []
+        come_built = require("deepspeed.git_version_info", INSTALL, self.name).installed_ops
         with extensions.building():
             for builder in wanted:
+                if not come_built.get(builder.NAME):
+                    extensions.tell_of_build(f"DeepSpeed's {builder.NAME}", builder.NAME)
                 try:
                     builder().load(verbose=False)
                 except Exception as error:  # a build can fail in any way, and this system alone is lost

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ import torch
 
 from systems.native.build import cache_directory
 
+LOG = logging.getLogger(__name__)
 VARIABLE = "TORCH_EXTENSIONS_DIR"
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
@@ -59,6 +61,15 @@ def building() -> Iterator[None]:
     """Within, extensions are built or loaded, and no other process of ours does so; it may have to be waited for."""
     with plain_environment(), _alone():
         yield
+
+
+def tell_of_build(what: str, name: str) -> None:
+    """Say that a build begins, which takes long and says nothing itself, where no library is there whose name begins so.
+
+    Within `building`.
+    """
+    if not any(folder().glob(f"{name}*/{name}*.so")):
+        LOG.info("building %s: minutes, once in this environment; it is kept in %s", what, folder())
 
 
 @contextmanager
