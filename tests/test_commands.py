@@ -208,7 +208,7 @@ def test_torchrun_takes_its_flags(command: Command, parsed: Callable[[Sequence[s
         (["run", "--system", "elixir", "--modell", "opt-tiny"], "--modell"),
         (["plan", "--system", "elixir", "--model", "opt-tini", "--hardware", "h100-80g-x1"], "opt-tini"),
         (["plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", "h100-80g-x9"], "h100-80g-x9"),
-        (["run", "--system", "elixer", "--model", "opt-tiny"], "elixer"),
+        (["plan", "--system", "elixer", "--model", "opt-tiny", "--hardware", "h100-80g-x1"], "elixer"),
     ],
 )
 def test_what_is_wrong_would_be_found(
