@@ -107,7 +107,7 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
         raise
 
 
-def uses(module: torch.nn.Module, *parameters: torch.nn.Parameter) -> None:
+def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
     """Say, before `initialize`, that the module's forward reads parameters which other modules of the model own.
 
     They are there for it, and their gradients awaited from it, from the first step on and under every plan. What is not said is

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
@@ -26,22 +27,23 @@ _SAYING: WeakSet[nn.Module] = WeakSet()
 _LOCK = threading.Lock()
 
 
-def uses(module: nn.Module, *parameters: nn.Parameter) -> None:
-    """See systems.uses."""
+def uses(module: nn.Module, *parameters: torch.Tensor) -> None:
+    """See systems.uses. Of a module's own class torch's annotations say only that a Parameter is a tensor."""
     if not isinstance(module, nn.Module) or not has_forward(module):
         raise ValueError(f"{_named(module)} has no forward: give the torch.nn.Module whose forward reads the parameters")
-    for parameter in parameters:
-        if not isinstance(parameter, nn.Parameter):
+    mine = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
+    for other in parameters:
+        if not isinstance(other, nn.Parameter):
             raise ValueError(
-                f"{_named(module)} is to use {type(parameter).__name__}: give the Parameters themselves, as the model's "
+                f"{_named(module)} is to use {type(other).__name__}: give the Parameters themselves, as the model's "
                 "parameters() has them (of a parametrized weight: module.parametrizations.weight.original)"
             )
-    if is_taken(module) or any(map(is_taken, parameters)):
+    if is_taken(module) or any(map(is_taken, mine)):
         raise UnsupportedError(
             f"{_named(module)} is said to use parameters of a model that an engine has: call systems.uses before initialize, "
             "or after close()"
         )
-    module.__dict__[SAID] = tuple(dict.fromkeys(parameters))
+    module.__dict__[SAID] = tuple(dict.fromkeys(mine))
     with _LOCK:
         _SAYING.add(module)
 
