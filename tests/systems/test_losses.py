@@ -128,23 +128,33 @@ def loss_of(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @cache
-def reference(head: str, recompute: str, accumulate: int) -> Run:
-    asked = settings(accumulate=accumulate, recompute=recompute, clip=0.5)
+def reference(head: str, recompute: str, accumulate: int, dtype: str = "fp32") -> Run:
+    asked = settings(accumulate=accumulate, recompute=recompute, dtype=dtype, clip=0.5)
     return train(start(RESIDENT, made(head), asked), tokens(STEPS, accumulate), loss_of)
 
 
-WORK = list(product(HEADS, ["none", "full"], [1, 2]))
+WORK = list(product(HEADS, ["none", "full"], [1, 2], ["fp32", "bf16"]))
 
 
-@pytest.mark.parametrize(("system", "head", "recompute", "accumulate"), in_turn(SYSTEMS, WORK, each=3))
-def test_every_strategy_has_resident_s_bits(system: str, head: str, recompute: str, accumulate: int) -> None:
-    expected = reference(head, recompute, accumulate)
+@pytest.mark.parametrize(("system", "head", "recompute", "accumulate", "dtype"), in_turn(SYSTEMS, WORK, each=3))
+def test_every_strategy_has_resident_s_bits(system: str, head: str, recompute: str, accumulate: int, dtype: str) -> None:
+    expected = reference(head, recompute, accumulate, dtype)
     chosen, options = SYSTEMS[system]
     budget = int(0.75 * (expected.memory.device_peak_bytes or 0))
-    asked = settings(accumulate=accumulate, recompute=recompute, clip=0.5, device_memory=budget)
+    asked = settings(accumulate=accumulate, recompute=recompute, dtype=dtype, clip=0.5, device_memory=budget)
     run = train(start(chosen, made(head), asked, options), tokens(STEPS, accumulate), loss_of)
     assert_equal(expected, run)
     assert 0 < (run.memory.device_peak_bytes or 0) <= budget and run.per_step[-1]["h2d_bytes"] > 0
+
+
+@pytest.mark.parametrize("system", ["resident", *SYSTEMS])
+def test_an_evaluation_has_the_value_that_the_model_has_itself(system: str) -> None:
+    chosen, options = SYSTEMS.get(system, (RESIDENT, None))
+    micro = tokens(1, 1)[0, 0]
+    with torch.no_grad():
+        expected = loss_of(made("tied"), micro, 30)
+        with start(chosen, made("tied"), settings(), options) as engine:
+            assert loss_of(engine, micro, 30) == expected == loss_of(engine.module, micro, 30)
 
 
 @pytest.mark.parametrize(("strategy", "head", "recompute"), in_turn(STRATEGIES, list(product(HEADS, ["none", "full"])), each=2))

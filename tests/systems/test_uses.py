@@ -27,6 +27,7 @@ from tests.systems.every import MANAGED, STRATEGIES, SYSTEMS
 from tests.systems.models_plain import DIM, Block, Stack, features, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import RANDOM, RESIDENT, Run, assert_equal, evict_at_once, finished, settings, start, train
+from tests.systems.test_reads import built, reference
 
 STEPS = 4
 AT_WORK = r"call systems\.uses before initialize, or after close\(\)"
@@ -168,6 +169,52 @@ def test_it_is_planned_from_the_first_step_on(strategy: str) -> None:
     alone = trained(STRATEGIES[strategy], [], device_memory=int(0.8 * (expected.memory.device_peak_bytes or 0)))
     assert run.counters["steps_without_plan"] == alone.counters["steps_without_plan"] < STEPS
     assert all(step["on_demand_fetches"] == 0 for step in run.per_step[run.counters["steps_without_plan"] :])
+
+
+class Penalty(nn.Module):
+    def forward(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([weight.square().sum() for weight in weights]).sum()
+
+
+class Penalised(Stack):
+    """All its weights are penalised, by a module that owns none, or by the root, which owns none either."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.penalty = Penalty()
+        systems.uses(self.penalty if by == "a module" else self, *self.parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.001 * self.penalty(list(self.parameters()))
+
+
+@pytest.mark.parametrize("by", ["a module", "the root"])
+@pytest.mark.parametrize("system", MANAGED)
+def test_all_weights_may_be_another_module_s(system: str, by: str) -> None:
+    """So that none is a block's alone."""
+
+    def run(chosen: Any, **given: Any) -> Run:
+        torch.manual_seed(0)
+        return train(start(chosen, Penalised(by), settings(clip=1.0, **given)), tokens(STEPS, 1), squared_error)
+
+    expected = run(RESIDENT)
+    found = run(MANAGED[system], device_memory=int(0.8 * (expected.memory.device_peak_bytes or 0)))
+    assert_equal(expected, found)
+    if system != "random":
+        assert found.counters["fallbacks"] == 0
+
+
+@pytest.mark.parametrize("system", MANAGED)
+def test_what_is_said_need_not_be_found(system: str) -> None:
+    """Of a root that owns nothing; unsaid it takes a step more: test_reads.py."""
+    model = built("tied-by-hand")
+    systems.uses(model, model.stem.weight, model.blocks[0].up.weight)  # type: ignore[union-attr,arg-type,index]
+    expected = reference("tied-by-hand")
+    budget = int(0.8 * (expected.memory.device_peak_bytes or 0))
+    engine = start(MANAGED[system], model, settings(clip=1.0, device_memory=budget))
+    before = engine.layout.bundles  # type: ignore[attr-defined]
+    assert_equal(expected, train(engine, tokens(3, 1), squared_error))
+    assert engine.layout.bundles == before  # type: ignore[attr-defined]
 
 
 # ---- several ranks
