@@ -80,6 +80,15 @@ def test_value_and_gradients_are_transformers_own(sizes: tuple[int, ...], ignore
         torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=CLOSE, atol=CLOSE)
 
 
+def test_logits_of_16_bits_are_worked_on_in_fp32() -> None:
+    luck = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=luck).bfloat16() for shape in ((2, 9, 8), (300, 8)))
+    labels = torch.randint(300, (2, 9), generator=luck)
+    expected = ForCausalLMLoss(F.linear(hidden, weight), labels, 300)
+    got = chunked_causal_loss(partial(F.linear, weight=weight), hidden, labels, chunk=5)
+    torch.testing.assert_close(got, expected, rtol=CLOSE, atol=CLOSE)
+
+
 def test_what_does_not_fit_is_refused_in_words() -> None:
     head, hidden = nn.Linear(4, 9), torch.zeros(2, 5, 4)
     with pytest.raises(ValueError, match=r"labels are \(2, 4\) and hidden is \(2, 5, 4\): give .* neither of them shifted"):
