@@ -107,6 +107,22 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
         raise
 
 
+def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
+    """Say, before `initialize`, that the module's forward reads parameters which other modules of the model own.
+
+    They are there for it, and their gradients awaited from it, from the first step on and under every plan. What is not said is
+    found as it happens, by torch's operations, and planned for a step later; what a kernel reads by an address (a fused loss
+    that is given lm_head.weight) is not found at all. The module is one of the model's, whose forward the model's own calls;
+    they are held from its beginning to its end. A second call says it anew for the module, without parameters it takes it back.
+
+    Raises ValueError for what is no module with a forward, or no Parameter, and UnsupportedError where an engine has them;
+    `initialize` raises UnsupportedError where the parameters or the module are not its model's, or ranks say different things.
+    """
+    from systems.recipe.model.uses import uses as say
+
+    say(module, *parameters)
+
+
 def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
     """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
 

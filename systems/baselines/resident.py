@@ -39,8 +39,10 @@ from systems.recipe.model.giving_back import on_the_host, remember_buffers
 from systems.recipe.model.inputs import cast_inputs, refuse_wanted_gradients
 from systems.recipe.model.parameter_watch import ParameterWatch
 from systems.recipe.model.parameters import data_of, has_gradient, refuse_sparse, set_data, take_gradient
+from systems.recipe.model.taken import take
 from systems.recipe.model.unit_tensors import SeenTensor, TooManyValuesError, too_many, wanted
-from systems.recipe.model.units import ROOT, FoundModel, find_units, take
+from systems.recipe.model.units import ROOT, FoundModel, find_units
+from systems.recipe.model.uses import said_by
 from systems.recipe.recomputation.recompute import apply_recompute, recomputation_in_words
 from systems.recipe.recomputation.repeats import Repeats
 from systems.recipe.step import loss_scale
@@ -64,12 +66,10 @@ class ResidentEngine(SteppingEngine):
         started = time.perf_counter()
         self.module, self.settings, self.ranks = model, settings, ranks
         self._together = ranks if ranks.size > 1 else None
-        self._access = Access()
-        self.log = EventLog(keep=settings.log_events)
+        self._access, self.log = Access(), EventLog(keep=settings.log_events)
         self._in_step = self._in_backward = self._updating = False
-        self._cleanup = contextlib.ExitStack()
+        self._cleanup, self._fired = contextlib.ExitStack(), set[int]()
         self._micro_step = self._steps = self._steps_begun = 0
-        self._fired: set[int] = set()
         with keeping_values(model):
             try:
                 with side_by_side(ranks, "what an engine is built of"):
@@ -486,7 +486,7 @@ class Resident(System):
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError(ALONE.format(settings.ranks))
         mine = SingleRank() if ranks is None else ranks
-        begin_alike(mine, settings, options, model, system=self.name)
+        begin_alike(mine, settings, options, model, system=self.name, uses=said_by(model))
         return ResidentEngine(model, settings, mine)
 
 

@@ -26,7 +26,7 @@ from systems.ranks.side_by_side import side_by_side
 from systems.recipe.model.adoption import keeping_values
 from systems.recipe.model.giving_back import check_room, give
 from systems.recipe.model.inputs import cast_inputs, refuse_training_nothing, refuse_wanted_gradients
-from systems.recipe.model.units import take
+from systems.recipe.model.taken import take
 from systems.recipe.recomputation.recompute import recomputation_in_words
 from systems.recipe.step import loss_scale
 from systems.recipe.step.closing import starting

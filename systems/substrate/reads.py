@@ -1,9 +1,10 @@
 """Which unit reads which parameter, where it is not its own: `F.linear(x, self.embed.weight)`, attention's `out_proj.weight`.
 
-A layout knows who owns a parameter. That a module reads another's is only known when it does: an operation of its forward has
-a view of the parameter among its arguments while no unit is at work that is known to read it. Then the bundle is fetched and
-held for the innermost unit that runs, as one of its own: now, in its backward, and in every later step and plan. On the
-emulated device the meter shows each operation; on CUDA a mode does so in steps that have no plan yet.
+A layout knows who owns a parameter, and who says that it reads it (Note [Said and found] in uses.py). That another module does
+is only known when it does: an operation of its forward has a view of the parameter among its arguments while no unit is at
+work that is known to read it. Then the bundle is fetched and held for the innermost unit that runs, as one of its own: now, in
+its backward, and in every later step and plan. On the emulated device the meter shows each operation; on CUDA a mode does so
+in steps that have no plan yet.
 
 What is refused: an edit of such a parameter, one that does not fit beside what the unit holds already, and a read in a backward
 in which nobody who reads it is at work: there what a unit made was hidden from the hooks (see hooks.py). And, of several ranks,

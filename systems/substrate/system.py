@@ -20,6 +20,7 @@ from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
 from systems.ranks.beginnings import ALONE, begin_alike, smallest
 from systems.ranks.ranks import Ranks, SingleRank
+from systems.recipe.model.uses import said_by
 from systems.settings import Settings
 from systems.sizes import format_size
 from systems.substrate.engine import ManagedEngine
@@ -64,7 +65,8 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            begin_alike(mine, settings, options, model, system=self.name, device_memory=settings.device_memory)
+            more = {"system": self.name, "device_memory": settings.device_memory, "uses": said_by(model)}
+            begin_alike(mine, settings, options, model, **more)
             budget, host, disk = smallest(mine, lambda: [each(settings) for each in (device_budget, host_budget, disk_budget)])
             if isinstance(options, StrategyOptions):
                 mine.link.sum_by(options.reduction)

@@ -19,7 +19,7 @@ from systems.baselines.external.package import PackageStatistics
 from systems.errors import DivergedError
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.giving_back import leave_without
-from systems.recipe.model.units import take
+from systems.recipe.model.taken import take
 from systems.recipe.step.control import MAX_SKIPS_IN_A_ROW
 from systems.reports import MemoryReport
 from systems.settings import Settings, StepOutcome

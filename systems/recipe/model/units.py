@@ -1,8 +1,9 @@
 """Finds the units of a model and who uses which parameter: the index that strategies lay out.
 
 A unit is each element of an outermost homogeneous ModuleList (a transformer block), and every module outside those that
-owns parameters, itself or in a container without a forward (a ParameterList). A tied parameter has one entry and several users.
-The model itself is a unit, the last one if it owns none: it may read what others own (see reads.py).
+owns parameters, itself or in a container without a forward (a ParameterList), or says that it reads others' (see uses.py). A
+parameter that is tied, or read by others too, has one entry and several users. The model itself is a unit, the last one if it
+has none: it may read what others own, which is then found as it does (see reads.py).
 
 Note [Carried along]
     A frozen parameter that an engine has no compute dtype for stays with the model as it is, like a buffer: the integers and
@@ -13,24 +14,21 @@ Note [Carried along]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 from systems.recipe.model.blocks import find_blocks, has_forward
 from systems.recipe.model.shared_memory import refuse_shared_memory
+from systems.recipe.model.taken import is_taken
+from systems.recipe.model.uses import refuse_strange_uses, used_by
 
 COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})  # dtypes of weights
 ROOT = "<root>"  # the name of the unit that is the model itself
-_TAKEN: WeakSet[nn.Module] = WeakSet()
-_TAKEN_PARAMETERS: Any = WeakIdKeyDictionary()  # a Parameter may be in several models
 
 
 @dataclass(frozen=True)
@@ -50,29 +48,6 @@ class FoundModel:
     def trains(self) -> bool:
         """Something does: a model may be all frozen."""
         return any(parameter.trainable for parameter in self.index.parameters)
-
-
-def take(model: nn.Module) -> Callable[[], None]:
-    """An engine has the model from now on: its values lie where the engine keeps them. Returns what says that it has them
-    again, whatever became of its modules since.
-    """
-    modules, parameters = WeakSet(module for module in model.modules() if _has_values(module)), WeakIdKeyDictionary()
-    parameters.update((parameter, None) for parameter in model.parameters())
-    _TAKEN.update(modules)
-    _TAKEN_PARAMETERS.update(parameters)
-
-    def release() -> None:
-        _TAKEN.difference_update(modules)
-        for parameter in parameters:
-            _TAKEN_PARAMETERS.pop(parameter, None)
-        parameters.clear()  # nobody has a weak reference to them, so that torch.utils.swap_tensors takes them
-
-    return release
-
-
-def _has_values(module: nn.Module) -> bool:
-    """Not so an activation, which a library may share among all its models."""
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _owned(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -102,6 +77,7 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
     weights = {p: names for p, names in parameters.items() if p not in carried}
     if not weights:
         raise UnsupportedError("the model has no parameters: nothing to train")
+    refuse_strange_uses(model, parameters)
     refuse_shared_memory(model, parameters)
     units = [
         (name, module, block, mine)
@@ -140,7 +116,7 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
 
 def _refuse_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if module in _TAKEN:
+        if is_taken(module):
             raise UnsupportedError(
                 f"{f'module {name}' if name else 'the model'} was given to an engine before, which has its values: close "
                 "that one, or build the model anew if it ended in an error"
@@ -161,9 +137,10 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, int | None, list[
     inside = {id(m) for block, _ in blocks.values() for m in block.modules()}
     for name, module in model.named_modules():
         if name in blocks:
-            yield name, module, blocks[name][1], list(module.parameters())
+            used = [p for part in module.modules() for p in used_by(part)]
+            yield name, module, blocks[name][1], [*module.parameters(), *used]
         elif id(module) not in inside and (has_forward(module) or not name):
-            yield name or ROOT, module, None, list(_owned(module))
+            yield name or ROOT, module, None, [*_owned(module), *used_by(module)]
 
 
 def _named(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, list[tuple[nn.Module, str]]]]:
@@ -177,7 +154,7 @@ def _named(model: nn.Module) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Par
             full = f"{name}.{attribute}" if name else attribute
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise UnsupportedError(f"parameter {full} has no shape yet: run the model once before initialize")
-            if parameter in _TAKEN_PARAMETERS:
+            if is_taken(parameter):
                 raise UnsupportedError(
                     f"parameter {full} was given to an engine before, in another model, which has its values: close that one, "
                     "make both one model, or give this one a parameter of its own"
