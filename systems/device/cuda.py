@@ -18,6 +18,7 @@ from systems.device.watch.stopwatch import CudaStopwatch
 from systems.errors import UnsupportedError
 from systems.machine.allocator import lift_limit, limit_device_memory
 from systems.machine.limits import raise_open_files, read_limits
+from systems.optimizers.rule import OptimizerRule
 from systems.planning.allowance import CUDA
 
 STAGE_BYTES = 64 << 20
@@ -58,6 +59,10 @@ class CudaDevice(Device):
     @property
     def kernel(self) -> AdamKernel:
         return self._kernel
+
+    def update_by(self, rule: OptimizerRule) -> None:
+        super().update_by(rule)
+        self._kernel = rule.kernel(self._kernel)
 
     def _update_threads(self) -> int | None:
         """All cores but two: one launches kernels, one queues copies."""

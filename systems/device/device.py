@@ -27,6 +27,7 @@ from systems.device.meter import Check, Meter
 from systems.device.watch.events import EventLog
 from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
+from systems.optimizers.rule import OptimizerRule
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.plan import LaneKind, Tier
 from systems.ranks.ranks import Ranks
@@ -37,9 +38,9 @@ COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 class Device(ABC):
     """One rank's device with its lanes, pool and accounts.
 
-    name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: Adam where the device's own
-    memory is updated. host_kernel: Adam on the CPU lane, whose jobs cpu_lane_threads threads take. compute: the caller's lane.
-    meter: measures what is not the pool's.
+    name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: the optimizer's where the
+    device's own memory is updated. host_kernel: the same on the CPU lane, whose jobs cpu_lane_threads threads take.
+    compute: the caller's lane. meter: measures what is not the pool's.
     """
 
     torch_device: torch.device
@@ -62,6 +63,10 @@ class Device(ABC):
     def _update_threads(self) -> int | None:
         """Threads of CPU Adam; None for all cores."""
         return None
+
+    def update_by(self, rule: OptimizerRule) -> None:
+        """Its kernels update by that rule from now on."""
+        self.host_kernel = rule.kernel(self.host_kernel)
 
     def start_lanes(self, jitter: Callable[[], None] | None) -> None:
         self.jitter = jitter

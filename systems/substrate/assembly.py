@@ -47,6 +47,7 @@ from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
 from systems.machine.budgets import Budgets
+from systems.optimizers.choice import chosen
 from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.homes import within_host
@@ -142,6 +143,8 @@ class Assembly:
         cleanup.callback(self.device.close)
         if self._ranks.size > 1:
             join_ranks(self.device, self._ranks)
+        self._chosen = chosen(settings)
+        self.device.update_by(self._chosen.rule)
         self._context = context = self._told()
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
@@ -167,6 +170,7 @@ class Assembly:
             allowance=device.allowance,
             device_name=device.name,
             disk_budget=self._budgets.disk,
+            moments=self._chosen.moments,
         )
 
     def _lay_out_memory(self) -> None:
@@ -174,8 +178,8 @@ class Assembly:
         found, layout, device, settings = self.found, self.layout, self.device, self._settings
         self.host = host_account(self._budgets.host, self._log)
         self.disk = self._make_disk() if layout.on_disk else None
-        self.control = StepControl(settings, found.index, found.parameters)
-        self.states = states_of(settings.optimizer, found.index, found.parameters)
+        self.control = StepControl(settings, found.index, found.parameters, self._chosen)
+        self.states = states_of(settings.optimizer, self._chosen, found.index, found.parameters)
         self._alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
         self.store = Store(
             layout, device, self.host, self._dtype, accumulate=settings.accumulate, disk=self.disk, ranks=self._ranks

@@ -15,6 +15,7 @@ from systems.device.make import make_device
 from systems.device.watch.events import EventLog
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import Budgets, device_budget, disk_budget, host_budget
+from systems.optimizers.choice import chosen
 from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
 from systems.ranks.beginnings import ALONE, begin_alike, smallest
@@ -63,7 +64,8 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            begin_alike(mine, settings, options, model, system=self.name, device_memory=settings.device_memory)
+            asked = {"system": self.name, "device_memory": settings.device_memory, "optimizer": chosen(settings).described}
+            begin_alike(mine, settings, options, model, **asked)
             budget, host, disk = smallest(mine, lambda: [each(settings) for each in (device_budget, host_budget, disk_budget)])
             if isinstance(options, StrategyOptions):
                 mine.link.sum_by(options.reduction)

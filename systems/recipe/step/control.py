@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from systems.adam.kernel import AdamRange
 from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
 from systems.messages import one_line
+from systems.optimizers.choice import Chosen
 from systems.planning.layout import ModelIndex
 from systems.ranks.ranks import Ranks
 from systems.recipe.step import loss_scale
@@ -50,7 +50,9 @@ class StepControl:
         was carried out. Whatever breaks off before has changed none of them, and what breaks off after it finds the step done.
     """
 
-    def __init__(self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter], chosen: Chosen
+    ) -> None:
         self.clip = settings.clip
         self.updates = [0] * len(index.parameters)
         self.second: frozenset[int] = frozenset()
@@ -61,7 +63,8 @@ class StepControl:
         self._for_good = False  # what the updates that began used cannot be changed any more
         self.ruined: str | None = None
         self.told: set[str] = set()
-        self.groups = ParameterGroups(settings, index, parameters)
+        self.groups = ParameterGroups(settings, index, parameters, chosen)
+        self._range = chosen.rule.range
 
     def decide(self, partials: Mapping[int, float]) -> StepOutcome:
         """partials: parameter index to fp64 sum of squares of its (scaled) gradient, for parameters that have one."""
@@ -150,19 +153,10 @@ class StepControl:
         """The counts once the updates that were begun are carried out."""
         return [self.begun.get(parameter, count) for parameter, count in enumerate(self.updates)]
 
-    def adam_range(self, parameter: int, offset: int, numel: int) -> AdamRange:
-        hyper = self.groups.of(parameter)
-        return AdamRange(
-            offset=offset,
-            numel=numel,
-            lr=hyper.lr,
-            beta1=hyper.betas[0],
-            beta2=hyper.betas[1],
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
-            decoupled=hyper.decoupled,
-            step=self.begun[parameter],
-        )
+    def update_range(self, parameter: int, offset: int, numel: int) -> Any:
+        """As the optimizer's kernel takes it; see OptimizerRule.range."""
+        inside = self.groups.inside
+        return self._range(inside.hyper[inside.group_of[parameter]], offset, numel, self.begun[parameter])
 
 
 def check_together(control: StepControl, ranks: Ranks) -> None:
