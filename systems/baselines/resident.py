@@ -486,7 +486,7 @@ class Resident(System):
     name = "resident"
     summary = "reference recipe, everything on the device"
     Options = ResidentOptions
-    abilities = Abilities(trace=True, ranks=True)
+    abilities = Abilities(trace=True, optimizers=True, ranks=True)
 
     def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
         """The settings. Raises BudgetError where model states alone exceed the device."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 import systems.optimizers as folder
 from systems.errors import UnsupportedError
+from systems.messages import invalid_value, unknown_name
 from systems.optimizers.rule import OptimizerRule
 from systems.settings import AdamSettings, Hyperparameters, Settings
 
@@ -43,6 +47,26 @@ class Chosen:
             )
 
 
+def hyperparameters(name: str, given: Mapping[str, Any]) -> Hyperparameters:
+    """Of the rule of that name. given: by name, values or texts, `0.9,0.99` for two. ValueError says what is allowed."""
+    if name not in rules():
+        raise ValueError(unknown_name("optimizer", name, rules()))
+    kind = rules()[name].hyperparameters
+    known = [each.name for each in fields(kind)]
+    for key in given:
+        if key not in known:
+            raise ValueError(unknown_name(f"hyperparameter of {name}", key, known))
+    values = {key: value.split(",") if isinstance(value, str) and "," in value else value for key, value in given.items()}
+    try:
+        found: Hyperparameters = TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise ValueError(invalid_value(error, lambda key, value: f"{key} of {name} {value!r}")) from None
+    for key, value in vars(found).items():
+        if not all(math.isfinite(number) and number >= 0 for number in (value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"{key} of {name} is {value!r}: give a finite number of at least 0")
+    return found
+
+
 @cache
 def rules() -> MappingProxyType[str, OptimizerRule]:
     """All that there are, by name."""
@@ -63,12 +87,17 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
     )
 
 
+def chosen_by(hyper: Hyperparameters) -> Chosen:
+    """The rule whose hyperparameters these are."""
+    rule = next(each for each in rules().values() if each.hyperparameters is type(hyper))
+    return Chosen(rule, rule.moments(hyper), hyper)
+
+
 def chosen(settings: Settings) -> Chosen:
     """What the settings ask for. UnsupportedError for an optimizer, or groups of one, that no engine can follow."""
     given: Any = settings.adam if settings.optimizer is None else settings.optimizer
     if isinstance(given, Hyperparameters):
-        rule = next(each for each in rules().values() if each.hyperparameters is type(given))
-        return Chosen(rule, rule.moments(given), given)
+        return chosen_by(given)
     if not isinstance(given, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer is {type(given).__name__}: give a torch.optim.Optimizer over model.parameters()")
     rule = rule_of(given)

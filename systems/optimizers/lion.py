@@ -23,6 +23,10 @@ class LionSettings(Hyperparameters):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}: give two of at least 0 and below 1")
+
 
 class Lion(torch.optim.Optimizer):
     """params: parameters or groups of them. Its state of a parameter: exp_avg, the paper's m."""
@@ -30,8 +34,9 @@ class Lion(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Lion: lr {lr}, betas {betas}, weight_decay {weight_decay}: none below 0, betas below 1")
+        LionSettings(lr, betas, weight_decay)
+        if not (lr >= 0 and weight_decay >= 0):
+            raise ValueError(f"lr is {lr}, weight_decay {weight_decay}: give none below 0")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

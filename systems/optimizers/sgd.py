@@ -25,6 +25,10 @@ class SgdSettings(Hyperparameters):
     weight_decay: float = 0.0
     nesterov: bool = False
 
+    def __post_init__(self) -> None:
+        if self.nesterov and (self.momentum <= 0 or self.dampening):
+            raise ValueError("nesterov needs momentum above 0 and no dampening")
+
 
 class Sgd(ElementwiseRule):
     """g += decay w; b = momentum b + (1 - dampening) g, at the first update b = g; w -= lr b, with nesterov w -= lr (g +

@@ -30,7 +30,7 @@ from systems.system import Abilities, Engine, System
 class ManagedSystem(System):
     """A strategy run on the substrate; obeys systems.system.System."""
 
-    abilities = Abilities(trace=True, phases=True, disk=True, ranks=True)
+    abilities = Abilities(trace=True, phases=True, disk=True, optimizers=True, ranks=True)
 
     def __init__(self, strategy: type[Strategy]) -> None:
         self.strategy = strategy
