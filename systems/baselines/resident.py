@@ -19,14 +19,14 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.checkpoint import Described, Part, SavedParameter
-from systems.device.device import ambient
+from systems.device.device import ambient, follow_optimizer
 from systems.device.lanes.access import Access
 from systems.device.make import make_device
 from systems.device.watch.events import EventLog
 from systems.device.watch.labels import labelled
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
-from systems.optimizers.choice import Chosen, chosen
+from systems.optimizers.choice import chosen
 from systems.ranks.beginnings import ALONE, FirstValuesAlike, begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.side_by_side import side_by_side
@@ -101,12 +101,11 @@ class ResidentEngine(SteppingEngine):
         self._calls = Calls(partial(_past_the_engine, self))
         self._cleanup.callback(self._calls.detach)
         self._calls.attach_all([*found.modules, *outer_modules(found)])
-        optimizer = chosen(settings)
-        states = _state_bytes(found, settings, optimizer)
+        states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
-        self.device.update_by(optimizer.rule)
-        self.control = StepControl(settings, found.index, found.parameters, optimizer)
+        optimizer = follow_optimizer(self.device, settings)
+        self.control = StepControl(settings, found.index, found.parameters)
         self._states = states_of(settings.optimizer, optimizer, found.index, found.parameters)
         self.outcomes = self.control.outcomes
         self._place(found, settings, TORCH_DTYPE[settings.dtype])
@@ -149,8 +148,7 @@ class ResidentEngine(SteppingEngine):
             self._masters.append(flat)
             names = self.control.groups.chosen.moments
             self._moments.append(None if flat is None else tuple(torch.zeros_like(flat) for _ in names))
-            many = flat is not None and settings.accumulate > 1
-            self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
+            self._accumulators.append(torch.zeros_like(flat) if flat is not None and settings.accumulate > 1 else None)
             self.device.meter.exempt(compute.untyped_storage())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -426,11 +424,11 @@ def _forget_states(engine: ResidentEngine) -> None:
         take_gradient(parameter)
 
 
-def _state_bytes(found: FoundModel, settings: Settings, optimizer: Chosen) -> int:
+def _state_bytes(found: FoundModel, settings: Settings) -> int:
     """Of parameters, master weights, moments and accumulators. BudgetError if those and gradients exceed the budget."""
     itemsize, have = TORCH_DTYPE[settings.dtype].itemsize, device_budget(settings)
     numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
-    states = numel * itemsize + trainable * 4 * (1 + len(optimizer.moments) + (settings.accumulate > 1))
+    states = numel * itemsize + trainable * 4 * (1 + len(chosen(settings).moments) + (settings.accumulate > 1))
     need = states + trainable * itemsize
     if need > have:
         raise BudgetError(
@@ -449,8 +447,7 @@ class ResidentState:
     def __init__(self, engine: ResidentEngine) -> None:
         self._ranks, self._weights, self.control = engine.ranks, engine.parameters, engine.control
         self._masters, self._moments = engine._masters, engine._moments
-        optimizer = engine.control.groups.chosen
-        self.optimizer, self.moments = optimizer.rule.name, optimizer.moments
+        self.optimizer, self.moments = engine.control.groups.chosen.kept
         named = zip(engine._names, self._weights, strict=True)
         self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in named]
 
@@ -474,9 +471,7 @@ class ResidentState:
         data_of(self._weights[parameter]).copy_(state.value)
 
     def write_moments(self, parameter: int, moments: Sequence[torch.Tensor]) -> None:
-        mine = self._moments[parameter]
-        assert mine is not None
-        for moment, given in zip(mine, moments, strict=True):
+        for moment, given in zip(self._moments[parameter] or (), moments, strict=True):
             moment.copy_(given.reshape(-1))
 
 
@@ -490,7 +485,7 @@ class Resident(System):
 
     def look_for_room(self, model: nn.Module, settings: Settings, options: BaseModel) -> Settings:
         """The settings. Raises BudgetError where model states alone exceed the device."""
-        _state_bytes(find_units(model, TORCH_DTYPE[settings.dtype]), settings, chosen(settings))
+        _state_bytes(find_units(model, TORCH_DTYPE[settings.dtype]), settings)
         return settings
 
     def initialize(self, model: nn.Module, settings: Settings, options: BaseModel, *, ranks: Ranks | None = None) -> Engine:

@@ -27,10 +27,11 @@ from systems.device.meter import Check, Meter
 from systems.device.watch.events import EventLog
 from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
-from systems.optimizers.rule import OptimizerRule
+from systems.optimizers.choice import Chosen, chosen
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.plan import LaneKind, Tier
 from systems.ranks.ranks import Ranks
+from systems.settings import Settings
 
 COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 
@@ -52,6 +53,7 @@ class Device(ABC):
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
     evicts_for_activations = False  # while they are made: else there has to be room for them before
     cpu_lane_threads = 1
+    own_kernel: AdamKernel | None = None  # where the host's does not do
 
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log, self.access = log, Access()
@@ -63,10 +65,6 @@ class Device(ABC):
     def _update_threads(self) -> int | None:
         """Threads of CPU Adam; None for all cores."""
         return None
-
-    def update_by(self, rule: OptimizerRule) -> None:
-        """Its kernels update by that rule from now on."""
-        self.host_kernel = rule.kernel(self.host_kernel)
 
     def start_lanes(self, jitter: Callable[[], None] | None) -> None:
         self.jitter = jitter
@@ -93,9 +91,9 @@ class Device(ABC):
         return self.plannable_bytes
 
     @property
-    @abstractmethod
     def kernel(self) -> AdamKernel:
-        """Adam for tensors on this device."""
+        """The optimizer's, for tensors on this device."""
+        return self.host_kernel if self.own_kernel is None else self.own_kernel
 
     @abstractmethod
     def _stream(self) -> torch.cuda.Stream | None: ...
@@ -148,6 +146,15 @@ def ambient() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def follow_optimizer(device: Device, settings: Settings) -> Chosen:
+    """Its kernels update from now on as the optimizer of the settings does, which is returned. UnsupportedError as `chosen`."""
+    found = chosen(settings)
+    device.host_kernel = found.rule.kernel(device.host_kernel)
+    if device.own_kernel is not None:
+        device.own_kernel = found.rule.kernel(device.own_kernel)
+    return found
 
 
 def join_ranks(device: Device, ranks: Ranks) -> None:

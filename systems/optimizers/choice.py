@@ -30,6 +30,11 @@ class Chosen:
     own: Hyperparameters | None
 
     @property
+    def kept(self) -> tuple[str, tuple[str, ...]]:
+        """Whose moments a checkpoint has, and which."""
+        return self.rule.name, self.moments
+
+    @property
     def described(self) -> str:
         """What ranks must have alike from the beginning."""
         if self.own is None or isinstance(self.own, AdamSettings):  # groups, and Settings.adam, are compared by themselves

@@ -17,7 +17,7 @@ class ManagedState:
 
     def __init__(self, index: ModelIndex, *, values: StoredValues, control: StepControl) -> None:
         self._values, self.control = values, control
-        self.optimizer, self.moments = control.groups.chosen.rule.name, values.moments
+        self.optimizer, self.moments = control.groups.chosen.kept
         self.parameters = [Described(p.name, tuple(p.shape), p.trainable) for p in index.parameters]
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:

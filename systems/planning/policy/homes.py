@@ -74,7 +74,8 @@ def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> L
 
     Raises BudgetError (host) if that is not enough.
     """
-    layout = replace(layout, moments=context.moments)
+    if layout.moments != context.moments:
+        layout = replace(layout, moments=context.moments)
     if host_need(layout, context) <= context.host_budget:
         return layout
     return _keep_on_device(_to_disk(layout, context) if context.disk_budget else layout, context, rule)

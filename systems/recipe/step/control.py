@@ -23,7 +23,6 @@ import torch
 from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
 from systems.messages import one_line
-from systems.optimizers.choice import Chosen
 from systems.planning.layout import ModelIndex
 from systems.ranks.ranks import Ranks
 from systems.recipe.step import loss_scale
@@ -50,9 +49,7 @@ class StepControl:
         was carried out. Whatever breaks off before has changed none of them, and what breaks off after it finds the step done.
     """
 
-    def __init__(
-        self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter], chosen: Chosen
-    ) -> None:
+    def __init__(self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.clip = settings.clip
         self.updates = [0] * len(index.parameters)
         self.second: frozenset[int] = frozenset()
@@ -63,8 +60,8 @@ class StepControl:
         self._for_good = False  # what the updates that began used cannot be changed any more
         self.ruined: str | None = None
         self.told: set[str] = set()
-        self.groups = ParameterGroups(settings, index, parameters, chosen)
-        self._range = chosen.rule.range
+        self.groups = ParameterGroups(settings, index, parameters)
+        self._range = self.groups.chosen.rule.range
 
     def decide(self, partials: Mapping[int, float]) -> StepOutcome:
         """partials: parameter index to fp64 sum of squares of its (scaled) gradient, for parameters that have one."""

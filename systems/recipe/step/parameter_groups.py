@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from systems.errors import UnsupportedError
-from systems.optimizers.choice import Chosen
+from systems.optimizers.choice import chosen
 from systems.planning.layout import ModelIndex
 from systems.settings import Hyperparameters, Settings
 
@@ -27,13 +27,13 @@ class Inside(NamedTuple):
 class ParameterGroups:
     """parameters: the model's, in index order, as the optimizer knows them. What was read last is in force until `refresh`.
 
-    inside: that. Raises UnsupportedError for groups that the engine cannot follow; they may change at any time.
+    inside: that. Raises UnsupportedError for an optimizer, or groups of one, that the engine cannot follow; groups may change
+    at any time.
     """
 
-    def __init__(
-        self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter], chosen: Chosen
-    ) -> None:
-        self.chosen, self._own, self._index = chosen, chosen.own, index
+    def __init__(self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.chosen = chosen(settings)
+        self._own, self._index = self.chosen.own, index
         self._optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
         self._parameters = list(parameters)
         self._number = {id(p): i for i, p in enumerate(parameters)}

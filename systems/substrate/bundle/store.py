@@ -56,7 +56,7 @@ class Store:
         slot_bytes = sum(s.shard_numel for s in moving) * dtype.itemsize
         on_host = [s for s in at_home if layout.bundle_of_segment[s.index] not in layout.on_disk]
         self.stated = ("master", *layout.moments)
-        self._adds = accumulate > 1
+        self._adds, self._parts = accumulate > 1, len(self.stated) + (accumulate > 1)  # of a state that is not on the disk
         users = dict.fromkeys(self.stated, on_host) | ({ACCUMULATOR: at_home} if self._adds else {})
         sizes = {part: sum(s.shard_numel for s in those) * 4 for part, those in users.items()}
         _check_host(slot_bytes, sum(sizes.values()), have=host.room)
@@ -94,24 +94,17 @@ class Store:
             for tensor in there.tensors()[1:]:
                 tensor.zero_()
             return StoredSegment(segment, slot, slot_memory, there, None, rank=self.ranks.rank)
+        trained = segment.space.trainable
+        added = self._mappings[ACCUMULATOR].take(torch.float32, segment.shard_numel)[0] if trained and self._adds else None
         state: OptimizerState | DiskState | None = None
-        if segment.space.trainable and self.layout.bundle_of_segment[segment.index] in self.layout.on_disk:
+        if trained and self.layout.bundle_of_segment[segment.index] in self.layout.on_disk:
             assert self.disk is not None
-            state = DiskState(self.disk.places[segment.index], self._accumulator(segment))
-        elif segment.space.trainable:
+            state = DiskState(self.disk.places[segment.index], added)
+        elif trained:
             taken = [self._mappings[part].take(torch.float32, segment.shard_numel) for part in self.stated]
             (master, memory), *moments = taken
-            added = self._accumulator(segment)
             state = OptimizerState(Tier.HOST, master, tuple(tensor for tensor, _ in moments), added, memory)
         return StoredSegment(segment, slot, slot_memory, state, state, rank=self.ranks.rank)
-
-    def _accumulator(self, segment: Segment) -> torch.Tensor | None:
-        return self._mappings[ACCUMULATOR].take(torch.float32, segment.shard_numel)[0] if self._adds else None
-
-    @property
-    def _parts(self) -> int:
-        """Of a state that is not on the disk."""
-        return len(self.stated) + self._adds
 
     def room_on_device(self, segment: Segment) -> OptimizerState | None:
         """Room on the device for a segment's state, of any content; None if there is not enough now."""
@@ -147,21 +140,16 @@ class Store:
 
     def discard(self, state: OptimizerState | DiskState) -> None:
         """Of a state at home that is on the device now: its pages on the host go back to the machine."""
-        for name, tensor in self._on_host(state):
+        for name, tensor in _on_host(state, self.stated):
             self._mappings[name].discard(tensor)
-
-    def _on_host(self, state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]]:
-        """Its tensors there, each with its mapping."""
-        names = (ACCUMULATOR,) if isinstance(state, DiskState) else (*self.stated, ACCUMULATOR)
-        return list(zip(names, state.tensors(), strict=False))
 
     def missing(self, state: OptimizerState | DiskState) -> bool:
         """The host has no room for it to come back as things are."""
-        return sum(self._mappings[name].missing(tensor) for name, tensor in self._on_host(state)) > self.host.room
+        return sum(self._mappings[name].missing(tensor) for name, tensor in _on_host(state, self.stated)) > self.host.room
 
     def reclaim(self, state: OptimizerState | DiskState) -> None:
         """The way back. Raises OutOfMemoryError when the host has no room for them."""
-        for name, tensor in self._on_host(state):
+        for name, tensor in _on_host(state, self.stated):
             self._mappings[name].reclaim(tensor)
 
     def take_rest(self) -> None:
@@ -234,3 +222,7 @@ def _check_host(slot_bytes: int, state_bytes: int, *, have: int) -> None:
         )
 
 
+def _on_host(state: OptimizerState | DiskState, stated: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
+    """Its tensors there, each with its mapping."""
+    names = (ACCUMULATOR,) if isinstance(state, DiskState) else (*stated, ACCUMULATOR)
+    return list(zip(names, state.tensors(), strict=False))
