@@ -29,6 +29,8 @@ from systems.optimizers.lion import Lion, LionSettings
 from systems.optimizers.sgd import SgdSettings
 from systems.planning.disk_layout import disk_bytes
 from systems.planning.layout import PAGE
+from systems.planning.step.timeline import timeline
+from systems.planning.strategy import PlanningContext
 from systems.ranks.loopback import as_threads
 from systems.settings import AdamSettings, Hyperparameters
 from tests.systems.every import STRATEGIES
@@ -64,6 +66,7 @@ OWN: Mapping[str, Hyperparameters] = {
     "lion": LionSettings(lr=1e-3, weight_decay=0.1),
 }
 KEPT = {"sgd": 0, "momentum": 4, "nesterov": 4, "dampening": 4, "lion": 4}  # bytes of state a parameter
+ON_DISK = [name for name in STRATEGIES if name != "h3t"]  # of which a whole layer takes more of the host than there is here
 SETUPS = [
     Setup("opt"),
     Setup("gpt2", "full", accumulate=2, clip=0.5),
@@ -129,7 +132,7 @@ def test_what_ran_ahead_in_vain_is_dropped(name: str) -> None:
     assert_equal(trained_ahead(RESIDENT, **given), trained_ahead(STRATEGIES["elixir"], **given))
 
 
-@pytest.mark.parametrize(("system", "name"), in_turn([n for n in STRATEGIES if n != "h3t"], [(name,) for name in OWN], each=2))
+@pytest.mark.parametrize(("system", "name"), in_turn(ON_DISK, [(name,) for name in OWN], each=2))
 def test_states_on_a_disk(system: str, name: str, tmp_path: Path) -> None:
     setup = SETUPS[1]
     chosen, options = STRATEGIES[system], waiting(STRATEGIES[system].Options())
@@ -415,6 +418,42 @@ def test_host_memory_is_what_the_states_take(system: str, name: str) -> None:
         numel = sum(ours.layout.shard_numel(b.index) for b in ours.layout.bundles)
         parts = 2 + KEPT[name] // 4
         assert ours.store.host.live == parts * -(-4 * numel // PAGE) * PAGE
+
+
+@pytest.mark.parametrize(
+    ("system", "disk", "name"),
+    in_turn([(n, disk) for n in STRATEGIES for disk in (False, True) if n in ON_DISK or not disk], [(n,) for n in OWN], each=2),
+)
+def test_a_run_takes_what_its_plan_says(system: str, disk: bool, name: str, tmp_path: Path) -> None:
+    """Host, disk, and no more of the device; second versions included."""
+    chosen, setup = STRATEGIES[system], SETUPS[0]
+    given: dict[str, Any] = {"device_memory": budget_of(setup, "half"), "optimizer": OWN[name], "clip": 1e6}
+    if disk:
+        options = waiting(chosen.Options())
+        given |= {"host_memory": int(0.85 * host_need(chosen, setup.build(), options, **given)), "disk": tmp_path}
+    engine = managed(start(chosen, setup.build(), settings(**given)))
+    for batch in tokens(5, 1):
+        one_step(engine, batch)
+    engine.drain()
+    plan = engine.cursor.plan
+    assert plan is not None and (disk or plan.ahead)
+    trace, _ = engine.planner.plans[plan.signature]
+    context = PlanningContext(
+        device_budget=engine.device.plannable_bytes,
+        host_budget=engine.settings.host_memory or 0,
+        itemsize=4,
+        ranks=1,
+        accumulate=1,
+        seed=0,
+        moments=tuple(engine.layout.moments),
+    )
+    predicted, memory = timeline(engine.layout, trace, plan, context), engine.memory()
+    assert len(context.moments) == KEPT[name] // 4
+    assert memory.disk_peak_bytes == max(predicted.disk_bytes) and bool(memory.disk_peak_bytes) is disk
+    ends = 2 * len(engine.layout.segments) * (3 + KEPT[name] // 4)  # of what has left for the device, in pages
+    assert 0 <= engine.store.host.live - max(predicted.host_bytes) <= PAGE * ends
+    assert (memory.device_model_peak_bytes or 0) <= max(predicted.device_pool_peak_bytes)
+    engine.close()
 
 
 @pytest.mark.parametrize("name", OWN)
