@@ -171,11 +171,12 @@ def test_two_ranks_have_the_bits_of_one(system: str, name: str) -> None:
     assert_is_one_rank(expected, on_ranks(chosen, "opt", 2, accumulate, clip=0.5, optimizer=OWN[name], **given))
 
 
-def test_ranks_with_other_optimizers_are_told_so() -> None:
+@pytest.mark.parametrize("system", [RESIDENT, STRATEGIES["elixir"]], ids=lambda system: system.name)
+def test_ranks_with_other_optimizers_are_told_so(system: Any) -> None:
     for differs in (OWN["lion"], OWN["momentum"]):
         def work(ranks: Any, other: Hyperparameters = differs) -> None:
             asked = settings(ranks=2, optimizer=other if ranks.rank else OWN["sgd"])
-            RESIDENT.initialize(small("opt"), asked, RESIDENT.Options(), ranks=ranks)
+            system.initialize(small("opt"), asked, system.Options(), ranks=ranks)
 
         with pytest.raises(UnsupportedError, match=r"optimizer is .*Sgd.* on rank 0 and .* on rank 1"):
             as_threads(2, work)
