@@ -116,6 +116,7 @@ FACTS: tuple[Fact, ...] = (
     Fact("disk memory asked for", _disk_memory_asked),
     Fact("CPU", lambda r: r.environment.hardware.cpu_model),
     Fact("usable cores", lambda r: r.environment.limits.cores if r.environment.limits else None),
+    Fact("optimizer", lambda r: " ".join((r.spec.optimizer, *sorted(r.spec.hyper)))),
     Fact("recomputation", _recompute, refuses=False),
     Fact("attention kernel", lambda r: r.resolved.attention, refuses=False),
     Fact("steps taken before a resumption", lambda r: r.resolved.steps_before or 0, show=_off, refuses=False),

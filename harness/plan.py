@@ -15,6 +15,7 @@ from typing import Any
 from harness import trace
 from harness.availability import load
 from harness.command import command
+from harness.optimizer import hyperparameters_of
 from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking
@@ -24,6 +25,7 @@ from models.loss import token_loss
 from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
+from systems.optimizers.choice import chosen_by
 from systems.planning import hardware
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
@@ -69,6 +71,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
         seed=spec.seed,
         allowance=EXACT if spec.device == "cpu" else CUDA,
         disk_memory=_disk_memory(spec, profile),
+        moments=chosen_by(hyperparameters_of(spec)).moments,
     )
     return question, _observations(shape)
 

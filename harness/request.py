@@ -12,6 +12,7 @@ from harness import environment
 from harness.availability import load, package_of
 from harness.channel import WorkerJob
 from harness.measure import CLOCK
+from harness.optimizer import as_settings, hyperparameters_of
 from harness.record import Resolved, build_part
 from harness.spec import Device, RunSpec
 from models import registry as models_registry
@@ -24,7 +25,7 @@ from systems.machine.limits import MachineLimits
 from systems.machine.threads import cores_each
 from systems.ranks.launchers import chosen_threads
 from systems.ranks.ranks import Ranks
-from systems.settings import AdamSettings, Settings
+from systems.settings import Settings
 from systems.system import System
 
 
@@ -104,6 +105,9 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         checkpoint.check_folder(spec.checkpoint)
     dataset = _open_data(spec, shape, seq_len)
     label = "cpu-emulated" if device == "cpu" else torch.cuda.get_device_name()
+    hyper = as_settings(hyperparameters_of(spec))
+    if "optimizer" in hyper and not system.abilities.optimizers:
+        raise ValueError(f"--optimizer {spec.optimizer}: {spec.system} trains with Adam alone: leave it out")
     settings = Settings(
         device=device,
         device_memory=spec.device_memory,
@@ -116,7 +120,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         recompute=spec.recompute,
         seed=spec.seed,
         ranks=job.ranks,
-        adam=AdamSettings(lr=spec.lr, weight_decay=spec.weight_decay),
+        **hyper,
         initial_weights=models_registry.initial_weights(shape, spec.seed),
     )
     samples = batch_size * spec.accumulate * job.ranks

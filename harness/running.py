@@ -33,6 +33,7 @@ from systems import checkpoint
 from systems.machine.limits import MachineLimits, process_memory, raise_open_files, read_limits
 from systems.machine.threads import cores_each
 from systems.messages import one_line
+from systems.optimizers.choice import chosen
 from systems.prediction.meta_step import Unfilled
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
@@ -244,7 +245,8 @@ def _check_room(job: WorkerJob, request: Request, model: torch.nn.Module) -> Non
     if spec.checkpoint is not None and job.rank == 0:
         steps, before = resolved.steps or 0, resolved.steps_before or 0
         within = (steps - 1) // spec.save_every - before // spec.save_every if spec.save_every else 0
-        checkpoint.check_room(model, spec.checkpoint, saves=1 + within)
+        moments = len(chosen(request.settings).moments)
+        checkpoint.check_room(model, spec.checkpoint, saves=1 + within, moments=moments)
 
 
 def _save(job: WorkerJob, engine: Engine) -> None:

@@ -75,8 +75,10 @@ class RunSpec(BaseModel):
         "none", description="blocks whose activations are recomputed: none, full, or numbers such as 0-3,7"
     )
     clip: float = Field(0.0, ge=0, description="gradient norm to clip to; 0 is off")
-    lr: float = Field(1e-4, ge=0, le=MAX_RATE, description="learning rate of AdamW")
-    weight_decay: float = Field(0.01, ge=0, le=MAX_RATE, description="decoupled weight decay of AdamW")
+    optimizer: str = Field("adamw", description="adamw, sgd, lion, or another file of systems/optimizers")
+    hyper: tuple[str, ...] = Field((), description="key=value: a hyperparameter of the optimizer, such as momentum=0.9 of sgd")
+    lr: float = Field(1e-4, ge=0, le=MAX_RATE, description="learning rate")
+    weight_decay: float = Field(0.01, ge=0, le=MAX_RATE, description="weight decay; of AdamW and Lion the decoupled one")
     schedule: Schedule = Field("constant", description="learning rate over the steps; linear and cosine fall to zero")
     data: str = Field("text", description="text (the Python library's sources), synthetic, or a file or folder of text")
     eval_every: int | None = Field(None, ge=1, description="steps between validation passes, which no timing includes")
@@ -99,7 +101,7 @@ class RunSpec(BaseModel):
     phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
     wandb: Literal["off", "offline", "online"] = Field("off", description="also log the finished record to Weights & Biases")
 
-    @field_validator("set", "option")
+    @field_validator("set", "option", "hyper")
     @classmethod
     def _assignments(cls, texts: tuple[str, ...], info: Any) -> tuple[str, ...]:
         try:

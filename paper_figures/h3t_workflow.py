@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from systems.planning import hardware
 from systems.planning.clock.clocks import BusySpan
-from systems.planning.clock.rates import STATE_BYTES, Costs, Rates, default_queues
+from systems.planning.clock.rates import Costs, Rates, default_queues
 from systems.planning.clock.simulator import clocked
 from systems.planning.hardware import HardwareProfile, SourcedNumber
 from systems.planning.layout import Bundle, FlatSpace, Layout, Parameter, Segment, pack
@@ -30,6 +30,7 @@ from systems.strategies.h3t.switches import Switches
 
 RANKS, ITEM = 2, 2
 LAYER = 1 << 20  # parameters; a layer's hidden state is as large as its shard times hidden_s / prefetch_s
+ADAM_BYTES = 24  # master and both moments of a parameter, read and written
 PLENTY = 1e18
 CALCULATION, LINK, HOST_LINK, HOST = "calculation", "NVLink", "PCI-E", "CPU"
 
@@ -123,7 +124,7 @@ def machine(case: Case) -> HardwareProfile:
     speeds = {f"{name}_bytes_per_s": PLENTY for name in plenty}
     speeds["h2d_bytes_per_s"] = shard * ITEM / lengths.prefetch_s
     speeds["d2h_bytes_per_s"] = shard * ITEM / lengths.offload_s
-    speeds["cpu_adam_bytes_per_s"] = RANKS * shard * (STATE_BYTES + 2 * ITEM) / lengths.update_s
+    speeds["cpu_adam_bytes_per_s"] = RANKS * shard * (ADAM_BYTES + 2 * ITEM) / lengths.update_s
     speeds |= {"copy_latency_s": 1e-9, "unit_event_s": 1e-9}
     chosen = "chosen for the drawing"
     figures: dict[str, SourcedNumber | None] = {n: SourcedNumber(value=v, source=chosen) for n, v in speeds.items()}

@@ -33,10 +33,11 @@ def initialize(
 ) -> Engine:
     """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
 
-    optimizer: a torch.optim.AdamW or Adam over model.parameters(); its groups are read at every step, so schedulers work on
-    it, and its state_dict() and load_state_dict() are about the engine's moments. device: "cuda", the process's current one,
-    "cpu" for the emulated one, or such a torch.device. dtype: of weights and gradients: "bf16", "fp16", "fp32", or as torch
-    calls it. device_memory, host_memory: budgets, bytes or "40GiB"; None takes the smallest limit of the machine.
+    optimizer: a torch.optim.AdamW, Adam or SGD, or a systems.optimizers.lion.Lion, over model.parameters(); its groups are read
+    at every step, so schedulers work on it, and its state_dict() and load_state_dict() are about the engine's moments.
+    device: "cuda", the process's current one, "cpu" for the emulated one, or such a torch.device. dtype: of weights and
+    gradients: "bf16", "fp16", "fp32", or as torch calls it. device_memory, host_memory: budgets, bytes or "40GiB"; None takes
+    the smallest limit of the machine.
     disk: a folder for optimizer states that the host has no room for. disk_memory: budget of the files there.
     accumulate: backward passes a step, whose gradients are summed. clip: norm to clip gradients to, 0 for off.
     recompute: as in Settings.

@@ -18,6 +18,7 @@ class Abilities:
     trace: its engines label their phases for a profile (systems/device/watch/labels.py). phases: they know `phases_s`
     (systems/reports.py).
     disk: optimizer states can be kept in Settings.disk.
+    optimizers: it trains with any of systems/optimizers, not with Adam alone.
     ranks: several of them train one model; its system is a RankedSystem.
     model: it runs a model, so that the harness builds one for it.
     package: name by which the outside package that trains is imported; install: the command that brings it.
@@ -26,6 +27,7 @@ class Abilities:
     trace: bool = False
     phases: bool = False
     disk: bool = False
+    optimizers: bool = False
     ranks: bool = False
     model: bool = True
     package: str | None = None
@@ -46,5 +48,5 @@ class Face:
     abilities: Abilities
 
 
-OF_STRATEGIES = Abilities(trace=True, phases=True, disk=True, ranks=True)
+OF_STRATEGIES = Abilities(trace=True, phases=True, disk=True, optimizers=True, ranks=True)
 """What the substrate can do with any of them."""

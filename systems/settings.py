@@ -21,7 +21,14 @@ def _one_of(name: str, given: object, allowed: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class AdamSettings:
+class Hyperparameters:
+    """Those of one optimizer: a class each, see systems/optimizers. lr: the learning rate, which all have."""
+
+    lr: float = 1e-4
+
+
+@dataclass(frozen=True)
+class AdamSettings(Hyperparameters):
     """Hyperparameters of AdamW (decoupled decay) or Adam (decay added to the gradient), as torch.optim names them."""
 
     lr: float = 1e-4
@@ -42,7 +49,8 @@ class Settings:
     clip: gradient norm to clip to, 0 for off.
     ranks: of them all; local_ranks: of those on this host, whose memory and disk are one; None means all of them.
     initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
-    optimizer: a torch AdamW or Adam whose parameter groups, read at each step, replace `adam`; None uses `adam`.
+    optimizer: a torch optimizer of which systems/optimizers has a rule: its parameter groups, read at each step, replace
+    `adam`; or the hyperparameters of another than Adam, for good; None uses `adam`.
     log_events: keep every event of the run in memory (tests), not only counters.
     """
 
@@ -59,7 +67,7 @@ class Settings:
     ranks: int = 1
     local_ranks: int | None = None
     adam: AdamSettings = field(default_factory=AdamSettings)
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | Hyperparameters | None = None
     initial_weights: Callable[[str, torch.Tensor], None] | None = None
     log_events: bool = False
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -64,7 +64,7 @@ class AdamTask:
     gradient: torch.Tensor
     out: torch.Tensor | None
     ranges: Sequence[AdamRange]
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    into: tuple[torch.Tensor, ...] | None = None
 
     def check(self) -> None:
         """Raises ValueError unless the task is what the class says."""
@@ -111,21 +111,25 @@ class AdamTask:
 
 
 class AdamKernel(Protocol):
-    """`name`, for the record: avx512, avx2, plain, triton or torch. Tensors are 1-D, contiguous, on one device."""
+    """`name`, for the record: avx512, avx2, plain, triton or torch. Tensors are 1-D, contiguous, on one device.
+
+    task: makes what `update_all` takes, out of the states, gradient, out and ranges.
+    """
 
     name: str
+    task: ClassVar[Callable[..., Any]] = AdamTask
 
     def update(
         self,
-        *,
         master: torch.Tensor,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
+        *,
         gradient: torch.Tensor,
         out: torch.Tensor | None,
         ranges: Sequence[AdamRange],
         factor: float,
-        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        into: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         """One Adam step on one AdamTask. factor (loss scale and clipping) multiplies the gradient first."""
         self.update_all([AdamTask(master, exp_avg, exp_avg_sq, gradient, out, ranges, into)], factor=factor)

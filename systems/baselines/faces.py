@@ -60,7 +60,7 @@ RESIDENT = Face(
     name="resident",
     summary="reference recipe, everything on the device",
     Options=ResidentOptions,
-    abilities=Abilities(trace=True, ranks=True),
+    abilities=Abilities(trace=True, optimizers=True, ranks=True),
 )
 DUMMY = Face(
     name="dummy",

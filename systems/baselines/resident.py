@@ -1,7 +1,7 @@
 """The reference recipe with everything on the device: plain PyTorch parameters and gradients, 16 bytes a parameter in bf16.
 
-This is the oracle of every strategy, so it shares with them only the recipe's arithmetic (loss scale, norm, factor, Adam
-kernel) and the memory accounts, none of the machinery that moves bytes. It is itself checked against torch's AdamW.
+This is the oracle of every strategy, so it shares with them only the recipe's arithmetic (loss scale, norm, factor, the
+optimizer's kernel) and the memory accounts, none of the machinery that moves bytes. It is itself checked against torch's AdamW.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pydantic import BaseModel
 from torch import nn
 from torch.profiler import record_function
 
-from systems.adam.kernel import AdamTask
 from systems.baselines.faces import RESIDENT as FACE
 from systems.checkpoint import Described, Part, SavedParameter
-from systems.device.device import ambient
+from systems.device.device import ambient, follow_optimizer
 from systems.device.lanes.access import Access
 from systems.device.make import make_device
 from systems.device.watch.events import EventLog
 from systems.device.watch.labels import labelled
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
+from systems.optimizers.choice import chosen
 from systems.ranks.beginnings import ALONE, FirstValuesAlike, begin_alike
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.side_by_side import side_by_side
@@ -99,8 +99,9 @@ class ResidentEngine(SteppingEngine):
         states = _state_bytes(found, settings)
         self.device = make_device(settings, device_budget(settings), self.log)
         self._cleanup.callback(self.device.close)
+        optimizer = follow_optimizer(self.device, settings)
         self.control = StepControl(settings, found.index, found.parameters)
-        self._states = states_of(settings.optimizer, found.index, found.parameters)
+        self._states = states_of(settings.optimizer, optimizer, found.index, found.parameters)
         self.outcomes = self.control.outcomes
         self._place(found, settings, TORCH_DTYPE[settings.dtype])
         self._cleanup.callback(_forget_states, self)
@@ -123,7 +124,7 @@ class ResidentEngine(SteppingEngine):
         self._alike = FirstValuesAlike(self.ranks, found.index.parameters, initial_values(found, settings))
         self.parameters: list[nn.Parameter] = []
         self._masters: list[torch.Tensor | None] = []
-        self._moments: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self._moments: list[tuple[torch.Tensor, ...] | None] = []
         self._accumulators: list[torch.Tensor | None] = []
         for number, old in enumerate(found.parameters):
             value = torch.empty(old.shape, dtype=torch.float32)
@@ -140,9 +141,9 @@ class ResidentEngine(SteppingEngine):
             self.parameters.append(parameter)
             flat = value.reshape(-1) if old.requires_grad else None
             self._masters.append(flat)
-            self._moments.append(None if flat is None else (torch.zeros_like(flat), torch.zeros_like(flat)))
-            many = flat is not None and settings.accumulate > 1
-            self._accumulators.append(torch.zeros_like(flat) if many and flat is not None else None)
+            names = self.control.groups.chosen.moments
+            self._moments.append(None if flat is None else tuple(torch.zeros_like(flat) for _ in names))
+            self._accumulators.append(torch.zeros_like(flat) if flat is not None and settings.accumulate > 1 else None)
             self.device.meter.exempt(compute.untyped_storage())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -258,8 +259,8 @@ class ResidentEngine(SteppingEngine):
                 master, moments = self._masters[number], self._moments[number]
                 assert master is not None and moments is not None
                 out = data_of(self.parameters[number]).reshape(-1)
-                ranges = [self.control.adam_range(number, 0, master.numel())]
-                tasks.append(AdamTask(master, *moments, gradient, out, ranges))
+                ranges = [self.control.update_range(number, 0, master.numel())]
+                tasks.append(kernel.task(master, *moments, gradient, out, ranges))
             update, factor = kernel.prepare_all(tasks), loss_scale.multiplier(outcome)
             self._steps, self._updating = self.control.loop.steps, True
             with labelled("update"):
@@ -422,7 +423,7 @@ def _state_bytes(found: FoundModel, settings: Settings) -> int:
     """Of parameters, master weights, moments and accumulators. BudgetError if those and gradients exceed the budget."""
     itemsize, have = TORCH_DTYPE[settings.dtype].itemsize, device_budget(settings)
     numel, trainable = found.index.numel(), found.index.numel(trainable_only=True)
-    states = numel * itemsize + trainable * (16 if settings.accumulate > 1 else 12)
+    states = numel * itemsize + trainable * 4 * (1 + len(chosen(settings).moments) + (settings.accumulate > 1))
     need = states + trainable * itemsize
     if need > have:
         raise BudgetError(
@@ -441,6 +442,7 @@ class ResidentState:
     def __init__(self, engine: ResidentEngine) -> None:
         self._ranks, self._weights, self.control = engine.ranks, engine.parameters, engine.control
         self._masters, self._moments = engine._masters, engine._moments
+        self.optimizer, self.moments = engine.control.groups.chosen.kept
         named = zip(engine._names, self._weights, strict=True)
         self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in named]
 
@@ -450,7 +452,7 @@ class ResidentState:
             source = self._weights[parameter].detach() if master is None else master
         else:
             assert moments is not None
-            source = moments[0 if part == "exp_avg" else 1]
+            source = moments[self.moments.index(part)]
         return source.to("cpu", torch.float32, copy=True).view(shape)
 
     def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
@@ -458,16 +460,14 @@ class ResidentState:
 
     def write(self, parameter: int, state: SavedParameter) -> None:
         master = self._masters[parameter]
-        if master is not None and state.exp_avg is not None and state.exp_avg_sq is not None:
+        if master is not None and state.moments is not None:
             master.copy_(state.value.reshape(-1))
-            self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)
+            self.write_moments(parameter, state.moments)
         data_of(self._weights[parameter]).copy_(state.value)
 
-    def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        moments = self._moments[parameter]
-        assert moments is not None
-        moments[0].copy_(exp_avg.reshape(-1))
-        moments[1].copy_(exp_avg_sq.reshape(-1))
+    def write_moments(self, parameter: int, moments: Sequence[torch.Tensor]) -> None:
+        for moment, given in zip(self._moments[parameter] or (), moments, strict=True):
+            moment.copy_(given.reshape(-1))
 
 
 class Resident(System):
@@ -486,7 +486,8 @@ class Resident(System):
         if ranks is None and settings.ranks != 1:
             raise UnsupportedError(ALONE.format(settings.ranks))
         mine = SingleRank() if ranks is None else ranks
-        begin_alike(mine, settings, options, model, system=self.name, uses=said_by(model))
+        more = {"system": self.name, "uses": said_by(model), "optimizer": chosen(settings).described}
+        begin_alike(mine, settings, options, model, **more)
         return ResidentEngine(model, settings, mine)
 
 

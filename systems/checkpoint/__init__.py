@@ -1,9 +1,9 @@
 """Checkpoints: all that an engine needs to go on with training, by parameter name, whatever system made it.
 
 A folder holds `checkpoint.json` and the subfolder that this names, with safetensors files: in fp32 each parameter's value (the
-master weight) and both moments of those that are trained, and the model's persistent buffers. So a run may go on under another
-system, budget, dtype or device. What is not in it belongs to the loop: its data's position, random generators, a torch
-optimizer's groups and its scheduler.
+master weight) and the optimizer's moments of those that are trained, and the model's persistent buffers. So a run may go on
+with the same optimizer under another system, budget, dtype or device. What is not in it belongs to the loop: its data's
+position, random generators, a torch optimizer's groups and its scheduler.
 
 Note [Replacing a checkpoint]
     The new one's files go into a subfolder of their own; then `checkpoint.json` is replaced, which is one operation of the file
@@ -20,7 +20,7 @@ from systems.checkpoint.manifest import BESIDE, BUFFERS, MANIFEST
 from systems.checkpoint.saving import check_folder, check_room, remove_unfinished, save
 from systems.checkpoint.several import ranks_of
 from systems.checkpoint.state import (
-    PARTS,
+    SQUARES,
     CheckpointError,
     Control,
     Described,
@@ -38,7 +38,7 @@ __all__ = [
     "BESIDE",
     "BUFFERS",
     "MANIFEST",
-    "PARTS",
+    "SQUARES",
     "CheckpointError",
     "Control",
     "Described",

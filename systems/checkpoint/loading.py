@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,8 +18,8 @@ from systems.checkpoint.manifest import BESIDE, BUFFERS, Manifest, ManifestEntry
 from systems.checkpoint.saving import locked
 from systems.checkpoint.several import beside_of_mine, readers_of, warn_of_other_ranks
 from systems.checkpoint.state import (
+    VALUE,
     CheckpointError,
-    Described,
     LoopState,
     SavedParameter,
     Trained,
@@ -72,7 +72,7 @@ def _load(
         files = source / manifest.data
         if files.is_symlink():
             raise CheckpointError(f"{files} cannot be read: it is a link")
-        _check_parameters(state.parameters, manifest, source)
+        _check_parameters(state, manifest, source)
         _check_files(manifest, files)
         for _ in header(files / BESIDE):  # it is there
             pass
@@ -104,12 +104,19 @@ def _restore(state: TrainingState, manifest: Manifest, files: Path) -> None:
     for number, described in enumerate(state.parameters):
         entry = manifest.parameters[described.name]
         parts = {part: tensor(files / file, f"{part}/{described.name}") for part, file in entry.files.items()}
-        state.write(number, SavedParameter(parts["value"], parts.get("exp_avg"), parts.get("exp_avg_sq")))
+        moments = tuple(parts[part] for part in state.moments) if described.trainable else None
+        state.write(number, SavedParameter(parts[VALUE], moments))
         state.control.updates[number] = entry.updates
 
 
-def _check_parameters(parameters: Sequence[Described], manifest: Manifest, source: Path) -> None:
-    """The same names, shapes and trainable ones in the model and in the checkpoint."""
+def _check_parameters(state: TrainingState, manifest: Manifest, source: Path) -> None:
+    """The same optimizer, names, shapes and trainable ones in the engine and in the checkpoint."""
+    if manifest.optimizer != state.optimizer:
+        raise CheckpointError(
+            f"the checkpoint in {source} has the moments of {manifest.optimizer}, this engine trains with {state.optimizer}: "
+            "initialize with that optimizer"
+        )
+    parameters = state.parameters
     names = {each.name for each in parameters}
     for found, problem in (
         (sorted(names - manifest.parameters.keys()), "lacks"),
@@ -125,9 +132,14 @@ def _check_parameters(parameters: Sequence[Described], manifest: Manifest, sourc
         if entry.trainable != each.trainable:
             here, there = ("trained", "frozen") if each.trainable else ("frozen", "trained")
             raise CheckpointError(f"{each.name} is {here}, and was {there} in the run of the checkpoint in {source}")
-        missing = set(parts_of(each.trainable)) - set(entry.files)
-        if missing:
+        wanted = set(parts_of(state, each.trainable))
+        if missing := wanted - set(entry.files):
             raise CheckpointError(f"the checkpoint in {source} lacks {sorted(missing)[0]} of {each.name}")
+        if beyond := set(entry.files) - wanted:
+            raise CheckpointError(
+                f"the checkpoint in {source} has {sorted(beyond)[0]} of {each.name}, which {state.optimizer} as it is here "
+                "does not keep"
+            )
 
 
 def _check_buffers(buffers: Mapping[str, torch.Tensor], path: Path) -> None:

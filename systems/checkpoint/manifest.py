@@ -23,6 +23,7 @@ MANIFEST_BYTES = 128 << 20  # a parameter takes about 400
 DATA = r"^data-[0-9a-f]{16}$"  # the subfolders
 BUFFERS = "buffers.safetensors"
 BESIDE = "beside.safetensors"
+ADAMW = "adamw"
 _SEAL = b',\n "seal": "%s"\n}'
 _SEALED_BYTES = len(_SEAL % (b"0" * 64))
 
@@ -37,7 +38,7 @@ class ManifestEntry(BaseModel):
     shape: tuple[Count, ...]
     trainable: bool
     updates: Count
-    files: dict[Part, FileName]
+    files: dict[Annotated[Part, Field(pattern=r"^[a-z_]{1,64}$")], FileName]
 
 
 class FileHash(BaseModel):
@@ -47,7 +48,7 @@ class FileHash(BaseModel):
 
 
 class Manifest(BaseModel):
-    """hashes: of every file, by name; None in format 1."""
+    """hashes: of every file, by name; None in format 1. optimizer: whose moments there are; not written of AdamW."""
 
     model_config = ConfigDict(extra="forbid")
     format: Literal[1, 2] = 2
@@ -59,11 +60,12 @@ class Manifest(BaseModel):
     skips_in_a_row: Count
     parameters: dict[str, ManifestEntry]
     hashes: dict[FileName, FileHash] | None = None
+    optimizer: str = Field(ADAMW, pattern=r"^[\w-]{1,64}$")
     seal: str | None = None
 
     @property
     def position(self) -> LoopState:
-        return LoopState(**self.model_dump(exclude={"format", "data", "parameters", "hashes", "seal"}))
+        return LoopState(**self.model_dump(exclude={"format", "data", "parameters", "hashes", "optimizer", "seal"}))
 
     @property
     def files(self) -> set[str]:
@@ -73,7 +75,8 @@ class Manifest(BaseModel):
 
 def sealed(manifest: Manifest) -> bytes:
     """The file's content; see Note [The seal]. UnsupportedError for more than would be read."""
-    content = manifest.model_dump_json(indent=1, exclude={"seal"}).encode().removesuffix(b"\n}")
+    left_out = {"seal", "optimizer"} if manifest.optimizer == ADAMW else {"seal"}
+    content = manifest.model_dump_json(indent=1, exclude=left_out).encode().removesuffix(b"\n}")
     if len(content) + _SEALED_BYTES > MANIFEST_BYTES:
         names = len(manifest.parameters)
         raise UnsupportedError(f"checkpoint: {names} parameters are more than {MANIFEST} can name: merge some of them")

@@ -27,7 +27,7 @@ from systems.checkpoint.manifest import (
 )
 from systems.checkpoint.several import beside_of_all, check_same_folder, turns_of, warn_of_buffers, writers_in
 from systems.checkpoint.state import (
-    PARTS,
+    ADAM_MOMENTS,
     CheckpointError,
     Part,
     SaveError,
@@ -156,7 +156,8 @@ def _write_manifest(
     found = {name: entry for entries, _ in told for name, entry in entries.items()}
     parameters = {described.name: found[described.name] for described in state.parameters}
     hashes = {name: each for _, theirs in told for name, each in theirs.items()}
-    content = sealed(Manifest(**vars(state.control.loop), data=fresh.name, parameters=parameters, hashes=hashes))
+    position, optimizer = vars(state.control.loop), state.optimizer
+    content = sealed(Manifest(**position, data=fresh.name, parameters=parameters, hashes=hashes, optimizer=optimizer))
     write_whole(target / MANIFEST, content, over="file", aside=fresh / MANIFEST)  # what is in a subfolder goes with that
     flush(target)
     flush(target.parent)
@@ -166,14 +167,14 @@ def _entries(
     state: TrainingState, writer: Writer, writers: Sequence[int], ranks: Ranks, target: Path
 ) -> Iterator[tuple[str, ManifestEntry]]:
     """Of the parameters that this rank writes. In each turn, every writer gets one as long as it has any left."""
-    for turn in turns_of(state.parameters, writers):
+    for turn in turns_of(state, writers):
         mine, files = turn.get(ranks.rank), dict[Part, str]()
-        for part in PARTS:
+        for part in parts_of(state, True):
             with _writing(ranks, f"{part} of parameters {list(turn.values())}", target):
                 brought = [  # what keeps one rank from that keeps all, or comes behind the last collective within
                     state.bring(number, part, writer_rank)
                     for writer_rank, number in turn.items()
-                    if part in parts_of(state.parameters[number].trainable)
+                    if part in parts_of(state, state.parameters[number].trainable)
                 ]
                 for values in brought:
                     if values is not None and mine is not None:
@@ -267,11 +268,14 @@ def _may_take(target: Path) -> bool:
     return (target / MANIFEST).is_file() or all(re.match(DATA, path.name) for path in target.iterdir())
 
 
-def check_room(model: torch.nn.Module, folder: str | os.PathLike[str], *, saves: int = 1) -> None:
+def check_room(
+    model: torch.nn.Module, folder: str | os.PathLike[str], *, saves: int = 1, moments: int = ADAM_MOMENTS
+) -> None:
     """Before training, with a model of any device: BudgetError where the disk has no room for so many checkpoints of it, each
-    of which is written beside the last one. Raises what `check_folder` does."""
+    of which is written beside the last one. moments: that the optimizer keeps of a parameter. Raises what `check_folder` does.
+    """
     target = check_folder(folder)
-    new = need_bytes(((p.numel(), p.requires_grad) for p in model.parameters()), persistent_buffers(model).values())
+    new = need_bytes(((p.numel(), p.requires_grad) for p in model.parameters()), persistent_buffers(model).values(), moments)
     try:
         kept: str | None = read_manifest(target).data
     except CheckpointError:
@@ -292,15 +296,15 @@ def _taken(folder: Path) -> int:
     return 0
 
 
-def need_bytes(parameters: Iterable[tuple[int, bool]], tensors: Iterable[torch.Tensor]) -> int:
-    """Of a checkpoint. parameters: (elements, trained)."""
-    states = sum(4 * numel * len(parts_of(trainable)) + OVERHEAD_BYTES for numel, trainable in parameters)
+def need_bytes(parameters: Iterable[tuple[int, bool]], tensors: Iterable[torch.Tensor], moments: int = ADAM_MOMENTS) -> int:
+    """Of a checkpoint. parameters: (elements, trained). moments: of a trained one."""
+    states = sum(4 * numel * (1 + moments * trainable) + OVERHEAD_BYTES for numel, trainable in parameters)
     return states + sum(each.numel() * each.element_size() for each in tensors) + OVERHEAD_BYTES
 
 
 def _check_disk(state: TrainingState, more: More, folder: Path) -> None:
     sizes = ((math.prod(p.shape), p.trainable) for p in state.parameters)
-    need = need_bytes(sizes, (tensor for tensors in more.values() for tensor in tensors.values()))
+    need = need_bytes(sizes, (tensor for tensors in more.values() for tensor in tensors.values()), len(state.moments))
     have = shutil.disk_usage(folder).free
     if need > have:
         raise _no_room(f"the checkpoint takes {format_need(need, have)}", need, have, folder)

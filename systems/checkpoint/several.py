@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from systems.checkpoint.manifest import BESIDE, MANIFEST, Manifest, read_manifest
-from systems.checkpoint.state import CheckpointError, Described, parts_of
+from systems.checkpoint.state import CheckpointError, TrainingState, parts_of
 from systems.checkpoint.tensors import header, readable, tensor
 from systems.machine.durable import prove_folder
 from systems.machine.limits import host_identity
@@ -54,14 +54,14 @@ def writers_in(folder: Path, ranks: Ranks) -> list[int]:
     return [rank for rank, theirs in enumerate(ranks.together("who sees the folder", sees)) if theirs or rank == 0]
 
 
-def turns_of(parameters: Sequence[Described], writers: Sequence[int]) -> Iterator[dict[int, int]]:
+def turns_of(state: TrainingState, writers: Sequence[int]) -> Iterator[dict[int, int]]:
     """Who writes which parameter, turn by turn: writer to number. In model order, each goes to who has the least so far."""
     shares: dict[int, list[int]] = {writer: [] for writer in writers}
     loads = dict.fromkeys(writers, 0)
-    for number, each in enumerate(parameters):
+    for number, each in enumerate(state.parameters):
         writer = min(writers, key=loads.__getitem__)
         shares[writer].append(number)
-        loads[writer] += math.prod(each.shape) * len(parts_of(each.trainable))
+        loads[writer] += math.prod(each.shape) * len(parts_of(state, each.trainable))
     for turn in zip_longest(*shares.values()):
         yield {writer: number for writer, number in zip(shares, turn, strict=True) if number is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -12,8 +12,10 @@ from systems.errors import UnsupportedError
 from systems.messages import one_line
 from systems.ranks.ranks import Ranks
 
-Part = Literal["value", "exp_avg", "exp_avg_sq"]
-PARTS: tuple[Part, ...] = ("value", "exp_avg", "exp_avg_sq")
+Part = str  # of a parameter: its value, or a moment by the name that the optimizer has for it
+VALUE = "value"
+SQUARES = "exp_avg_sq"  # the moment that is never negative
+ADAM_MOMENTS = 2
 
 
 class CheckpointError(UnsupportedError):
@@ -35,11 +37,10 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """fp32 tensors on the CPU in the parameter's shape; moments are None where it is frozen."""
+    """fp32 tensors on the CPU in the parameter's shape; moments, in the optimizer's order, are None where it is frozen."""
 
     value: torch.Tensor
-    exp_avg: torch.Tensor | None
-    exp_avg_sq: torch.Tensor | None
+    moments: tuple[torch.Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,13 @@ class Control(Protocol):
 
 
 class TrainingState(Protocol):
-    """What outlives a step of an engine, between two steps. A tied parameter is one, under its first name."""
+    """What outlives a step of an engine, between two steps. A tied parameter is one, under its first name.
+
+    optimizer: name of its rule; moments: of what that keeps of a trained parameter.
+    """
+
+    optimizer: str
+    moments: tuple[Part, ...]
 
     @property
     def control(self) -> Control: ...
@@ -103,8 +110,8 @@ class Trained(Protocol):
         """UnsupportedError within a step, and from engines whose package keeps its state to itself."""
 
 
-def parts_of(trainable: bool) -> tuple[Part, ...]:
-    return PARTS if trainable else PARTS[:1]
+def parts_of(state: TrainingState, trainable: bool) -> tuple[Part, ...]:
+    return (VALUE, *state.moments) if trainable else (VALUE,)
 
 
 def unsound(part: Part, values: torch.Tensor) -> str | None:
@@ -114,7 +121,7 @@ def unsound(part: Part, values: torch.Tensor) -> str | None:
     least, most = values.aminmax()  # NaN goes through both
     if not (least.isfinite() and most.isfinite()):
         return "has values that are not finite"
-    if part == "exp_avg_sq" and least < 0:
+    if part == SQUARES and least < 0:
         return "is a mean of squares and has negative values"
     return None
 

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from systems.adam.cuda import cuda_kernel
-from systems.adam.kernel import AdamKernel
 from systems.device.device import Device, abandon_link
 from systems.device.lanes.compute import CudaCompute
 from systems.device.meter import AllocatorMeter, Check, ReadWatch
@@ -37,7 +36,7 @@ class CudaDevice(Device):
         raise_open_files()
         self.torch_device = limit_device_memory(budget)
         self.name = torch.cuda.get_device_name(self.torch_device)
-        self._kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
+        self.own_kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
         self._watches: Callable[[], bool] = lambda: False
         self.compute = CudaCompute(self.torch_device, self.stopwatch)
         super().__init__(budget, log)
@@ -54,10 +53,6 @@ class CudaDevice(Device):
         slab = self.allowance.slab(pool_bytes, largest, self.account.budget)
         self.pool.reserve(slab)
         return slab if others is None else max(slab, self.allowance.beside(others, self.account.budget))
-
-    @property
-    def kernel(self) -> AdamKernel:
-        return self._kernel
 
     def _update_threads(self) -> int | None:
         """All cores but two: one launches kernels, one queues copies."""

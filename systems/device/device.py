@@ -27,9 +27,11 @@ from systems.device.meter import Check, Meter
 from systems.device.watch.events import EventLog
 from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
+from systems.optimizers.choice import Chosen, chosen
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.plan import LaneKind, Tier
 from systems.ranks.ranks import Ranks
+from systems.settings import Settings
 
 COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 
@@ -37,9 +39,9 @@ COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 class Device(ABC):
     """One rank's device with its lanes, pool and accounts.
 
-    name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: Adam where the device's own
-    memory is updated. host_kernel: Adam on the CPU lane, whose jobs cpu_lane_threads threads take. compute: the caller's lane.
-    meter: measures what is not the pool's.
+    name: of its model, as its maker gives it. account: DEVICE bytes, pool and activations. kernel: the optimizer's where the
+    device's own memory is updated. host_kernel: the same on the CPU lane, whose jobs cpu_lane_threads threads take.
+    compute: the caller's lane. meter: measures what is not the pool's.
     """
 
     torch_device: torch.device
@@ -51,6 +53,7 @@ class Device(ABC):
     measures_always = False  # memory at each moment costs nothing: read it in planned steps too
     evicts_for_activations = False  # while they are made: else there has to be room for them before
     cpu_lane_threads = 1
+    own_kernel: AdamKernel | None = None  # where the host's does not do
 
     def __init__(self, budget: int, log: EventLog) -> None:
         self.log, self.access = log, Access()
@@ -88,9 +91,9 @@ class Device(ABC):
         return self.plannable_bytes
 
     @property
-    @abstractmethod
     def kernel(self) -> AdamKernel:
-        """Adam for tensors on this device."""
+        """The optimizer's, for tensors on this device."""
+        return self.host_kernel if self.own_kernel is None else self.own_kernel
 
     @abstractmethod
     def _stream(self) -> torch.cuda.Stream | None: ...
@@ -143,6 +146,15 @@ def ambient() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def follow_optimizer(device: Device, settings: Settings) -> Chosen:
+    """Its kernels update from now on as the optimizer of the settings does, which is returned. UnsupportedError as `chosen`."""
+    found = chosen(settings)
+    device.host_kernel = found.rule.kernel(device.host_kernel)
+    if device.own_kernel is not None:
+        device.own_kernel = found.rule.kernel(device.own_kernel)
+    return found
 
 
 def join_ranks(device: Device, ranks: Ranks) -> None:

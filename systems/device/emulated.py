@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from systems.adam.kernel import AdamKernel
 from systems.device.device import Device
 from systems.device.lanes.compute import HostCompute
 from systems.device.meter import ActivationMeter, Check
@@ -52,10 +51,6 @@ class EmulatedDevice(Device):
 
     def _no_room(self, nbytes: int) -> None:
         raise self.pool.out_of_memory(nbytes, "an activation")
-
-    @property
-    def kernel(self) -> AdamKernel:
-        return self.host_kernel
 
     def _stream(self) -> None:
         return None

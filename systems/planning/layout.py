@@ -173,6 +173,9 @@ class Bundle:
     scattered: bool = True
 
 
+ADAM = ("exp_avg", "exp_avg_sq")  # its moments
+
+
 @dataclass(frozen=True)
 class Layout:
     """itemsize: bytes of a parameter as computed with (2 for bf16 and fp16, 4 for fp32).
@@ -181,6 +184,8 @@ class Layout:
     user only; the others have a range of their own.
     on_disk: trained bundles whose master weights and moments have their home on the disk, not on the host.
     unit_names: as the model calls them, by unit; none in layouts of no model.
+    moments: names of what the optimizer keeps of trained parameters in fp32 beside their master weights: see
+    PlanningContext.
     """
 
     itemsize: int
@@ -189,6 +194,7 @@ class Layout:
     in_place: frozenset[int] = frozenset()
     on_disk: frozenset[int] = frozenset()
     unit_names: tuple[str, ...] = ()
+    moments: tuple[str, ...] = ADAM
 
     def named(self, index: ModelIndex) -> Layout:
         """With the names of the model's units."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from systems.errors import UnsupportedError
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import Layout, ModelIndex
+from systems.planning.layout import ADAM, Layout, ModelIndex
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.trace import Trace
 
@@ -28,6 +28,7 @@ class PlanningContext:
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
     any_plan: it is only asked whether there is a plan, so one will do as well as another; layout and tiers are as ever.
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
+    moments: names of what the optimizer keeps of a trained parameter in fp32 beside its master weight.
     disk_budget: of files for what the host cannot hold; 0 without a disk.
     pool_budget: what bundles, gradient ranges and states may take of it at any moment, beside what is held in any case.
     """
@@ -45,6 +46,7 @@ class PlanningContext:
     any_plan: bool = False
     pool_budget: int = UNLIMITED
     disk_budget: int = 0
+    moments: tuple[str, ...] = ADAM
 
     def memory_for(self, nbytes: int) -> int:
         """Device memory that must be given for plans to have nbytes of it."""
@@ -56,8 +58,8 @@ class PlanningContext:
 
     @property
     def optimizer_itemsize(self) -> int:
-        """Bytes a parameter of master weight, both moments and accumulator."""
-        return 12 + self.accumulator_itemsize
+        """Bytes a parameter of master weight, moments and accumulator."""
+        return 4 + 4 * len(self.moments) + self.accumulator_itemsize
 
 
 class Eviction(Protocol):

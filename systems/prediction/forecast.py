@@ -20,7 +20,7 @@ from systems.planning.clock.rates import Rates
 from systems.planning.clock.simulator import Simulation, simulation_of
 from systems.planning.clock.work import MicroStepWork, interval_seconds, trace_of_work
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import Layout, ModelIndex
+from systems.planning.layout import ADAM, Layout, ModelIndex
 from systems.planning.plan import Plan
 from systems.planning.policy.ahead import AheadChoice
 from systems.planning.policy.homes import host_need as host_bytes
@@ -50,7 +50,7 @@ class Question:
 
     ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch. allowance: for the allocator of the
     device that is meant. shared_memory: bytes that both are part of, as the emulated device's and the host's are; None: each
-    has its own.
+    has its own. moments: see PlanningContext.
     """
 
     profile: HardwareProfile
@@ -67,6 +67,7 @@ class Question:
     allowance: Allowance = EXACT
     disk_memory: int = 0
     shared_memory: int | None = None
+    moments: tuple[str, ...] = ADAM
 
     def __post_init__(self) -> None:
         if self.ranks > self.profile.devices:
@@ -227,6 +228,8 @@ class _PlansByBudget:
     """A system's plans by device budget, each made once; host memory is looked at apart."""
 
     def __init__(self, system: System, options: BaseModel, question: Question, observations: Observations) -> None:
+        if question.moments != ADAM and not system.abilities.optimizers:
+            raise UnsupportedError(f"{system.name} trains with Adam alone here: `optimizer='adamw'`")
         self.question = question = as_summed(question, system, options)
         self._policy, self._options, self._observations = policy_of(system), options, observations
         self._keeps_host_copies = isinstance(system, ManagedSystem)
@@ -269,6 +272,7 @@ class _PlansByBudget:
             allowance=allowance,
             any_plan=any_plan,
             disk_budget=question.disk_memory // question.ranks_on_node,
+            moments=question.moments,
         )
         self._overflows = False
         strategy = self._policy(self._options, context)

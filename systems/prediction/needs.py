@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from systems.planning.disk_layout import PARTS, buffer_bytes, disk_bytes
+from systems.planning.disk_layout import buffer_bytes, disk_bytes, parts_of
 from systems.planning.layout import Layout
 from systems.planning.step.operations import Work
 from systems.planning.step.residence import second_version_bytes, slot_bytes
 from systems.planning.step.schedule import Schedule
 from systems.planning.step.timeline import MemTimeline
+from systems.planning.strategy import PlanningContext
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def device_need(
         "weights": weights,
         "weight shards": shards,
         "gradients": ranges + gradients,
-        **_states(sum(map(residence.state_bytes, residence.on_device)), residence.context.accumulator_itemsize),
+        **_states(sum(map(residence.state_bytes, residence.on_device)), residence.context),
         "activations": other - buffers - gradients,
         "buffers": buffers,
         "working space": parameters - shards - weights,
@@ -120,7 +121,7 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, offloa
     slots = slot_bytes(layout)
     bundles = [b.index for b in layout.bundles if b.index not in residence.on_device]
     states = sum(residence.optimizer_bytes(b) for b in bundles if b not in layout.on_disk)
-    parts = {"weights": slots, **_states(states, residence.context.accumulator_itemsize)}
+    parts = {"weights": slots, **_states(states, residence.context)}
     beside = sum(residence.host_state_bytes(b) for b in bundles if b in layout.on_disk)
     parts["accumulators"] += beside
     parts["buffers"], parts["activations"] = buffer_bytes(layout), inputs
@@ -132,13 +133,18 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, offloa
 def disk_need(layout: Layout, *, ranks_on_node: int, have_bytes: int) -> TierNeed:
     """Of what has its home there."""
     size = disk_bytes(layout) * ranks_on_node
-    return TierNeed(size, have_bytes, _present({"master": size // PARTS, "moments": size - size // PARTS}))
+    master = size // parts_of(layout)
+    return TierNeed(size, have_bytes, _present({"master": master, "moments": size - master}))
 
 
-def _states(size: int, accumulator_itemsize: int) -> dict[str, int]:
-    """Optimizer state of 12 bytes a parameter, or 16 with an accumulator."""
-    numel = size // (12 + accumulator_itemsize)
-    return {"master": 4 * numel, "moments": 8 * numel, "accumulators": accumulator_itemsize * numel}
+def _states(size: int, context: PlanningContext) -> dict[str, int]:
+    """Optimizer state of Adam's 12 bytes a parameter, or 16 with an accumulator, by what it is."""
+    numel = size // context.optimizer_itemsize
+    return {
+        "master": 4 * numel,
+        "moments": 4 * len(context.moments) * numel,
+        "accumulators": context.accumulator_itemsize * numel,
+    }
 
 
 def _present(parts: Mapping[str, int]) -> dict[str, int]:

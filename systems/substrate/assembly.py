@@ -42,7 +42,7 @@ from functools import partial
 
 from torch import nn
 
-from systems.device.device import Device, join_ranks
+from systems.device.device import Device, follow_optimizer, join_ranks
 from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
@@ -142,7 +142,7 @@ class Assembly:
         cleanup.callback(self.device.close)
         if self._ranks.size > 1:
             join_ranks(self.device, self._ranks)
-        self._context = context = self._told()
+        self._context = context = self._told(follow_optimizer(self.device, settings).moments)
         self.strategy = strategy = make_strategy(context)
         check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
         self.layout = within_host(strategy.layout(found.index).named(found.index), context, strategy.update_rule)
@@ -153,7 +153,7 @@ class Assembly:
         cleanup.callback(remember_buffers(self._model, found.carried.values()))
         place_beside(self._model, found, self.device)
 
-    def _told(self) -> PlanningContext:
+    def _told(self, moments: tuple[str, ...]) -> PlanningContext:
         """What the strategy may know of this run."""
         settings, device = self._settings, self.device
         return PlanningContext(
@@ -167,6 +167,7 @@ class Assembly:
             allowance=device.allowance,
             device_name=device.name,
             disk_budget=self._budgets.disk,
+            moments=moments,
         )
 
     def _lay_out_memory(self) -> None:
@@ -175,7 +176,7 @@ class Assembly:
         self.host = host_account(self._budgets.host, self._log)
         self.disk = self._make_disk() if layout.on_disk else None
         self.control = StepControl(settings, found.index, found.parameters)
-        self.states = states_of(settings.optimizer, found.index, found.parameters)
+        self.states = states_of(settings.optimizer, self.control.groups.chosen, found.index, found.parameters)
         self._alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
         self.store = Store(
             layout, device, self.host, self._dtype, accumulate=settings.accumulate, disk=self.disk, ranks=self._ranks

@@ -13,6 +13,7 @@ from torch import nn
 
 from systems.errors import BudgetError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
+from systems.optimizers.choice import chosen
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.policy.homes import host_need, within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
@@ -44,6 +45,7 @@ def look(strategy: type[Strategy], model: nn.Module, settings: Settings, options
             allowance=allowance,
             device_name="cpu-emulated" if emulated else torch.cuda.get_device_name(),
             disk_budget=disk_budget(settings),
+            moments=chosen(settings).moments,
         )
         policy = strategy(options, context)
         check_update_rule(policy.update_rule, clip=settings.clip, dtype=settings.dtype)

@@ -16,6 +16,7 @@ from systems.device.watch.events import EventLog
 from systems.errors import BudgetError, UnsupportedError
 from systems.face import OF_STRATEGIES
 from systems.machine.budgets import Budgets, device_budget, disk_budget, host_budget
+from systems.optimizers.choice import chosen
 from systems.planning.policy.options import StrategyOptions
 from systems.planning.strategy import Strategy
 from systems.ranks.beginnings import ALONE, begin_alike, smallest
@@ -65,7 +66,8 @@ class ManagedSystem(System):
 
         try:
             mine = SingleRank() if ranks is None else ranks
-            more = {"system": self.name, "device_memory": settings.device_memory, "uses": said_by(model)}
+            more: dict[str, Any] = {"system": self.name, "device_memory": settings.device_memory}
+            more |= {"uses": said_by(model), "optimizer": chosen(settings).described}
             begin_alike(mine, settings, options, model, **more)
             budget, host, disk = smallest(mine, lambda: [each(settings) for each in (device_budget, host_budget, disk_budget)])
             if isinstance(options, StrategyOptions):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from systems.checkpoint import Described, Part, SavedParameter
@@ -15,6 +17,7 @@ class ManagedState:
 
     def __init__(self, index: ModelIndex, *, values: StoredValues, control: StepControl) -> None:
         self._values, self.control = values, control
+        self.optimizer, self.moments = control.groups.chosen.kept
         self.parameters = [Described(p.name, tuple(p.shape), p.trainable) for p in index.parameters]
 
     def read(self, parameter: int, part: Part) -> torch.Tensor:
@@ -27,8 +30,8 @@ class ManagedState:
 
     def write(self, parameter: int, state: SavedParameter) -> None:
         self._values.overwrite_parameter(parameter, state.value)
-        if state.exp_avg is not None and state.exp_avg_sq is not None:
-            self.write_moments(parameter, state.exp_avg, state.exp_avg_sq)
+        if state.moments is not None:
+            self.write_moments(parameter, state.moments)
 
-    def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        self._values.overwrite_moments(parameter, exp_avg.reshape(-1), exp_avg_sq.reshape(-1))
+    def write_moments(self, parameter: int, moments: Sequence[torch.Tensor]) -> None:
+        self._values.overwrite_moments(parameter, [each.reshape(-1) for each in moments])

@@ -76,6 +76,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("resolved__data__sha256", "b" * 64, "data"),
     ("resolved__data__source", "synthetic", "data"),
     ("spec__clip", 1.0, "clipping"),
+    ("spec__optimizer", "sgd", "optimizer"),
+    ("spec__hyper", ("betas=0.9,0.95",), "optimizer"),
     ("resolved__warmup_steps", 5, "warm-up steps"),
     ("resolved__timed_steps", 3, "timed steps"),
     ("resolved__clock", "without-drains", "timed region"),

@@ -18,6 +18,7 @@ from systems.planning import hardware
 from tests.planning.chrome import read_chrome_trace
 
 TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device", "cpu")
+SGD = (*TINY, "--system", "elixir", "--optimizer", "sgd")
 STRATEGIES = {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}
 
 
@@ -107,6 +108,33 @@ def test_no_word_of_the_norm_where_no_update_waits_or_the_host_is_too_small(caps
     for more in (("--option", "nonfinite=stop"), ("--host-memory", "8MiB")):
         _, found, shown = told(capsys, *TINY, "--system", "elixir", "--device-memory", "4MiB", *more)
         assert found["ahead"] is None and "ahead of the norm" not in shown and "second versions" not in shown
+
+
+OPTIMIZERS = [("adamw", (), 2), ("sgd", (), 0), ("sgd", ("--hyper", "momentum=0.9"), 1), ("lion", (), 1)]
+
+
+@pytest.mark.parametrize("system", ["elixir", "angel-ptm", "resident"])
+def test_states_are_those_of_the_optimizer(system: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """moments: of as many times the bytes of the master weights, on each tier; second versions and the disk have them too."""
+    seconds: dict[int, int] = {}
+    budget = () if system == "resident" else ("--device-memory", "6MiB")
+    flags = (*TINY, "--system", system, *budget, "--clip", "1.0")
+    for name, more, moments in OPTIMIZERS:
+        _, found, _ = told(capsys, *flags, "--optimizer", name, *more)
+        for tier in found["tiers"].values():
+            parts = tier["parts"]
+            assert parts.get("moments", 0) == moments * parts.get("master", 0)
+            assert sum(parts.values()) == tier["need_bytes"]
+        tier = found["tiers"]["device" if system == "resident" else "host"]
+        assert tier["parts"]["master"] > 0
+        seconds[moments] = tier["need_bytes"]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_a_package_plans_with_adam_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *TINY, "--system", "deepspeed-zero3", "--optimizer", "lion")
+    assert code == 1 and not found["fits"] and found["why_not"] in shown
+    assert found["why_not"] == "deepspeed-zero3 trains with Adam alone here: --optimizer adamw"
 
 
 def test_all_ranks_every_system_that_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +258,14 @@ def broken(tmp_path: Path) -> str:
             for field in sorted(PlanSpec.left_out)
         ),
         ((*TINY, "--system", "elixir", "--lr=1e-4"), "--lr is of a run and changes nothing here"),
+        ((*TINY, "--system", "elixir", "--optimizer", "sdg"), "unknown optimizer 'sdg': did you mean sgd?"),
+        ((*TINY, "--system", "elixir", "--hyper", "momentum=1"), "unknown hyperparameter of adamw 'momentum'"),
+        ((*TINY, "--system", "elixir", "--hyper", "lr=1"), "--hyper lr=1: it has a flag of its own, --lr"),
+        ((*SGD, "--hyper", "momentum=x"), "momentum of sgd 'x': input should be a valid number"),
+        ((*SGD, "--hyper", "momentum=-1"), "momentum of sgd is -1.0: give a finite number of at least 0"),
+        ((*SGD, "--hyper", "momentum=inf"), "momentum of sgd is inf: give a finite number of at least 0"),
+        ((*SGD, "--hyper", "nesterov=true"), "nesterov needs momentum above 0 and no dampening"),
+        ((*TINY, "--system", "elixir", "--optimizer", "lion", "--hyper", "betas=0.9,1"), "betas are (0.9, 1.0): give two"),
         ((*TINY, "--system", "elixir", "--batch-size", "99999999"), "tokens at once on a device"),
     ],
 )

@@ -175,19 +175,27 @@ def assert_equal(one: Run, other: Run) -> None:
 
 
 def adam_states(engine: Engine) -> dict[str, AdamState]:
-    """Moments and step counts of every trainable parameter by name, flat, as copies. Call only when drained."""
+    """Moments and step counts of every trainable parameter by name, flat, as copies. Call only when drained.
+
+    Of an optimizer that keeps fewer than Adam, those that it has not are of no elements.
+    """
+
+    def made(moments: Sequence[torch.Tensor], steps: int) -> AdamState:
+        first, second = [*moments, torch.empty(0), torch.empty(0)][:2]
+        return AdamState(first, second, steps)
+
     found = {}
     if isinstance(engine, ResidentEngine):
         for number, (name, moments) in enumerate(zip(engine._names, engine._moments, strict=True)):
             if moments is not None:
-                found[name] = AdamState(moments[0].clone(), moments[1].clone(), engine.control.updates[number])
+                found[name] = made([each.clone() for each in moments], engine.control.updates[number])
         return found
     assert isinstance(engine, ManagedEngine)
     values = engine.values
     for described in engine.index.parameters:
         if described.trainable:
-            first, second = values.moment(described.index, "exp_avg"), values.moment(described.index, "exp_avg_sq")
-            found[described.name] = AdamState(first, second, engine.control.updates[described.index])
+            mine = [values.moment(described.index, part) for part in values.moments]
+            found[described.name] = made(mine, engine.control.updates[described.index])
     return found
 
 

@@ -50,7 +50,7 @@ def digests(engine: Engine) -> dict[str, str]:
     state = engine.training_state()
     found = {"loop": str(state.control.loop), "updates": str(state.control.updates)}
     for number, described in enumerate(state.parameters):
-        for part in checkpoint.PARTS:
+        for part in ("value", *state.moments):
             found[f"{part} of {described.name}"] = _digest(state.read(number, part))
     return found | {name: _digest(buffer) for name, buffer in engine.module.named_buffers()}
 

@@ -145,7 +145,7 @@ def test_an_update_that_failed_behind_the_last_step(monkeypatch: pytest.MonkeyPa
     engine = begin("elixir", model)
     one_step(engine, BATCH, LOSS)
     engine.drain()
-    monkeypatch.setattr(managed(engine).device.host_kernel, "update", lambda **_: 1 / 0)
+    monkeypatch.setattr(managed(engine).device.host_kernel, "update", lambda *_, **__: 1 / 0)
     told = False
     try:
         one_step(engine, BATCH, LOSS)

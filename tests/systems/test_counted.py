@@ -73,9 +73,8 @@ class SpiedKernel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
 
-    def update(self, **given: Any) -> None:
-        factor = given.pop("factor")
-        self.update_all([AdamTask(**given)], factor=factor)
+    def update(self, *states: Any, factor: float, **given: Any) -> None:
+        self.update_all([AdamTask(*states, **given)], factor=factor)
 
     def update_all(self, tasks: Any, *, factor: float) -> None:
         for task in tasks:

@@ -17,13 +17,12 @@ import torch
 import systems
 from systems.device.memory import disk as disk_module
 from systems.errors import BudgetError
-from systems.planning.disk_layout import BUFFERS, PARTS, disk_bytes, part_bytes, segments_on_disk
+from systems.planning.disk_layout import BUFFERS, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.plan import Tier
 from systems.planning.step.operations import LaneOperation
 from systems.planning.step.timeline import timeline
 from systems.settings import Settings
 from systems.strategies.elixir.options import ElixirOptions
-from systems.substrate.bundle.segments import STATE_PARTS
 from tests.planning.races import find_races, issued_operations
 from tests.random_eviction import RandomOptions
 from tests.systems.every import STRATEGIES
@@ -50,6 +49,7 @@ from tests.systems.running import (
 from tests.systems.setups import Setup, budget_of, reference
 from tests.systems.test_memory import check_segments
 
+STATES = ("master", "exp_avg", "exp_avg_sq")
 SMALL = {
     **{name: (system, system.Options()) for name, system in STRATEGIES.items()},
     "angel-ptm": (angel_ptm(), angel_ptm().Options(page=5120)),  # a matrix takes several still; each is a read and a write
@@ -119,7 +119,7 @@ def test_no_bit_changes_and_budgets_hold(setup: Setup, system: str, level: str, 
     last = run.per_step[-1]
     assert last["disk_read_bytes"] == last["disk_write_bytes"]
     updated_there = [s for s in segments_on_disk(layout) if plan is None or plan.optimizer_tier[s.index].value != "device"]
-    assert last["disk_read_bytes"] == sum(4 * PARTS * s.shard_numel for s in updated_there)
+    assert last["disk_read_bytes"] == sum(4 * len(STATES) * s.shard_numel for s in updated_there)
 
 
 def test_what_is_updated_on_the_device_leaves_the_disk_alone(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tm
         one_step(whole, batch)
         moments = adam_states(whole)
         masters = {name: value.reshape(-1) for name, value in parameters_of(whole).items()}
-        first, second = ({name: getattr(mine, role) for name, mine in moments.items()} for role in STATE_PARTS[1:3])
+        first, second = ({name: getattr(mine, role) for name, mine in moments.items()} for role in STATES[1:])
         expected.append([masters, first, second])
     whole.close()
     one_step(engine, ids[0])
@@ -288,12 +288,12 @@ def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tm
     transfers, kernel = ours.device.transfers, ours.device.host_kernel
     issue, leave, update, seen = transfers.issue, transfers._leave, kernel.update, list[str]()
 
-    def slow(**given: Any) -> None:
+    def slow(master: torch.Tensor, *moments: torch.Tensor, **given: Any) -> None:
         """So that a write that does not wait for it would write a mixture."""
-        given["master"].neg_()
+        master.neg_()
         time.sleep(0.01)
-        given["master"].neg_()
-        update(**given)
+        master.neg_()
+        update(master, *moments, **given)
 
     def interrupt(found: str) -> None:
         seen.append(found)
@@ -318,10 +318,10 @@ def test_an_interrupt_between_read_update_and_write(label: str, issued: bool, tm
     check_segments(ours)
     names = [described.name for described in engine.index.parameters]
     for stored in ours.store.segments:
-        mine = [ours.store.part(stored, part) for part in STATE_PARTS[:3]]
+        mine = [ours.store.part(stored, part) for part in STATES]
         places = stored.segment.placements
         alike = [
-            all(torch.equal(mine[i][p.here], want[i][names[p.parameter]][p.piece]) for i in range(PARTS) for p in places)
+            all(torch.equal(mine[i][p.here], want[i][names[p.parameter]][p.piece]) for i in range(len(STATES)) for p in places)
             for want in expected
         ]
         assert any(alike), f"segment {stored.segment.index} is a mixture"
@@ -368,7 +368,7 @@ def test_a_folder_that_will_not_do_is_refused(case: str, tmp_path: Path, monkeyp
 
         def fallocate(file: int, *given: int) -> None:
             calls.append(file)
-            if len(calls) == PARTS:
+            if len(calls) == len(STATES):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             plain_call(file, *given)
 
@@ -417,7 +417,7 @@ def test_buffers_are_of_the_largest_segment(tmp_path: Path) -> None:
     longest = max(map(part_bytes, segments_on_disk(ours.layout)))
     disk = ours.store.disk
     assert disk is not None
-    assert [len(buffer.parts) for buffer in disk.buffers] == [PARTS] * BUFFERS
+    assert [len(buffer.parts) for buffer in disk.buffers] == [len(STATES)] * BUFFERS
     assert all(part.nbytes == longest and part.data_ptr() % 4096 == 0 for buffer in disk.buffers for part in buffer.parts)
     engine.close()
     assert disk.account.live == 0

@@ -343,7 +343,7 @@ def test_what_is_not_finite_on_one_rank_is_refused_on_all(tmp_path: Path) -> Non
         values = engine.values
         if engine.ranks.rank == 1:
             stored, place = values.pieces_of(next(p.index for p in engine.index.parameters if p.name == name))[0]
-            stored.state.exp_avg[place.here][0] = torch.nan
+            stored.state.moments[0][place.here][0] = torch.nan
         checkpoint.save(engine, tmp_path / "here")
 
     refusals(outcomes_of("elixir", work), DivergedError, f"exp_avg of {name} has values that are not finite")

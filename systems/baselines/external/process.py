@@ -27,7 +27,7 @@ from systems.settings import Settings
 def begin(model: nn.Module, settings: Settings, options: BaseModel, ranks: Ranks | None, system: str) -> Ranks:
     """Who trains. UnsupportedError, on all ranks alike, for what a package cannot do, and where ranks were asked otherwise."""
     if settings.optimizer is not None:
-        raise UnsupportedError(f"{system} builds its own optimizer: give the learning rate and decay, not a torch optimizer")
+        raise UnsupportedError(f"{system} builds its own Adam: give the learning rate and decay, and no `optimizer`")
     if ranks is None and settings.ranks != 1:
         raise UnsupportedError(f"{system} is given no other ranks: leave `ranks` at 1")
     mine = SingleRank() if ranks is None else ranks

@@ -27,20 +27,18 @@ from systems.device.memory.host import HostMapping
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError
 from systems.machine.durable import beside
-from systems.planning.disk_layout import BLOCK, BUFFERS, PARTS, buffer_of, disk_bytes, part_bytes, segments_on_disk
+from systems.planning.disk_layout import BLOCK, BUFFERS, buffer_of, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.operations import Work, of_bundle
 from systems.sizes import format_need, format_size
-
-ROLES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class DiskPlace:
     """Of a bundle's segment: bytes [offset, offset + nbytes) of each file, the first numel x 4 of them in use.
 
-    memory: its tickets.
+    parts: how many of the segment there are, a file each. memory: its tickets.
     """
 
     bundle: int
@@ -49,17 +47,18 @@ class DiskPlace:
     nbytes: int
     numel: int
     buffer: int
+    parts: int
     memory: TrackedMemory
 
     @property
     def payload_bytes(self) -> int:
         """Of all parts, without padding."""
-        return PARTS * 4 * self.numel
+        return self.parts * 4 * self.numel
 
 
 @dataclass(frozen=True)
 class DiskBuffer:
-    """Host memory for one segment's three parts, each as long as the longest."""
+    """Host memory for one segment's parts, each as long as the longest."""
 
     parts: tuple[torch.Tensor, ...]
     memory: TrackedMemory
@@ -72,16 +71,17 @@ class Disk:
     """direct: False where the file system's page cache takes part. Raises BudgetError where folder or host lack the room."""
 
     def __init__(self, folder: str | os.PathLike[str], layout: Layout, *, budget: int, host: Account, log: EventLog) -> None:
+        self._roles = ("master", *layout.moments)
         self.account, self._layout, self._log = Account(Tier.DISK, budget, log), layout, log
         self._folder, self.direct = Path(folder), True
         self._files: list[int] = []
         self._buffers: HostMapping | None = None
-        self._threads = ThreadPoolExecutor(2 * PARTS, thread_name_prefix="disk")
+        self._threads = ThreadPoolExecutor(2 * len(self._roles), thread_name_prefix="disk")
         try:
             self._open_files(self._folder, disk_bytes(layout))
             self.account.add_pool(disk_bytes(layout), "disk")
             longest = max(map(part_bytes, segments_on_disk(layout)))
-            self._buffers = HostMapping("disk-buffers", BUFFERS * PARTS * longest, host, pinned=False)
+            self._buffers = HostMapping("disk-buffers", BUFFERS * len(self._roles) * longest, host, pinned=False)
             self._buffers.touch()
             self.buffers = [self._buffer(self._buffers, longest) for _ in range(BUFFERS)]
         except BaseException:
@@ -94,8 +94,8 @@ class Disk:
         have = 0
         try:
             have = shutil.disk_usage(folder).free
-            for role in ROLES:
-                self._open(folder, role, need // PARTS)
+            for role in self._roles:
+                self._open(folder, role, need // len(self._roles))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 advice = "make room there, name another folder with `disk`, or raise `host_memory`"
@@ -127,7 +127,7 @@ class Disk:
             os.close(buffered)
 
     def _buffer(self, mapping: HostMapping, longest: int) -> DiskBuffer:
-        taken = [mapping.take(torch.float32, longest // 4) for _ in ROLES]
+        taken = [mapping.take(torch.float32, longest // 4) for _ in self._roles]
         start, stop = taken[0][1].extent.start, taken[-1][1].extent.stop
         return DiskBuffer(tuple(tensor for tensor, _ in taken), TrackedMemory(Extent(mapping.name, start, stop)))
 
@@ -137,12 +137,12 @@ class Disk:
             size = part_bytes(segment)
             memory = TrackedMemory(Extent("disk", offset, offset + size))
             s, bundle = segment.index, self._layout.bundle_of_segment[segment.index]
-            found[s] = DiskPlace(bundle, s, offset, size, segment.shard_numel, buffers[s], memory)
+            found[s] = DiskPlace(bundle, s, offset, size, segment.shard_numel, buffers[s], len(self._roles), memory)
             offset += size
         return found
 
     def read(self, place: DiskPlace, transfers: Transfers) -> DiskBuffer:
-        """Issue: all three parts into the segment's buffer. Who then uses that names its memory."""
+        """Issue: all parts into the segment's buffer. Who then uses that names its memory."""
         buffer = self.buffers[place.buffer]
         self._log.count("disk_read_bytes", place.payload_bytes)
         work = lambda: self._move(os.preadv, place)  # noqa: E731
@@ -151,7 +151,7 @@ class Disk:
         return buffer
 
     def write(self, place: DiskPlace, transfers: Transfers) -> Ticket:
-        """Issue: all three parts from the segment's buffer to their files."""
+        """Issue: all parts from the segment's buffer to their files."""
         memory = self.buffers[place.buffer].memory
         self._log.count("disk_write_bytes", place.payload_bytes)
         work = lambda: self._move(os.pwritev, place)  # noqa: E731
@@ -159,7 +159,7 @@ class Disk:
         return transfers.issue(operation, work, reads=[memory], writes=[place.memory])
 
     def _move(self, move: Callable[..., int], place: DiskPlace) -> None:
-        """The three files at once; an error is raised when none of them is being read or written any more."""
+        """Its files at once; an error is raised when none of them is being read or written any more."""
         parts = self.buffers[place.buffer].parts
         jobs = [
             self._threads.submit(_all_of, move, file, _bytes(part)[: place.nbytes], place.offset)
@@ -186,7 +186,7 @@ class Disk:
         with uncounted():
             part = _aligned(place.nbytes)
         with self._telling():
-            _all_of(os.preadv, self._files[ROLES.index(role)], _bytes(part), place.offset)
+            _all_of(os.preadv, self._files[self._roles.index(role)], _bytes(part), place.offset)
         return part[: place.numel]
 
     def save(self, place: DiskPlace, role: str, values: torch.Tensor) -> None:
@@ -196,7 +196,7 @@ class Disk:
             part = _aligned(place.nbytes)
             part[: place.numel].copy_(values)
         with self._telling():
-            _all_of(os.pwritev, self._files[ROLES.index(role)], _bytes(part), place.offset)
+            _all_of(os.pwritev, self._files[self._roles.index(role)], _bytes(part), place.offset)
 
     def empty_buffers(self) -> None:
         """Their memory goes back to the machine: nothing is read or written any more. Call only when drained."""

@@ -32,7 +32,6 @@ from systems.planning.strategy import PlanningContext
 
 HOST_DRAM, HOST_LINK = "host-dram", "host-link"
 TO_DEVICE, FROM_DEVICE = "to-device", "from-device"  # the host link's two directions
-STATE_BYTES = 24  # master and both moments of a parameter, read and written
 HOST_QUEUE = "host"
 UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bundles' next uses
 
@@ -220,7 +219,8 @@ class Costs:
         if operation.kind is Work.CLEAR:
             return 4
         clears = self.context.accumulate > 1 and operation.kind is not Work.UPDATE_AHEAD
-        return STATE_BYTES + item + gradient + (4 if clears else 0)
+        states = 8 * (1 + len(self.context.moments))  # read and written
+        return states + item + gradient + (4 if clears else 0)
 
     def _numel(self, operation: ScheduledOperation) -> int:
         mine = self.layout.bundles[operation.bundle].segments if operation.segment < 0 else (operation.segment,)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from systems.errors import BudgetError
-from systems.planning.disk_layout import BUFFERS, PARTS, buffer_bytes, disk_bytes, part_bytes
+from systems.planning.disk_layout import BUFFERS, buffer_bytes, disk_bytes, part_bytes, parts_of
 from systems.planning.layout import PAGE, Bundle, Layout, round_up
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.nominal import nominal_trace
@@ -30,13 +30,14 @@ class HostNeed:
     of the states, and the disk's buffers.
 
     slots: bytes of this rank's shards as computed with. stated: elements whose master and moments have their home on the
-    host; accumulated: elements of accumulators, 0 without.
+    host; accumulated: elements of accumulators, 0 without. parts: of a state.
     """
 
     slots: int
     stated: int
     accumulated: int
     buffers: int
+    parts: int
 
     @classmethod
     def of(cls, layout: Layout, context: PlanningContext) -> HostNeed:
@@ -46,11 +47,12 @@ class HostNeed:
             sum(layout.shard_numel(b.index) for b in trained if b.index not in layout.on_disk),
             sum(layout.shard_numel(b.index) for b in trained) if context.accumulator_itemsize else 0,
             buffer_bytes(layout),
+            parts_of(layout),
         )
 
     @property
     def total(self) -> int:
-        parts = self.slots, *[4 * self.stated] * PARTS, 4 * self.accumulated
+        parts = self.slots, *[4 * self.stated] * self.parts, 4 * self.accumulated
         return sum(round_up(part, PAGE) for part in parts) + self.buffers
 
     def less(self, numel: int) -> HostNeed:
@@ -72,6 +74,8 @@ def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> L
 
     Raises BudgetError (host) if that is not enough.
     """
+    if layout.moments != context.moments:
+        layout = replace(layout, moments=context.moments)
     if host_need(layout, context) <= context.host_budget:
         return layout
     return _keep_on_device(_to_disk(layout, context) if context.disk_budget else layout, context, rule)
@@ -84,11 +88,12 @@ def _to_disk(layout: Layout, context: PlanningContext) -> Layout:
     whole = HostNeed.of(layout, context)
     bundles = sorted((b for b in layout.bundles if b.movable and b.trainable), key=lambda b: (-min(b.units), -b.index))
     places = {b.index: [part_bytes(layout.segments[s]) for s in b.segments] for b in bundles}
+    parts = parts_of(layout)
     best, least = frozenset[int](), whole.total
     for largest in sorted({max(mine) for mine in places.values()}):
-        need, left, chosen = replace(whole, buffers=BUFFERS * PARTS * largest), context.disk_budget, set[int]()
+        need, left, chosen = replace(whole, buffers=BUFFERS * parts * largest), context.disk_budget, set[int]()
         for b in (b for b in bundles if max(places[b.index]) <= largest):
-            taken = PARTS * sum(places[b.index])
+            taken = parts * sum(places[b.index])
             if need.total > context.host_budget and taken <= left:
                 chosen.add(b.index)
                 need, left = need.less(layout.shard_numel(b.index)), left - taken

@@ -5,7 +5,7 @@ When they begin, when they are complete and when their memory is free: Note [Lif
 
 from __future__ import annotations
 
-from systems.planning.disk_layout import PARTS, buffer_of
+from systems.planning.disk_layout import buffer_of, parts_of
 from systems.planning.plan import LaneKind, UpdateRule
 from systems.planning.step.demand import Demand, in_order_of_use
 from systems.planning.step.device_copies import DeviceCopies
@@ -163,7 +163,7 @@ class ScheduledGradients:
 
     def _update_on_disk(self, bundle: int, segment: int, norm: tuple[str, ...]) -> None:
         buffer, home = (f"host:buffer:{self._buffers[segment]}",), (state(segment),)
-        size = PARTS * 4 * self.layout.segments[segment].shard_numel
+        size = parts_of(self.layout) * 4 * self.layout.segments[segment].shard_numel
         self._order.add(Work.READ_STATE, LaneKind.DISK_READ, bundle, segment=segment, bytes=size, reads=home, writes=buffer)
         writes = (*buffer, slot(segment), *(home if self.context.accumulate > 1 else ()))
         self._order.add(Work.UPDATE, LaneKind.CPU, bundle, segment=segment, reads=norm, writes=writes)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from systems.planning.disk_layout import PARTS, buffer_bytes
+from systems.planning.disk_layout import buffer_bytes
 from systems.planning.layout import PAGE, Layout, round_up
 from systems.planning.plan import Tier, UpdateRule
 from systems.planning.step.demand import Demand, Span
@@ -135,13 +135,13 @@ def slot_bytes(layout: Layout) -> int:
 
 
 def second_version_bytes(layout: Layout, context: PlanningContext, bundles: Iterable[int]) -> int:
-    """Of this rank's host, for the second versions of these bundles: a mapping each for master, exp_avg, exp_avg_sq and slots.
+    """Of this rank's host, for the second versions of these bundles: a mapping each for master, each moment and slots.
 
     With several micro-batches none for slots: gradients are in the accumulators, and both versions have one slot.
     """
     numel = sum(map(layout.shard_numel, bundles))
     slots = numel * layout.itemsize if context.accumulate == 1 else 0
-    return PARTS * round_up(4 * numel, PAGE) + round_up(slots, PAGE)
+    return (1 + len(context.moments)) * round_up(4 * numel, PAGE) + round_up(slots, PAGE)
 
 
 def unmovable(layout: Layout) -> frozenset[int]:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from systems.adam.kernel import AdamRange
 from systems.checkpoint import LoopState
 from systems.errors import DivergedError, UnsupportedError
 from systems.messages import one_line
@@ -62,6 +61,7 @@ class StepControl:
         self.ruined: str | None = None
         self.told: set[str] = set()
         self.groups = ParameterGroups(settings, index, parameters)
+        self._range = self.groups.chosen.rule.range
 
     def decide(self, partials: Mapping[int, float]) -> StepOutcome:
         """partials: parameter index to fp64 sum of squares of its (scaled) gradient, for parameters that have one."""
@@ -150,19 +150,10 @@ class StepControl:
         """The counts once the updates that were begun are carried out."""
         return [self.begun.get(parameter, count) for parameter, count in enumerate(self.updates)]
 
-    def adam_range(self, parameter: int, offset: int, numel: int) -> AdamRange:
-        hyper = self.groups.of(parameter)
-        return AdamRange(
-            offset=offset,
-            numel=numel,
-            lr=hyper.lr,
-            beta1=hyper.betas[0],
-            beta2=hyper.betas[1],
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
-            decoupled=hyper.decoupled,
-            step=self.begun[parameter],
-        )
+    def update_range(self, parameter: int, offset: int, numel: int) -> Any:
+        """As the optimizer's kernel takes it; see OptimizerRule.range."""
+        inside = self.groups.inside
+        return self._range(inside.hyper[inside.group_of[parameter]], offset, numel, self.begun[parameter])
 
 
 def check_together(control: StepControl, ranks: Ranks) -> None:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from systems.checkpoint import Part, TrainingState
+from systems.checkpoint import SQUARES, TrainingState
 from systems.errors import BudgetError, UnsupportedError
+from systems.optimizers.choice import Chosen
 from systems.planning.layout import ModelIndex
 from systems.ranks.beginnings import sum_of_bits
 from systems.ranks.ranks import Ranks, SingleRank
@@ -23,8 +24,6 @@ from systems.recipe.step.control import StepControl
 from systems.recipe.step.parameter_groups import check_flags
 from systems.sizes import format_need, format_size
 
-MOMENTS: tuple[Part, Part] = ("exp_avg", "exp_avg_sq")
-BYTES = 8  # of moments, a trained parameter
 GONE = (
     "the moments of this optimizer went with the engine that is closed: make a new optimizer, and load into it what "
     "state_dict() gave before close(), or use systems.load_checkpoint"
@@ -36,21 +35,20 @@ COPY = (
 _MARK = "_engine_states"
 
 
-class AdamMoments(TrainingState, Protocol):
+class WrittenState(TrainingState, Protocol):
     """An engine's state between two steps."""
 
     control: StepControl
 
-    def write_moments(self, parameter: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        """In the parameter's shape, fp32 on the CPU."""
+    def write_moments(self, parameter: int, moments: Sequence[torch.Tensor]) -> None:
+        """Each in the parameter's shape, fp32 on the CPU."""
 
 
 class _GivenState(NamedTuple):
     """Of one parameter, as it was given."""
 
     step: int
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
 
 
 class OptimizerStates:
@@ -59,25 +57,31 @@ class OptimizerStates:
     UnsupportedError for an optimizer that has a state which no engine can take over.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        chosen: Chosen,
+        index: ModelIndex,
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
         before = vars(optimizer).get(_MARK)
         if before is not None:
             if before._state is not None:
                 raise UnsupportedError("the optimizer is with an engine that is open: close that first, or make a new one")
             before._check_open()
-        self._optimizer, self._index = optimizer, index
+        self._optimizer, self._chosen, self._index = optimizer, chosen, index
         self._parameters = list(parameters)
         self._number = {id(p): i for i, p in enumerate(parameters)}
-        self._state: Callable[[str], AdamMoments] | None = None
+        self._state: Callable[[str], WrittenState] | None = None
         self._room: Callable[[int], int] = _none
         self._ranks: Ranks = SingleRank()
         self._used = False
         self._loading: dict[int, _GivenState] = {}
         self._handles: list[Any] = []
-        found = {self._number.get(id(p)): entry for p, entry in optimizer.state.items() if entry}
-        self._found = self._checked(found.items(), "the optimizer")
+        found = ((self._number.get(id(p)), entry) for p, entry in optimizer.state.items())
+        self._found = self._checked(found, "the optimizer")
 
-    def attach(self, state: Callable[[str], AdamMoments], room: Callable[[int], int], ranks: Ranks) -> None:
+    def attach(self, state: Callable[[str], WrittenState], room: Callable[[int], int], ranks: Ranks) -> None:
         """The engine is there: it gets the state that the optimizer has, which then keeps none.
 
         state: of the engine, called with what it is wanted for; room: bytes of host memory that are
@@ -93,7 +97,7 @@ class OptimizerStates:
             if self._found:
                 moments = state("initialize")
                 for number, entry in self._found.items():
-                    moments.write_moments(number, _fp32(entry.exp_avg), _fp32(entry.exp_avg_sq))
+                    moments.write_moments(number, _fp32(entry.moments))
                     moments.control.updates[number] = entry.step
         self._found = {}
         optimizer.state.clear()
@@ -142,7 +146,7 @@ class OptimizerStates:
             moments = self._moments("optimizer.state_dict()")
             updates = moments.control.updates
             stepped = [d.index for d in self._index.parameters if d.trainable and updates[d.index]]
-            need = BYTES * sum(self._index.parameters[n].numel for n in stepped)
+            need = 4 * len(self._chosen.moments) * sum(self._index.parameters[n].numel for n in stepped)
             have = self._room(need)
             if need > have:
                 raise BudgetError(
@@ -156,9 +160,11 @@ class OptimizerStates:
         optimizer.state.clear()
         try:
             for number in stepped:
-                parts = {part: moments.read(number, part) for part in MOMENTS}
-                step = torch.tensor(float(updates[number]), dtype=torch.float32)
-                optimizer.state[self._parameters[number]] = {"step": step, **parts}
+                parts = {part: moments.read(number, part) for part in self._chosen.moments}
+                if self._chosen.rule.counted:
+                    parts = {"step": torch.tensor(float(updates[number]), dtype=torch.float32), **parts}
+                if parts:
+                    optimizer.state[self._parameters[number]] = parts
         except BaseException:
             optimizer.state.clear()
             raise
@@ -166,7 +172,7 @@ class OptimizerStates:
     def _empty(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         optimizer.state.clear()
 
-    def _moments(self, what: str) -> AdamMoments:
+    def _moments(self, what: str) -> WrittenState:
         self._check_open()
         assert self._state is not None
         return self._state(what)
@@ -204,10 +210,10 @@ class OptimizerStates:
                 continue
             entry = loading.get(described.index)
             if entry is not None:
-                moments.write_moments(described.index, _fp32(entry.exp_avg), _fp32(entry.exp_avg_sq))
+                moments.write_moments(described.index, _fp32(entry.moments))
             elif control.updates[described.index]:
                 zero = torch.zeros(()).expand(described.shape)
-                moments.write_moments(described.index, zero, zero)
+                moments.write_moments(described.index, [zero] * len(self._chosen.moments))
             control.updates[described.index] = 0 if entry is None else entry.step
         control.ruin(None)
         self._moments("optimizer.load_state_dict()")  # waits for the last copy to a device
@@ -215,8 +221,9 @@ class OptimizerStates:
 
     def _checked(self, entries: Iterable[tuple[int | None, Any]], what: str) -> dict[int, _GivenState]:
         return {
-            described.index: _entry(described.name, described.shape, entry, what)
+            described.index: _entry(self._chosen, described.name, described.shape, entry, what)
             for number, entry in entries
+            if not _is_none(entry)
             for described in [self._described(number, what)]
         }
 
@@ -246,30 +253,40 @@ def _check_alike(ranks: Ranks, index: ModelIndex, given: Mapping[int, _GivenStat
                 )
 
 
-def _digest(entry: _GivenState) -> tuple[int, int, int]:
-    return entry.step, sum_of_bits(_fp32(entry.exp_avg)), sum_of_bits(_fp32(entry.exp_avg_sq))
+def _digest(entry: _GivenState) -> tuple[int, ...]:
+    return entry.step, *map(sum_of_bits, _fp32(entry.moments))
 
 
 def states_of(
-    optimizer: torch.optim.Optimizer | None, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]
+    optimizer: object, chosen: Chosen, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]
 ) -> OptimizerStates | None:
-    return None if optimizer is None else OptimizerStates(optimizer, index, parameters)
+    """None where no torch optimizer is followed."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    return OptimizerStates(optimizer, chosen, index, parameters)
 
 
-def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _GivenState:
+def _is_none(entry: Any) -> bool:
+    """Of a parameter that was never updated, or whose optimizer keeps nothing of it."""
+    return isinstance(entry, Mapping) and all(value is None for value in entry.values())
+
+
+def _entry(chosen: Chosen, name: str, shape: tuple[int, ...], entry: Any, what: str) -> _GivenState:
     def refuse(problem: str) -> UnsupportedError:
         return UnsupportedError(f"{what}: the state of parameter {name} {problem}")
 
     if not isinstance(entry, Mapping):
-        raise refuse(f"is {type(entry).__name__}: give what torch's AdamW or Adam keeps")
+        raise refuse(f"is {type(entry).__name__}: give what {_kinds(chosen, 'or')} keeps")
     if "max_exp_avg_sq" in entry:
         raise refuse("has max_exp_avg_sq, of amsgrad=True, which is not supported: leave it off")
-    if set(entry) != {"step", *MOMENTS}:
-        raise refuse(f"has {', '.join(map(str, entry))}: torch's AdamW and Adam keep step, exp_avg and exp_avg_sq")
-    step = float(entry["step"])
+    kept = [*["step"][: chosen.rule.counted], *chosen.moments]
+    if set(entry) != set(kept):
+        verb = "keeps" if len(chosen.rule.taken) == 1 else "keep"
+        raise refuse(f"has {', '.join(map(str, entry))}: {_kinds(chosen, 'and')} {verb} {_listed(kept, 'and') or 'none here'}")
+    step = float(entry.get("step", 1))  # one that is not counted was taken, for there is a state
     if not (step >= 0 and step.is_integer()):
         raise refuse(f"has the step count {step}: give a whole number of at least 0")
-    for part in MOMENTS:
+    for part in chosen.moments:
         tensor = entry[part]
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.layout is not torch.strided:
             raise refuse(f"has no dense floating tensor as {part}")
@@ -277,14 +294,23 @@ def _entry(name: str, shape: tuple[int, ...], entry: Any, what: str) -> _GivenSt
             raise refuse(f"has {part} of shape {tuple(tensor.shape)}, the parameter's is {tuple(shape)}")
         if not bool(tensor.isfinite().all()):
             raise refuse(f"has a {part} that is not finite")
-    if bool((entry["exp_avg_sq"] < 0).any()):
-        raise refuse("has a negative exp_avg_sq, which no Adam makes")
-    return _GivenState(int(step), entry["exp_avg"].detach(), entry["exp_avg_sq"].detach())
+        if part == SQUARES and bool((tensor < 0).any()):
+            raise refuse(f"has a negative {part}, which no Adam makes")
+    return _GivenState(int(step), tuple(entry[part].detach() for part in chosen.moments))
+
+
+def _kinds(chosen: Chosen, word: str) -> str:
+    whose = "torch's " if chosen.rule.taken[0].__module__.startswith("torch.") else ""
+    return whose + _listed([kind.__name__ for kind in chosen.rule.taken], word)
+
+
+def _listed(names: Sequence[str], word: str) -> str:
+    return f" {word} ".join([each for each in (", ".join(names[:-1]), *names[-1:]) if each])
 
 
 def _none(wanted: int) -> int:
     return 0
 
 
-def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu", torch.float32)
+def _fp32(moments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.to("cpu", torch.float32) for each in moments]

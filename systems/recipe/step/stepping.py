@@ -19,7 +19,7 @@ from systems.recipe.model.inputs import refuse_training_nothing
 from systems.recipe.step.closing import ClosingEngine
 from systems.recipe.step.control import StepControl, check_together
 from systems.recipe.step.in_progress import is_running
-from systems.recipe.step.optimizer_states import AdamMoments
+from systems.recipe.step.optimizer_states import WrittenState
 from systems.settings import Settings
 
 NO_LOSS = "backward: call the engine first, with gradients enabled, to get a loss of the step that it begins"
@@ -58,7 +58,7 @@ class SteppingEngine(ClosingEngine):
         """Forget the step in progress, or refuse to."""
 
     @abstractmethod
-    def _state(self, what: str) -> AdamMoments:
+    def _state(self, what: str) -> WrittenState:
         """Once nothing moves. what: is wanted, for messages. UnsupportedError within a step."""
 
     def _host_room(self, wanted: int) -> int:

@@ -21,23 +21,22 @@ from systems.device.memory.pool import Allocation
 from systems.planning.layout import Placement, Segment
 from systems.planning.plan import Tier
 
-STATE_PARTS = ("master", "exp_avg", "exp_avg_sq", "accumulator")
-
 
 @dataclass
 class OptimizerState:
-    """Flat fp32 tensors of the segment's shard on one tier. accumulator: only with several micro-batches."""
+    """Flat fp32 tensors of the segment's shard on one tier. moments: see OptimizerRule.moments. accumulator: only with several
+    micro-batches.
+    """
 
     tier: Tier
     master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
     accumulator: torch.Tensor | None
     memory: TrackedMemory
     allocation: Allocation | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        parts = [self.master, self.exp_avg, self.exp_avg_sq]
+        parts = [self.master, *self.moments]
         return parts if self.accumulator is None else [*parts, self.accumulator]
 
 

@@ -9,8 +9,6 @@ Note [The slot]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from systems.device.device import Device
@@ -25,15 +23,17 @@ from systems.planning.plan import Tier
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.giving_back import check_fresh
 from systems.sizes import format_need, format_size
-from systems.substrate.bundle.segments import STATE_PARTS, DiskState, OptimizerState, StoredSegment
+from systems.substrate.bundle.segments import DiskState, OptimizerState, StoredSegment
 
 TAKEN_FIRST = ("slots", "master")
+ACCUMULATOR = "accumulator"
 
 
 class Store:
     """All segments of one rank. Construction allocates the host, and the device for what never moves.
 
-    disk: for the layout's bundles on disk, whose place it has; the caller closes it.
+    stated: names of master and moments, in their order. disk: for the layout's bundles on disk, whose place it has; the
+    caller closes it.
     Raises BudgetError when a tier is too small.
     """
 
@@ -55,8 +55,9 @@ class Store:
         at_home = [s for s in moving if s.space.trainable]
         slot_bytes = sum(s.shard_numel for s in moving) * dtype.itemsize
         on_host = [s for s in at_home if layout.bundle_of_segment[s.index] not in layout.on_disk]
-        parts = STATE_PARTS if accumulate > 1 else STATE_PARTS[:3]
-        users = {part: at_home if part == "accumulator" else on_host for part in parts}
+        self.stated = ("master", *layout.moments)
+        self._adds, self._parts = accumulate > 1, len(self.stated) + (accumulate > 1)  # of a state that is not on the disk
+        users = dict.fromkeys(self.stated, on_host) | ({ACCUMULATOR: at_home} if self._adds else {})
         sizes = {part: sum(s.shard_numel for s in those) * 4 for part, those in users.items()}
         _check_host(slot_bytes, sum(sizes.values()), have=host.room)
         self._mappings: dict[str, HostMapping] = {}
@@ -71,18 +72,18 @@ class Store:
                 if part in TAKEN_FIRST:
                     mapping.touch()
             for segment in layout.segments:
-                self.segments.append(self._place(segment, parts, settled=segment.index in settled))
+                self.segments.append(self._place(segment, settled=segment.index in settled))
         except BaseException:
             self.close()
             raise
 
-    def _place(self, segment: Segment, parts: Sequence[str], *, settled: bool) -> StoredSegment:
+    def _place(self, segment: Segment, *, settled: bool) -> StoredSegment:
         """settled: on the device from the beginning, with no place on the host to go back to."""
         slot, slot_memory = self._no_slot if settled else self._mappings["slots"].take(self.dtype, segment.shard_numel)
         if settled and segment.space.trainable:
-            there = self.room_on_device(segment, len(parts))
+            there = self.room_on_device(segment)
             if there is None:
-                need = segment.shard_numel * 4 * len(parts)
+                need = segment.shard_numel * 4 * self._parts
                 raise BudgetError(
                     f"the optimizer state of segment {segment.index}, which stays on the device, needs {format_size(need)} "
                     f"there, {format_size(max(self.device.account.room, 0))} are free: raise `device_memory`",
@@ -93,33 +94,27 @@ class Store:
             for tensor in there.tensors()[1:]:
                 tensor.zero_()
             return StoredSegment(segment, slot, slot_memory, there, None, rank=self.ranks.rank)
+        trained = segment.space.trainable
+        added = self._mappings[ACCUMULATOR].take(torch.float32, segment.shard_numel)[0] if trained and self._adds else None
         state: OptimizerState | DiskState | None = None
-        if segment.space.trainable and self.layout.bundle_of_segment[segment.index] in self.layout.on_disk:
+        if trained and self.layout.bundle_of_segment[segment.index] in self.layout.on_disk:
             assert self.disk is not None
-            added = self._mappings["accumulator"].take(torch.float32, segment.shard_numel)[0] if len(parts) > 3 else None
             state = DiskState(self.disk.places[segment.index], added)
-        elif segment.space.trainable:
-            taken = {part: self._mappings[part].take(torch.float32, segment.shard_numel) for part in parts}
-            tensors = {part: tensor for part, (tensor, _) in taken.items()}
-            state = OptimizerState(
-                Tier.HOST,
-                tensors["master"],
-                tensors["exp_avg"],
-                tensors["exp_avg_sq"],
-                tensors.get("accumulator"),
-                taken["master"][1],
-            )
+        elif trained:
+            taken = [self._mappings[part].take(torch.float32, segment.shard_numel) for part in self.stated]
+            (master, memory), *moments = taken
+            state = OptimizerState(Tier.HOST, master, tuple(tensor for tensor, _ in moments), added, memory)
         return StoredSegment(segment, slot, slot_memory, state, state, rank=self.ranks.rank)
 
-    def room_on_device(self, segment: Segment, parts: int) -> OptimizerState | None:
+    def room_on_device(self, segment: Segment) -> OptimizerState | None:
         """Room on the device for a segment's state, of any content; None if there is not enough now."""
         numel = segment.shard_numel
-        allocation = self.device.pool.allocate(numel * 4 * parts, f"optimizer state of segment {segment.index}")
+        allocation = self.device.pool.allocate(numel * 4 * self._parts, f"optimizer state of segment {segment.index}")
         if allocation is None:
             return None
-        new = [allocation.view(torch.float32, i * numel, numel) for i in range(parts)]
-        accumulator = new[3] if parts == 4 else None
-        return OptimizerState(Tier.DEVICE, new[0], new[1], new[2], accumulator, allocation.memory, allocation)
+        master, *moments = (allocation.view(torch.float32, i * numel, numel) for i in range(self._parts))
+        accumulator = moments.pop() if self._adds else None
+        return OptimizerState(Tier.DEVICE, master, tuple(moments), accumulator, allocation.memory, allocation)
 
     def part(self, stored: StoredSegment, part: str) -> torch.Tensor:
         """Master or a moment of a trained segment where it is, from the disk as a copy. Call only when drained."""
@@ -127,8 +122,8 @@ class Store:
         if isinstance(state, DiskState):
             assert self.disk is not None
             return self.disk.load(state.place, part)
-        found: torch.Tensor = getattr(state, part)
-        return found
+        assert state is not None
+        return state.tensors()[self.stated.index(part)]
 
     def overwrite_part(self, stored: StoredSegment, part: str, values: torch.Tensor, place: Placement | None = None) -> None:
         """Of a trained segment, all of it or a parameter's piece. Call only when drained."""
@@ -141,21 +136,20 @@ class Store:
                 values = whole
             self.disk.save(state.place, part, values)
         else:
-            found: torch.Tensor = getattr(state, part)
-            found[slice(None) if place is None else place.here].copy_(values)
+            self.part(stored, part)[slice(None) if place is None else place.here].copy_(values)
 
     def discard(self, state: OptimizerState | DiskState) -> None:
         """Of a state at home that is on the device now: its pages on the host go back to the machine."""
-        for name, tensor in _on_host(state):
+        for name, tensor in _on_host(state, self.stated):
             self._mappings[name].discard(tensor)
 
     def missing(self, state: OptimizerState | DiskState) -> bool:
         """The host has no room for it to come back as things are."""
-        return sum(self._mappings[name].missing(tensor) for name, tensor in _on_host(state)) > self.host.room
+        return sum(self._mappings[name].missing(tensor) for name, tensor in _on_host(state, self.stated)) > self.host.room
 
     def reclaim(self, state: OptimizerState | DiskState) -> None:
         """The way back. Raises OutOfMemoryError when the host has no room for them."""
-        for name, tensor in _on_host(state):
+        for name, tensor in _on_host(state, self.stated):
             self._mappings[name].reclaim(tensor)
 
     def take_rest(self) -> None:
@@ -175,7 +169,7 @@ class Store:
         without = [each for each in self.segments if not each.has_slot]
         if not without and not more:
             return
-        for part in STATE_PARTS:
+        for part in (*self.stated, ACCUMULATOR):
             if part in self._mappings:
                 self._mappings[part].empty()
         if self.disk is not None:
@@ -228,7 +222,7 @@ def _check_host(slot_bytes: int, state_bytes: int, *, have: int) -> None:
         )
 
 
-def _on_host(state: OptimizerState | DiskState) -> list[tuple[str, torch.Tensor]]:
+def _on_host(state: OptimizerState | DiskState, stated: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
     """Its tensors there, each with its mapping."""
-    names = STATE_PARTS[3:] if isinstance(state, DiskState) else STATE_PARTS
+    names = (ACCUMULATOR,) if isinstance(state, DiskState) else (*stated, ACCUMULATOR)
     return list(zip(names, state.tensors(), strict=False))

@@ -120,14 +120,19 @@ class StoredValues:
                         there[place.here].copy_(here[place.start])
 
     def moment(self, parameter: int, which: Part) -> torch.Tensor:
-        """Adam's first or second of a trained parameter, as a flat CPU copy."""
+        """One of a trained parameter, as a flat CPU copy."""
         return self._whole(parameter, partial(self._moments_here, parameter, which))
 
-    def overwrite_moments(self, parameter: int, first: torch.Tensor, second: torch.Tensor) -> None:
+    @property
+    def moments(self) -> tuple[Part, ...]:
+        """Their names."""
+        return self._store.stated[1:]
+
+    def overwrite_moments(self, parameter: int, values: Sequence[torch.Tensor]) -> None:
         """Flat and of the whole parameter, which is trained."""
         for stored, p in self.pieces_of(parameter):
-            self._store.overwrite_part(stored, "exp_avg", first[p.piece], p)
-            self._store.overwrite_part(stored, "exp_avg_sq", second[p.piece], p)
+            for part, whole in zip(self.moments, values, strict=True):
+                self._store.overwrite_part(stored, part, whole[p.piece], p)
 
     def pieces_of(self, parameter: int) -> list[tuple[StoredSegment, Placement]]:
         """That this rank has."""

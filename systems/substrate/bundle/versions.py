@@ -24,17 +24,8 @@ from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.operations import Work, of_bundle
 from systems.recipe.step.control import StepControl
 from systems.substrate.bundle.bundle import ManagedBundle
-from systems.substrate.bundle.segments import (
-    STATE_PARTS,
-    OptimizerState,
-    SegmentPlace,
-    StoredSegment,
-    Stretch,
-    stretches_in,
-)
+from systems.substrate.bundle.segments import OptimizerState, SegmentPlace, StoredSegment, Stretch, stretches_in
 from systems.substrate.bundle.store import Store
-
-MOVED_PARTS = STATE_PARTS[:3]
 
 
 class BundleVersions:
@@ -95,7 +86,7 @@ class SecondVersions:
         began = time.perf_counter()
         bundles = [self._bundles[index] for index in sorted(wanted)]
         segments = [each for bundle in bundles for each in bundle.segments]
-        sizes = {part: (torch.float32, sum(each.segment.shard_numel for each in segments)) for part in MOVED_PARTS}
+        sizes = {part: (torch.float32, sum(each.segment.shard_numel for each in segments)) for part in self._store.stated}
         if all(isinstance(each.state, OptimizerState) and each.state.accumulator is None for each in segments):
             sizes["slots"] = self._store.dtype, sizes["master"][1]
         self.close()  # what Ctrl-C may have left
@@ -122,8 +113,8 @@ class SecondVersions:
 
     def _place(self, stored: StoredSegment, mappings: Mapping[str, HostMapping]) -> SegmentPlace:
         first, numel = _place_of(stored), stored.segment.shard_numel
-        (master, memory), (exp_avg, _), (exp_avg_sq, _) = (mappings[part].take(torch.float32, numel) for part in MOVED_PARTS)
-        state = OptimizerState(Tier.HOST, master, exp_avg, exp_avg_sq, first.state.accumulator, memory)
+        (master, memory), *moments = (mappings[part].take(torch.float32, numel) for part in self._store.stated)
+        state = OptimizerState(Tier.HOST, master, tuple(each for each, _ in moments), first.state.accumulator, memory)
         slot, slot_memory = first.slot, first.slot_memory
         if "slots" in mappings:
             slot, slot_memory = mappings["slots"].take(self._store.dtype, numel)

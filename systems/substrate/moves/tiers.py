@@ -36,7 +36,7 @@ class TierMoves:
         stored, bundle = self.store.segments[index], self._bundles[self.layout.bundle_of_segment[index]]
         old, disk = stored.state, self.store.disk
         assert old is not None and old.tier is not Tier.DEVICE and not stored.slot_holds_gradient
-        new = self.store.room_on_device(stored.segment, 3 if old.accumulator is None else 4)
+        new = self.store.room_on_device(stored.segment)
         if new is None:
             return False
         targets, sources, memories = new.tensors(), old.tensors(), [old.memory]

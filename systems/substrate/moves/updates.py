@@ -1,13 +1,12 @@
-"""The optimizer's part of a step: one Adam pass a bundle, on the CPU lane or on the device, where its state lives."""
+"""The optimizer's part of a step: one pass a bundle, on the CPU lane or on the device, where its state lives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from systems.adam.kernel import AdamRange, AdamTask
 from systems.device.device import Device
 from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.pool import Allocation
@@ -112,23 +111,15 @@ class Updates:
             if is_dropped():
                 return
             for old, new, update in pieces:
-                (master, exp_avg, exp_avg_sq), (master2, exp_avg2, exp_avg_sq2) = old.state, new.state
                 gradient = old.slot if old.accumulator is None else old.accumulator
                 kernel.update(
-                    master=master,
-                    exp_avg=exp_avg,
-                    exp_avg_sq=exp_avg_sq,
-                    gradient=gradient,
-                    out=new.slot,
-                    ranges=update,
-                    factor=factor,
-                    into=(master2, exp_avg2, exp_avg_sq2),
+                    *old.state, gradient=gradient, out=new.slot, ranges=update, factor=factor, into=new.state
                 )
                 for p in old.placements:
                     if p.parameter not in wanted:
                         for source, target in zip(old.state, new.state, strict=True):
                             kernel.copy(target[p.here], source[p.here])
-                        kernel.cast(master[p.here], new.slot[p.here])
+                        kernel.cast(old.state[0][p.here], new.slot[p.here])
 
         self.device.transfers.issue(
             of_bundle(self.layout, Work.UPDATE_AHEAD, LaneKind.CPU, bundle.index),
@@ -186,7 +177,7 @@ class Updates:
 
         def work() -> None:
             for stretch, update in zip(stretches, ranges, strict=True):
-                self._adam(stretch.state, stretch.accumulator, stretch.slot, update, stretch.placements, wanted, factor)
+                self._update(stretch.state, stretch.accumulator, stretch.slot, update, stretch.placements, wanted, factor)
 
         updated = [each for stretch in stretches for each in stretch.stored]
         self.device.transfers.issue(
@@ -217,7 +208,7 @@ class Updates:
         buffer = disk.read(place, transfers)
 
         def work() -> None:
-            self._adam(buffer.views(place), state.accumulator, stored.slot, ranges, stored.placements, wanted, factor)
+            self._update(buffer.views(place), state.accumulator, stored.slot, ranges, stored.placements, wanted, factor)
 
         changed = [buffer.memory, stored.slot_memory, *([state.memory] if state.accumulator is not None else [])]
         update = of_bundle(self.layout, Work.UPDATE, LaneKind.CPU, bundle.index, segment.index)
@@ -230,42 +221,33 @@ class Updates:
             disk.write(place, transfers)
         slots_take_parameters([stored])
 
-    def _adam(
+    def _update(
         self,
         state: Sequence[torch.Tensor],
         accumulator: torch.Tensor | None,
         slot: torch.Tensor,
-        ranges: list[AdamRange],
+        ranges: list[Any],
         placements: Sequence[Placement],
         wanted: frozenset[int],
         factor: float,
     ) -> None:
-        """On the CPU lane. state: master and both moments. Where no gradient came the slot gets its parameters back."""
-        kernel, (master, exp_avg, exp_avg_sq) = self.device.host_kernel, state
-        gradient = slot if accumulator is None else accumulator
-        kernel.update(
-            master=master,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            gradient=gradient,
-            out=slot,
-            ranges=ranges,
-            factor=factor,
-        )
+        """On the CPU lane. state: master and moments. Where no gradient came the slot gets its parameters back."""
+        kernel, gradient = self.device.host_kernel, slot if accumulator is None else accumulator
+        kernel.update(*state, gradient=gradient, out=slot, ranges=ranges, factor=factor)
         for p in placements:
             if p.parameter not in wanted:
-                kernel.cast(master[p.here], slot[p.here])
+                kernel.cast(state[0][p.here], slot[p.here])
         if accumulator is not None:
             accumulator.zero_()
 
-    def _range(self, p: Placement) -> AdamRange:
-        return self.control.adam_range(p.parameter, p.offset, p.numel)
+    def _range(self, p: Placement) -> Any:
+        return self.control.update_range(p.parameter, p.offset, p.numel)
 
     def _on_device(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Callable[[float], None]:
         segments = [found for bundle in bundles for found in _updated_there(bundle)]
         if not segments:
             return lambda factor: None
-        memories, tasks, accumulators = [], [], []
+        kernel, memories, tasks, accumulators = self.device.kernel, [], [], []
         for stored, block, out, total in segments:
             state = stored.state
             assert isinstance(state, OptimizerState)
@@ -276,10 +258,10 @@ class Updates:
                 if p.parameter in wanted:
                     where, added = p.here, total if state.accumulator is None else state.accumulator
                     gradient = self._gradients.on_device(p.parameter)[p.piece] if added is None else added[where]
-                    ranges = [self.control.adam_range(p.parameter, 0, p.numel)]
-                    moments = state.exp_avg[where], state.exp_avg_sq[where]
-                    tasks.append(AdamTask(state.master[where], *moments, gradient, out[where], ranges))
-        update = self.device.kernel.prepare_all(tasks)
+                    ranges = [self.control.update_range(p.parameter, 0, p.numel)]
+                    moments = [each[where] for each in state.moments]
+                    tasks.append(kernel.task(state.master[where], *moments, gradient, out[where], ranges))
+        update = kernel.prepare_all(tasks)
         label = f"update {len(segments)} segments from {segments[0][0].segment.index} on"
 
         reduced = [] if self._gather is None else _ranges(bundles)
