@@ -1,6 +1,7 @@
 """A small run under transformers' Trainer, ours or its own, and the same run as a loop of one's own.
 
-As a program it makes one run in a fresh process and prints it: `python -m tests.integrations.training FOLDER CHECKPOINT`.
+As a program it makes one run in fresh processes and prints it: `python -m tests.integrations.training FOLDER CHECKPOINT`. Where
+there are several ranks and no checkpoint, they save one and go on from it.
 """
 
 from __future__ import annotations
@@ -199,14 +200,37 @@ def never_unpickled(*_: Any, **__: Any) -> Any:
     raise AssertionError("a pickle is read")
 
 
-def main(folder: str, checkpoint: str) -> None:
+def on_ranks(folder: Path) -> OffloadTrainer:
+    """As one rank has it with two micro-batches. After two of ten steps it begins anew from the checkpoint of these.
+
+    What transformers' own Trainer logs of that is kept in the folder.
+    """
+    given: dict[str, Any] = {"gradient_accumulation_steps": 1}
+    theirs = trainer_of(Trainer, opt(dropout=0.0), arguments(folder, **given))
+    theirs.train()
+    if theirs.args.should_save:
+        (folder / "theirs.json").write_text(json.dumps(logs_of(theirs)))
+    given |= {"save_strategy": "steps", "save_steps": 2}
+    with offloaded(folder, opt(dropout=0.0), **given) as before:
+        before.train()
+    trainer = offloaded(folder, opt(dropout=0.0), **given)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return trainer
+
+
+def main(folder: str, checkpoint: str | None = None) -> None:
     """Goes on from a checkpoint. The run's logs are what it prints, its weights are put into the folder."""
-    torch.load = never_unpickled
-    trainer = offloaded(Path(folder), lr_scheduler_type="linear")
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if checkpoint is None:
+        trainer = on_ranks(Path(folder))
+    else:
+        torch.load = never_unpickled  # which ranks use for what they tell each other
+        trainer = offloaded(Path(folder))
+        trainer.train(resume_from_checkpoint=checkpoint)
+    first = trainer.args.should_save
     ran = finished(trainer)
-    torch.save(ran.weights, Path(folder) / "weights.pt")
-    print(json.dumps(ran.logs))  # noqa: T201 - to the process that started this one
+    if first:
+        torch.save(ran.weights, Path(folder) / "weights.pt")
+        print(json.dumps(ran.logs))  # noqa: T201 - to the process that started this one
 
 
 if __name__ == "__main__":
