@@ -25,9 +25,6 @@ class ModelStandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.module, name)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are the engine's, and a step uses them up."""
-
 
 class OptimizerStandIn(torch.optim.Optimizer):
     """Its step is the engine's; its groups are those of `optimizer`, whose moments the engine has.
@@ -48,9 +45,6 @@ class OptimizerStandIn(torch.optim.Optimizer):
         before = len(self._engine.outcomes)
         self._engine.step()
         self.step_was_skipped = any(outcome.skipped for outcome in self._engine.outcomes[before:])
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See ModelStandIn.zero_grad."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()

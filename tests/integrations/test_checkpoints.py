@@ -82,6 +82,14 @@ def test_another_system_goes_on(saved: tuple[Path, Ran], tmp_path: Path, offload
     assert all(torch.equal(value, whole.weights[name]) for name, value in ran.weights.items())
 
 
+def test_an_open_engine_goes_back(saved: tuple[Path, Ran], tmp_path: Path) -> None:
+    """Where the model's own weights could not be loaded."""
+    trainer = offloaded(tmp_path)
+    trainer.train()
+    trainer.train(resume_from_checkpoint=str(saved[0] / "checkpoint-4"))
+    assert finished(trainer).logs == saved[1].logs
+
+
 def test_the_last_checkpoint_of_the_folder_is_found(saved: tuple[Path, Ran], tmp_path: Path) -> None:
     folder, whole = saved
     shutil.copytree(folder / "checkpoint-5", tmp_path / "checkpoint-5")

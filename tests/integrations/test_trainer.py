@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer
 
 from systems.integrations import OffloadTrainer
+from systems.integrations.stand_ins import OptimizerStandIn
 from tests.integrations.training import (
     OFFLOAD,
     Ran,
@@ -42,8 +43,12 @@ def assert_near(logs: list[dict[str, float]], theirs: list[dict[str, float]]) ->
 
 @pytest.mark.parametrize(
     "offload",
-    [{"system": "resident"}, OFFLOAD, {"system": "patrickstar", "device_memory": "2MiB"}],
-    ids=lambda given: given["system"],
+    [
+        {"system": "resident"},
+        OFFLOAD | {"recompute": "full"},
+        {"system": "patrickstar", "device_memory": "2MiB"},
+    ],
+    ids=["resident", "elixir", "patrickstar"],
 )
 def test_a_run_is_that_of_an_own_loop(tmp_path: Path, offload: Mapping[str, Any]) -> None:
     """Two epochs with a short last window each, a binding clip, dropout, a schedule, and evaluations between."""
@@ -53,6 +58,16 @@ def test_a_run_is_that_of_an_own_loop(tmp_path: Path, offload: Mapping[str, Any]
     assert_same(ran, own_loop(tmp_path, opt(), offload))
     assert [entry["step"] for entry in ran.logs if "loss" in entry] == [1, 2, 3, 4, 5, 6]
     assert [entry["step"] for entry in ran.logs if "eval_loss" in entry] == [2, 4, 6]
+
+
+def test_a_norm_that_is_late_is_logged_at_its_step(tmp_path: Path) -> None:
+    """Where updates are made in backward, and the norm is known some time after the step."""
+    runs = []
+    for offload in (OFFLOAD, OFFLOAD | {"options": {"nonfinite": "stop"}}):
+        trainer = offloaded(tmp_path, offload=offload, max_grad_norm=0.0)
+        trainer.train()
+        runs.append(finished(trainer))
+    assert_same(*runs)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +124,7 @@ def test_the_flags_say_the_dtype(tmp_path: Path, flag: str, dtype: torch.dtype) 
     given: dict[str, Any] = {"max_steps": 2, flag: True}
     with offloaded(tmp_path, **given) as trainer:
         trainer.train()
-        assert not torch.is_autocast_enabled("cpu") and trainer.accelerator.scaler is None
+        assert trainer.accelerator.mixed_precision == "no" and trainer.accelerator.scaler is None
     assert {value.dtype for value in trainer.model.parameters()} == {dtype}
 
 
@@ -147,6 +162,7 @@ def test_nobody_moves_or_wraps_the_model(tmp_path: Path, monkeypatch: pytest.Mon
         assert trainer.engine is not None
         assert trainer.model is model is trainer.engine.module
         assert trainer.accelerator._models == []
+        assert type(trainer.optimizer) is OptimizerStandIn
         assert trainer.accelerator._optimizers == [trainer.optimizer]
 
 

@@ -118,7 +118,7 @@ def trainer_of(kind: type[Any], model: Any, args: TrainingArguments, **more: Any
     return kind(model, args, train_dataset=Samples(SAMPLES, 1), eval_dataset=Samples(10, 2), **more)
 
 
-OFFLOAD: Mapping[str, Any] = {"system": "elixir", "device_memory": "1500KiB"}
+OFFLOAD: dict[str, Any] = {"system": "elixir", "device_memory": "1500KiB"}
 
 
 def offloaded(folder: Path, model: Any = None, offload: Mapping[str, Any] = OFFLOAD, **more: Any) -> OffloadTrainer:
