@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 FACE = "FACE"
 FOLDERS: Mapping[str, str] = MappingProxyType({"systems.baselines": "SYSTEM", "systems.strategies": "STRATEGY"})
+
+_PARSING = threading.Lock()  # Python 3.11 loses count of its depth where threads parse at once
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def _face_of(tree: ast.Module) -> tuple[str, str] | None:
 
 
 def _parsed(path: Path) -> ast.Module:
-    with warnings.catch_warnings(action="ignore"):  # they are told when the module is imported
+    with _PARSING, warnings.catch_warnings(action="ignore"):  # they are told when the module is imported
         return ast.parse(path.read_text(encoding="utf-8"), filename=path.name)
 
 

@@ -24,6 +24,7 @@ from tests.test_commands import FENCED
 from tests.test_docs import DOCUMENTS, README, ROOT, text_of
 
 OWN_LOOP, PLAN = ROOT / "docs" / "own-loop.md", ROOT / "docs" / "plan.md"
+ELSEWHERE = {ROOT / "docs" / "losses.md": 2, ROOT / "docs" / "trainer.md": 2}  # systems/test_losses.py, integrations
 BF16 = 2**-6
 RESULTS = ("resident", "elixir", "deepspeed-zero2-offload", "elixir")
 PACKAGES = ("models", "systems", "harness", "paper_figures")
@@ -111,7 +112,7 @@ def blocks(path: Path, language: str = "python") -> list[str]:
 def test_every_block_of_python_is_run() -> None:
     """In the README and docs/own-loop.md by the tests below; a file that a command takes, by the tests of commands."""
     found = {path: blocks(path) for path in DOCUMENTS if blocks(path)}
-    assert {path: len(those) for path, those in found.items()} == {README: 1, OWN_LOOP: 2, PLAN: 1}
+    assert {path: len(those) for path, those in found.items()} == {README: 1, OWN_LOOP: 2, PLAN: 1, **ELSEWHERE}
     (file,) = found[PLAN]
     assert file.startswith("# mine.py\n") and "--model mine:build" in text_of(PLAN)
 
@@ -133,7 +134,8 @@ def test_own_loop_runs_as_shown(own: Own) -> None:
     assert trained.dtype == torch.bfloat16
     assert all(torch.equal(value, masters[name].bfloat16()) for name, value in trained.state_dict().items())
     assert str(trained.float().load_state_dict(masters)) == "<All keys matched successfully>"
-    peak = int(printed.split()[-1])
+    (told,) = (line for line in printed.splitlines() if line.startswith("["))
+    peak = int(told.split()[-1])
     assert 0 < peak <= 8 << 20
 
 

@@ -29,7 +29,8 @@ from tests.harness.conftest import make_record
 FLAGS = (
     "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--disk", "--disk-memory", "--ranks",
     "--batch-size",
-    "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--lr", "--weight-decay",
+    "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--optimizer", "--hyper",
+    "--lr", "--weight-decay",
     "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
     "--checkpoint", "--save-every", "--resume", "--trace", "--phases", "--wandb",
 )  # fmt: skip

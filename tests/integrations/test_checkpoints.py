@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -49,7 +50,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
 def test_a_run_goes_on_in_a_fresh_process(saved: tuple[Path, Ran], tmp_path: Path, step: int) -> None:
     folder, whole = saved
     command = [sys.executable, "-m", "tests.integrations.training", str(tmp_path), str(folder / f"checkpoint-{step}")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    alike = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # how many there are decides bits
+    done = subprocess.run(command, cwd=ROOT, env=alike, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == whole.logs
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)

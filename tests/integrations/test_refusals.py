@@ -82,8 +82,8 @@ def test_what_the_launcher_asks_for_is_refused(tmp_path: Path, name: str, monkey
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="optimizer SGD is not supported"):
-        offloaded(tmp_path, optim="sgd").train()
+    with pytest.raises(UnsupportedError, match="optimizer .*Adagrad is not supported"):
+        offloaded(tmp_path, optim="adagrad").train()
 
 
 @pytest.mark.parametrize("name", sorted(SAID_ELSEWHERE))

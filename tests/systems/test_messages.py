@@ -59,7 +59,7 @@ def test_what_messages_call_an_argument_is_one() -> None:
         ("a smaller cache in `options`", "a smaller cache in --option"),
         ("`ranks=5` is more", "--ranks 5 is more"),
         ("`recompute=(` odd", "--recompute ( odd"),
-        ("`optimizer` and `engine.step()` and `x=1`", "`optimizer` and `engine.step()` and `x=1`"),
+        ("`engine.step()` and `x=1`", "`engine.step()` and `x=1`"),
         ("unknown model '`'", "unknown model '`'"),
     ],
 )
