@@ -17,14 +17,15 @@ LOOK_S = 0.2
 
 
 def likely(candidates: Candidates, stopped: Callable[[], bool]) -> int | None:
-    """The largest number that fits by its forecast; None where nothing is known, none fits, or nobody wants it any more.
+    """The largest number that fits by its forecast; None where nothing is known (packages, several ranks), none fits, or nobody
+    wants it any more.
 
     Planned in a process of its own, which leaves nothing on the device.
     """
     from systems.prediction.policies import runs_as_planned
 
     try:
-        if not runs_as_planned(load(candidates.asked.system)):
+        if candidates.asked.ranks > 1 or not runs_as_planned(load(candidates.asked.system)):
             return None
     except (ValueError, UnavailableError):  # told by the first run
         return None
@@ -69,7 +70,6 @@ def largest_planned(candidates: Candidates) -> int:
         host_memory=asked.host_memory,
         disk=asked.disk,
         disk_memory=asked.disk_memory,
-        ranks=asked.ranks,
     )
 
     def planned(number: int) -> bool:

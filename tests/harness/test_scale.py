@@ -208,6 +208,7 @@ def test_what_is_likely_is_what_the_forecast_says_and_is_planned_elsewhere() -> 
     assert likely(nothing, lambda: False) is None
     for system in ("dummy", "no-such-system"):
         assert likely(Candidates("samples", BATCHES.model_copy(update={"system": system}), 1, 9), lambda: False) is None
+    assert likely(Candidates("samples", BATCHES.model_copy(update={"ranks": 2}), 1, 9), lambda: False) is None
     tiny = BATCHES.model_copy(update={"device_memory": 1 << 10})
     assert largest_planned(Candidates("samples", tiny, 1, 9)) == 0
 
