@@ -23,17 +23,23 @@ STAGE_BYTES = 64 << 20
 
 
 class CudaDevice(Device):
-    """budget: bytes that torch's allocator may reserve on the current CUDA device; granules come out of it too."""
+    """budget: bytes that torch's allocator may reserve on the current CUDA device; granules come out of it too.
+
+    cores: this process's share of the host's; None for all that it may use.
+    """
 
     meter: AllocatorMeter
     granule_bytes = 32 << 20
     allowance = CUDA
     cpu_lane_threads = 2  # one alone leaves the cores idle while it waits for the interpreter between two updates
 
-    def __init__(self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, budget: int, log: EventLog, *, jitter: Callable[[], None] | None = None, cores: int | None = None
+    ) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError("no CUDA device is visible: use `device='cpu'` for the emulated one")
         raise_open_files()
+        self._cores = cores or read_limits().cores
         self.torch_device = limit_device_memory(budget)
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.own_kernel, self.stopwatch = cuda_kernel(), CudaStopwatch()
@@ -56,7 +62,7 @@ class CudaDevice(Device):
 
     def _update_threads(self) -> int | None:
         """All cores but two: one launches kernels, one queues copies."""
-        return max(read_limits().cores - 2, 1)
+        return max(self._cores - 2, 1)
 
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)

@@ -162,13 +162,14 @@ def join_ranks(device: Device, ranks: Ranks) -> None:
 
     Reductions have their room on the device from here on. On the emulated one that is host memory, as for the link.
     """
-    lane = LinkLane(LaneKind.GATHER, ranks.link.abandon, stream=device._stream(), jitter=device.jitter)
+    link = ranks.link
+    lane = LinkLane(LaneKind.GATHER, link.abandon, stream=device._stream(), jitter=device.jitter, in_caller=link.queues)
     device.lanes.update({LaneKind.GATHER: lane, LaneKind.REDUCE: lane})
     device.pool.of_rank(ranks.rank)
     device.allowance = device.allowance.on(ranks.size)
     staging = device.allowance.staging(device.account.budget)
     if staging:
-        ranks.link.stage(staging, device.torch_device)
+        link.stage(staging, device.torch_device)
         device.meter.set_aside(staging)
 
 

@@ -12,5 +12,5 @@ from systems.settings import Settings
 
 def make_device(settings: Settings, budget: int, log: EventLog) -> Device:
     if settings.device == "cuda":
-        return CudaDevice(budget, log)
+        return CudaDevice(budget, log, cores=cores_each(settings.ranks_here))
     return EmulatedDevice(budget, log, threads=None if settings.ranks_here == 1 else cores_each(settings.ranks_here))

@@ -57,7 +57,7 @@ class GlooLink(Link):
         self._check(tag)
         for whole in wholes:
             for piece in self.pieces(whole):
-                here = piece.outgoing.cpu()
+                here = piece.together().cpu()
                 coming = piece.coming if whole.is_cpu else torch.empty_like(here)
                 with with_peers(tag):
                     dist.all_to_all_single(coming, here, group=self._group)

@@ -37,12 +37,14 @@ class Link(ABC):
     """rank, size: as in Ranks. chain: of the tags of all collectives that were issued, in order; equal on all ranks.
 
     remark: what tags say besides for now: what other ranks have to have met too, or they differ by the next collective.
+    queues: a collective of what is on a device only joins the device's queue, and keeps nobody waiting for other ranks.
     """
 
     rank: int
     size: int
     chain: int = 0
     remark: str = ""
+    queues: bool = False
 
     def __init__(self) -> None:
         self._staging: dict[torch.device, Staging] = {}

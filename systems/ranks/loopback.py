@@ -58,11 +58,12 @@ class _LoopbackLink(Link):
                         shard_of(whole, rank, self.size).copy_(shard_of(other, rank, self.size))
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
-        mine = [torch.empty(self.own(whole).shape) for whole in wholes]
+        mine = [torch.empty_like(self.own(whole)) for whole in wholes]
         with self._meeting.of(self.rank, (tag, wholes)) as found:
             check_tags([tag for tag, _ in found])
-            for number, total in enumerate(mine):
-                ordered_sum([self.own(theirs[number]) for _, theirs in found], total)
+            for number, value in enumerate(mine):
+                room = torch.empty(value.shape, dtype=torch.float32)
+                ordered_sum([self.own(theirs[number]) for _, theirs in found], value, room)
         for whole, value in zip(wholes, mine, strict=True):
             self.own(whole).copy_(value)
 

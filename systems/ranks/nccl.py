@@ -24,6 +24,8 @@ class NcclLink(Link):
     stuck, which the watch sees. host: for tensors that are not on a device; it compares them.
     """
 
+    queues = True
+
     def __init__(self, group: dist.ProcessGroup, host: GlooLink, waits: Waits) -> None:
         super().__init__()
         self.rank, self.size = host.rank, host.size
@@ -54,7 +56,7 @@ class NcclLink(Link):
             _reduce_scatter(self.own(whole), whole, group=self._group)
             return
         for piece in self.pieces(whole):
-            dist.all_to_all_single(piece.coming, piece.outgoing, group=self._group)
+            dist.all_to_all(list(piece.coming), list(piece.part), group=self._group)
             piece.add_up()
 
     def abandon(self) -> None:

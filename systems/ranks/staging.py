@@ -1,7 +1,7 @@
 """Room for the pieces of an ordered sum, made once, so that a reduction allocates nothing.
 
-One piece of what goes out to all ranks, one of what comes from them, and one for its sum in fp32, which with values of 16 bits
-and two ranks is as large.
+One piece of what goes out to all ranks, brought together, one of what comes from them, and one for its sum in fp32, which with
+values of 16 bits and two ranks is as large.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ ALIGN = 256
 
 
 class Staged(NamedTuple):
-    """outgoing, coming: [ranks, elements], to and from each. total: [elements], fp32. into: where the own sum belongs."""
+    """part: [ranks, elements], what goes to each, a row of its own each. outgoing: room for it. coming: [ranks, elements], from
+    each. total: [elements], fp32. into: where the own sum belongs.
+    """
 
+    part: torch.Tensor
     outgoing: torch.Tensor
     coming: torch.Tensor
     total: torch.Tensor
     into: torch.Tensor
 
+    def together(self) -> torch.Tensor:
+        """What goes out, row behind row."""
+        return self.outgoing.copy_(self.part)
+
     def add_up(self) -> None:
         """What came: see Note [The ordered sum] in link.py."""
-        ordered_sum(self.coming, self.total)
-        self.into.copy_(self.total)
+        ordered_sum(self.coming, self.into, self.total)
 
 
 class Staging:
@@ -39,18 +45,21 @@ class Staging:
         self.device = self._rooms[0].device
 
     def pieces(self, whole: torch.Tensor, rank: int) -> Iterator[Staged]:
-        """Of a flat tensor that all ranks share evenly, of at least 16 bits an element; what goes out is in its place."""
+        """Of a flat tensor that all ranks share evenly, of at least 16 bits an element."""
         shards = whole.view(self._size, -1)
         types = (whole.dtype, whole.dtype, torch.float32)
         outgoing, coming, total = (room.view(dtype) for room, dtype in zip(self._rooms, types, strict=True))
         for part in shards.split(self._each // whole.element_size(), dim=1):
             out, come = (room[: part.numel()].view(part.shape) for room in (outgoing, coming))
-            out.copy_(part)
-            yield Staged(out, come, total[: part.shape[1]], part[rank])
+            yield Staged(part, out, come, total[: part.shape[1]], part[rank])
 
 
-def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, total: torch.Tensor) -> None:
-    """Of the ranks' values of one shard, by rank, in fp32."""
+def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, into: torch.Tensor, total: torch.Tensor) -> None:
+    """Of the ranks' values of one shard, by rank, in fp32, rounded once. total: room for that, fp32."""
+    if len(parts) == 2:  # torch adds values of 16 bits in fp32 and rounds once, without the room
+        torch.add(parts[0], parts[1], out=into)
+        return
     total.copy_(parts[0])
     for part in parts[1:]:
         total += part
+    into.copy_(total)

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from systems.machine.device_thread import DeviceThread
+
 STUCK_S = 20.0  # of waiting, before it is looked at
 LOOKS = 4  # in that time
 
@@ -104,7 +106,7 @@ class StuckWatch:
     def __init__(self, waits: Waits, board: Board, stuck_s: float, on_stuck: Callable[[str], None]) -> None:
         self._waits, self._board, self._stuck_s, self._on_stuck = waits, board, stuck_s, on_stuck
         self._over, self._written = threading.Event(), ""
-        self._thread = threading.Thread(target=self._run, name="stuck-watch", daemon=True)
+        self._thread = DeviceThread(self._run, "stuck-watch")
         self._thread.start()
 
     def _run(self) -> None:

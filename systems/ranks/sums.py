@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from systems.ranks.ranks import Ranks
+
+BUCKET_BYTES = 64 << 20  # a collective of its own for each parameter costs more than what it moves
 
 
 def summed(gradients: Mapping[int, torch.Tensor], ranks: Ranks, like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -17,12 +19,33 @@ def summed(gradients: Mapping[int, torch.Tensor], ranks: Ranks, like: Sequence[t
     if ranks.size == 1:
         return dict(gradients)
     found: dict[int, torch.Tensor] = {}
-    for number in sorted(set().union(*ranks.exchange("gradients", sorted(gradients)))):
-        numel = like[number].numel()
-        whole = torch.zeros(-(-numel // ranks.size) * ranks.size, dtype=like[number].dtype, device=like[number].device)
-        if number in gradients:
-            whole[:numel].copy_(gradients[number])
-        ranks.link.reduce(f"reduce gradient of parameter {number}", whole)
-        ranks.link.gather(f"gather gradient of parameter {number}", whole)
-        found[number] = whole[:numel]
+    for bucket in _buckets(sorted(set().union(*ranks.exchange("gradients", sorted(gradients)))), like):
+        sizes = [like[number].numel() for number in bucket]
+        padded = -(-sum(sizes) // ranks.size) * ranks.size
+        whole = torch.zeros(padded, dtype=like[bucket[0]].dtype, device=like[bucket[0]].device)
+        places = dict(zip(bucket, whole[: sum(sizes)].split(sizes), strict=True))
+        for number in places.keys() & gradients.keys():
+            places[number].copy_(gradients[number])
+        of = f"the gradients of {len(bucket)} parameters from number {bucket[0]}"
+        ranks.link.reduce(f"reduce {of}", whole)
+        ranks.link.gather(f"gather {of}", whole)
+        found |= places
     return found
+
+
+def _buckets(numbers: Sequence[int], like: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """In order, of one type and device each and of at most BUCKET_BYTES, or one parameter that is larger."""
+    bucket: list[int] = []
+    room = 0
+    for number in numbers:
+        mine = like[number]
+        alike = bool(bucket) and (mine.dtype, mine.device) == (like[bucket[0]].dtype, like[bucket[0]].device)
+        if bucket and not (alike and mine.nbytes <= room):
+            yield bucket
+            bucket = []
+        if not bucket:
+            room = BUCKET_BYTES
+        bucket.append(number)
+        room -= mine.nbytes
+    if bucket:
+        yield bucket

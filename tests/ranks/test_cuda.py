@@ -65,9 +65,10 @@ engine.drain()
 with engine.summon() as values:
     parameters = {name: value.clone() for name, value in values.items()}
 norms, peak = [outcome.norm for outcome in engine.outcomes], engine.memory().device_peak_bytes
+touched = [device for device in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(device)]
 engine.close()
 dist.destroy_process_group()
-open(f"{folder}/found-{rank}", "wb").write(pickle.dumps((losses, norms, parameters, peak)))
+open(f"{folder}/found-{rank}", "wb").write(pickle.dumps((losses, norms, parameters, peak, touched)))
 """
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -75,7 +76,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @cache
 def trained(where: str, system: str, dtype: str, accumulate: int, budget: int = 0, *options: str) -> list[Any]:
-    """Of each rank: its losses, the norms, the parameters and the device's peak."""
+    """Of each rank: its losses, the norms, the parameters, the device's peak and the devices that have anything of it."""
     with TemporaryDirectory() as folder:
         arguments = [sys.executable, "-c", WORK, folder, where, system, dtype, str(accumulate), str(budget), *options]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -93,12 +94,12 @@ def test_ranks_have_the_bits_of_resident_on_them(where: str, strategy: str, dtyp
         pytest.skip("needs two CUDA devices")
     expected = trained(where, "resident", dtype, accumulate)
     found = trained(where, strategy, dtype, accumulate, expected[0][3] // 2)
-    for (losses, norms, parameters, peak), (their_losses, their_norms, theirs, of_resident) in zip(
-        found, expected, strict=True
-    ):
+    for rank, (mine, reference) in enumerate(zip(found, expected, strict=True)):
+        (losses, norms, parameters, peak, touched), (their_losses, their_norms, theirs, of_resident, _) = mine, reference
         assert losses == their_losses and norms == their_norms
         assert all(torch.equal(parameters[name], value) for name, value in theirs.items())
         assert peak <= of_resident // 2
+        assert touched == [0 if where == SHARED else rank]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -74,7 +74,7 @@ def test_the_room_of_a_reduction_bounds_its_pieces_and_not_its_bits(
     for pieces in zip(*ways, strict=True):
         for rank, piece in enumerate(pieces):
             for source, other in enumerate(pieces):
-                piece.coming[source].copy_(other.outgoing[rank])
+                piece.coming[source].copy_(other.together()[rank])
         for piece in pieces:
             piece.add_up()
     found = torch.cat([shard_of(whole, rank, size) for rank, whole in enumerate(wholes)])

@@ -124,7 +124,7 @@ def linked(waits: Waits, monkeypatch: pytest.MonkeyPatch, stream: Stream) -> Ncc
     monkeypatch.setattr(nccl, "_mark", stream.mark)
     monkeypatch.setattr(nccl, "_gather", lambda *_, **__: stream.give("gather"))
     monkeypatch.setattr(nccl, "_reduce_scatter", lambda *_, **__: stream.give("reduce"))
-    monkeypatch.setattr(nccl.dist, "all_to_all_single", lambda *_, **__: stream.give("exchange"))
+    monkeypatch.setattr(nccl.dist, "all_to_all", lambda *_, **__: stream.give("exchange"))
     group: Any = None
     return NcclLink(group, host, waits)
 

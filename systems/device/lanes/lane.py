@@ -21,6 +21,7 @@ import torch
 from systems.device.lanes.access import Access
 from systems.device.lanes.ticket import CudaTicket, HostTicket, Ticket
 from systems.device.watch.labels import working
+from systems.machine.device_thread import DeviceThread
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import LaneOperation
 
@@ -70,7 +71,7 @@ class Lane:
         self.error: BaseException | None = None
         self._failed: list[Any] = []  # tickets
         name = f"lane-{kind.value}"
-        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        self._threads = [DeviceThread(self._run, name) for _ in range(threads)]
         _open.add(self)
         for thread in self._threads:
             thread.start()
@@ -300,7 +301,7 @@ class LinkLane(Lane):
     """Of several ranks, what their collectives go through. A job in it ends when all ranks have come to it, be it never.
 
     end: ends collectives that are under way on a device. patience_s: seconds that `abandon` waits, for the thread and then for
-    the device.
+    the device. in_caller: only of a link that queues (`Link.queues`).
     """
 
     def __init__(
@@ -310,10 +311,11 @@ class LinkLane(Lane):
         *,
         stream: torch.cuda.Stream | None = None,
         jitter: Callable[[], None] | None = None,
+        in_caller: bool = False,
     ) -> None:
         self.patience_s, self._abandoned, self._end = PATIENCE_S, False, end
         self._current: _LaneJob | None = None
-        super().__init__(kind, stream=stream, jitter=jitter, in_caller=False)
+        super().__init__(kind, stream=stream, jitter=jitter, in_caller=in_caller)
 
     def abandon(self) -> None:
         """Other ranks may not come any more. What is queued has a while to end; then it fails, and who waits for it is told so.
