@@ -227,7 +227,7 @@ class ManagedEngine(ManagedReports):
         store = self.store
         try:
             with side_by_side(self.ranks, "close") if keep else contextlib.nullcontext():
-                if self.progress.in_step or self._broken_off:
+                if self.progress.in_step or self._begun_in is not None:
                     self.recovery.abort()
                 self.drain()
                 self.control.check_whole()

@@ -50,7 +50,7 @@ def test_how_it_is_cut_changes_no_bit(name: str, data: st.DataObject) -> None:
     pieces = list(pairwise(cuts))
     with pytest.MonkeyPatch.context() as patch:
         for shift, piece in ((1, 1 << 18), (3, 7)):
-            patch.setattr(elementwise, "PIECE", piece)
+            patch.setattr(elementwise, "PIECE", {"cpu": piece})
             for aside in (False, True):
                 found = after(pieces, shift, aside=aside)
                 assert all(torch.equal(one, other) for one, other in zip(whole, found, strict=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import nn
 
 import systems
 from systems.errors import HiddenUseError, UnsupportedError
+from systems.recipe.step.in_progress import is_running
 from tests.systems.models_small import tokens
 from tests.systems.running import assert_equal, finished
 from tests.systems.test_structure import ALL, DIM, Net, loss, started, steps
@@ -165,6 +168,42 @@ def test_an_engine_is_not_closed_while_weights_are_lent_or_a_pass_runs(system: s
     with engine.summon():
         pass
     assert_equal(finished(expected, theirs + steps(expected)), finished(engine, losses + steps(engine)))
+
+
+@pytest.mark.parametrize("system", ALL)
+def test_an_engine_is_not_closed_by_another_thread_while_its_pass_runs(system: str) -> None:
+    """A device's backward pass has a thread of its own, in which hooks run; what such a thread asks is told apart from what
+    Ctrl-C left."""
+    engine, expected = started(system), started("resident")
+    told: list[str] = []
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="close: a pass of this engine is running") as error:
+            engine.close()
+        told.append(str(error.value))
+
+    def elsewhere(*given: Any) -> None:
+        thread = threading.Thread(target=refused)
+        thread.start()
+        thread.join()
+
+    losses, theirs = steps(engine), steps(expected)
+    made = loss(engine, BATCH, 1)
+    made.register_hook(elsewhere)
+    engine.backward(made)
+    engine.step()
+    losses.append(made.item())
+    assert len(told) == 1
+    assert_equal(finished(expected, theirs + steps(expected, 1)), finished(engine, losses))
+
+
+def test_stacks_of_other_threads_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 may end the process over it: they change meanwhile."""
+    engine = started("resident")
+    monkeypatch.setattr(sys, "_current_frames", lambda: pytest.fail("stacks of all threads"))
+    assert not is_running(engine, None) and not is_running(engine, threading.get_ident())
+    assert is_running(engine, threading.get_ident() + 1)
+    engine.close()
 
 
 @pytest.mark.parametrize("system", ALL)

@@ -29,12 +29,14 @@ class ClosingEngine(Engine):
     """An engine that took its model's values and gives them back.
 
     _failed: an exception ended the `with` block. _given: the model has its values again. _states: of the user's torch
-    optimizer, None without one.
+    optimizer, None without one. _begun_in: the thread of a backward pass or step that runs, or of which an exception left what
+    is not tidied up yet.
     """
 
     control: StepControl
     _watch: ParameterWatch
     _access: Access
+    _begun_in: int | None = None
     _states: OptimizerStates | None = None
     _closed = _failed = _given = False
 
@@ -65,7 +67,7 @@ class ClosingEngine(Engine):
             return
         if not self._failed:
             self._access.check()
-            if is_running(self):
+            if is_running(self, self._begun_in):
                 raise ValueError("close: a pass of this engine is running, which needs its weights: close it after that")
         self._closed = True
         try:

@@ -4,6 +4,7 @@ closing.py.
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,14 +27,11 @@ NO_LOSS = "backward: call the engine first, with gradients enabled, to get a los
 
 
 class SteppingEngine(ClosingEngine):
-    """_trains: something of the model requires a gradient. _broken_off: a pass runs, or what an exception left of one is not
-    tidied up yet. _together: all ranks, if there are several.
-    """
+    """_trains: something of the model requires a gradient. _together: all ranks, if there are several."""
 
     settings: Settings
     control: StepControl
     _trains: bool
-    _broken_off = False
     _together: Ranks | None = None
 
     # ---- what the engines do differently
@@ -114,23 +112,23 @@ class SteppingEngine(ClosingEngine):
 
         recover: instead of forgetting the step in progress.
         """
-        self._broken_off = True
+        self._begun_in = threading.get_ident()
         try:
             yield
         except BaseException as error:
             self.control.told.add(in_words(error))
             (recover or self._abort)()
-            self._broken_off = False
+            self._begun_in = None
             raise
-        self._broken_off = False
+        self._begun_in = None
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the engine is closed")
         self._access.check()
-        if self._broken_off and not is_running(self):  # a second Ctrl-C came before all was tidied up
-            self._abort()
-            self._broken_off = False
+        if self._begun_in is not None and not is_running(self, self._begun_in):
+            self._abort()  # a second Ctrl-C came before all was tidied up
+            self._begun_in = None
 
     def set_lr(self, lr: float) -> None:
         self._access.check_process()
