@@ -1,7 +1,7 @@
 """Whether a pass of an engine is running, in whose midst it may be asked for something else.
 
-That is read off the stack of who asks: whatever one would count it with, Ctrl-C may leave standing. Other threads' stacks change
-while they are read, over which Python 3.11 may end the process, so theirs is what the engine says that they have begun.
+That is read off the stack of who asks: whatever one would count it with, Ctrl-C may leave standing. Other threads' stacks
+change while they are read, over which Python 3.11 may end the process: of them the engine says what they have begun.
 """
 
 from __future__ import annotations
