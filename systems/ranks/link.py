@@ -37,7 +37,8 @@ class Link(ABC):
     """rank, size: as in Ranks. chain: of the tags of all collectives that were issued, in order; equal on all ranks.
 
     remark: what tags say besides for now: what other ranks have to have met too, or they differ by the next collective.
-    queues: a collective of what is on a device only joins the device's queue, and keeps nobody waiting for other ranks.
+    queues: a collective of what is on a device only joins the device's queue, and keeps nobody waiting for other ranks; what
+    goes out need not lie row behind row.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class Link(ABC):
 
     def stage(self, nbytes: int, device: torch.device) -> None:
         """Reductions of what is on this device have so many bytes there from here on, the same on all ranks."""
-        staging = Staging(nbytes, device, self.size)
+        staging = Staging(nbytes, device, self.size, together=not self.queues)
         self._staging[staging.device] = staging
 
     def pieces(self, whole: torch.Tensor) -> Iterator[Staged]:

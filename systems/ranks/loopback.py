@@ -62,7 +62,7 @@ class _LoopbackLink(Link):
         with self._meeting.of(self.rank, (tag, wholes)) as found:
             check_tags([tag for tag, _ in found])
             for number, value in enumerate(mine):
-                room = torch.empty(value.shape, dtype=torch.float32)
+                room = None if self.size == 2 else torch.empty(value.shape, dtype=torch.float32)
                 ordered_sum([self.own(theirs[number]) for _, theirs in found], value, room)
         for whole, value in zip(wholes, mine, strict=True):
             self.own(whole).copy_(value)

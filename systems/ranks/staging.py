@@ -1,7 +1,7 @@
 """Room for the pieces of an ordered sum, made once, so that a reduction allocates nothing.
 
-One piece of what goes out to all ranks, brought together, one of what comes from them, and one for its sum in fp32, which with
-values of 16 bits and two ranks is as large.
+One piece of what comes from all ranks; one of what goes out to them, where a library takes it row behind row alone; and where
+there are more than two, one for the sum in fp32, which is no larger.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from typing import NamedTuple
 
 import torch
 
-from systems.ranks.staging_size import PIECES
-
 ALIGN = 256
 
 
 class Staged(NamedTuple):
-    """part: [ranks, elements], what goes to each, a row of its own each. outgoing: room for it. coming: [ranks, elements], from
-    each. total: [elements], fp32. into: where the own sum belongs.
+    """part: [ranks, elements], what goes to each, a row of its own each. coming: [ranks, elements], from each. into: where the
+    own sum belongs. outgoing: as part; None without room for it. total: [elements], fp32; None for two ranks.
     """
 
     part: torch.Tensor
-    outgoing: torch.Tensor
     coming: torch.Tensor
-    total: torch.Tensor
     into: torch.Tensor
+    outgoing: torch.Tensor | None
+    total: torch.Tensor | None
 
     def together(self) -> torch.Tensor:
         """What goes out, row behind row."""
+        assert self.outgoing is not None, "this staging has no room to bring it together"
         return self.outgoing.copy_(self.part)
 
     def add_up(self) -> None:
@@ -37,26 +36,30 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """nbytes: of all of it, the same on all ranks; from each piece a rank has at least 256 bytes. size: of the ranks."""
+    """nbytes: of all of it, the same on all ranks; from each piece a rank has at least 256 bytes. size: of the ranks. together:
+    with room for what goes out.
+    """
 
-    def __init__(self, nbytes: int, device: torch.device, size: int) -> None:
-        self._size, self._each = size, max(nbytes // PIECES // size // ALIGN, 1) * ALIGN
-        self._rooms = [torch.empty(size * self._each, dtype=torch.uint8, device=device) for _ in range(PIECES)]
+    def __init__(self, nbytes: int, device: torch.device, size: int, *, together: bool = True) -> None:
+        count = 1 + together + (size > 2)
+        self._size, self._together, self._each = size, together, max(nbytes // count // size // ALIGN, 1) * ALIGN
+        self._rooms = [torch.empty(size * self._each, dtype=torch.uint8, device=device) for _ in range(count)]
         self.device = self._rooms[0].device
 
     def pieces(self, whole: torch.Tensor, rank: int) -> Iterator[Staged]:
         """Of a flat tensor that all ranks share evenly, of at least 16 bits an element."""
         shards = whole.view(self._size, -1)
-        types = (whole.dtype, whole.dtype, torch.float32)
-        outgoing, coming, total = (room.view(dtype) for room, dtype in zip(self._rooms, types, strict=True))
+        rows = [room.view(whole.dtype) for room in self._rooms[: 1 + self._together]]
+        sums = [room.view(torch.float32) for room in self._rooms[len(rows) :]]
         for part in shards.split(self._each // whole.element_size(), dim=1):
-            out, come = (room[: part.numel()].view(part.shape) for room in (outgoing, coming))
-            yield Staged(part, out, come, total[: part.shape[1]], part[rank])
+            coming, *outgoing = (room[: part.numel()].view(part.shape) for room in rows)
+            total = [room[: part.shape[1]] for room in sums]
+            yield Staged(part, coming, part[rank], next(iter(outgoing), None), next(iter(total), None))
 
 
-def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, into: torch.Tensor, total: torch.Tensor) -> None:
-    """Of the ranks' values of one shard, by rank, in fp32, rounded once. total: room for that, fp32."""
-    if len(parts) == 2:  # torch adds values of 16 bits in fp32 and rounds once, without the room
+def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, into: torch.Tensor, total: torch.Tensor | None) -> None:
+    """Of the ranks' values of one shard, by rank, in fp32, rounded once. total: room for that, fp32; None for two ranks."""
+    if total is None:  # torch adds two values of 16 bits in fp32 and rounds once
         torch.add(parts[0], parts[1], out=into)
         return
     total.copy_(parts[0])

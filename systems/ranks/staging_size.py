@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-PIECES = 3
+PIECES = 3  # at most
 MOST_BYTES = PIECES * (16 << 20)  # larger pieces are not summed faster

@@ -61,20 +61,20 @@ def test_the_order_is_seen() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(2, 5), st.integers(0, 3000), st.sampled_from(DTYPES), st.integers(0, 9000))
+@given(st.integers(2, 5), st.integers(0, 3000), st.sampled_from(DTYPES), st.integers(0, 9000), st.booleans())
 def test_the_room_of_a_reduction_bounds_its_pieces_and_not_its_bits(
-    size: int, shard: int, dtype: torch.dtype, nbytes: int
+    size: int, shard: int, dtype: torch.dtype, nbytes: int, together: bool
 ) -> None:
-    """Each rank's pieces hold what it would send; what comes is put where the library would."""
+    """Each rank's pieces hold what it would send; what comes is put where the library would. together: its way."""
     wholes = [values_of(rank, size * shard, dtype) for rank in range(size)]
-    stagings = [Staging(nbytes, torch.device("cpu"), size) for _ in range(size)]
+    stagings = [Staging(nbytes, torch.device("cpu"), size, together=together) for _ in range(size)]
     taken = sum(room.nbytes for room in stagings[0]._rooms)
     assert taken <= max(nbytes, PIECES * size * 256)
     ways = [staging.pieces(whole, rank) for rank, (staging, whole) in enumerate(zip(stagings, wholes, strict=True))]
     for pieces in zip(*ways, strict=True):
         for rank, piece in enumerate(pieces):
             for source, other in enumerate(pieces):
-                piece.coming[source].copy_(other.together()[rank])
+                piece.coming[source].copy_((other.together() if together else other.part)[rank])
         for piece in pieces:
             piece.add_up()
     found = torch.cat([shard_of(whole, rank, size) for rank, whole in enumerate(wholes)])
