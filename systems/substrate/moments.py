@@ -60,11 +60,14 @@ class Moments:
             elif operation.kind is OpKind.MOVE:
                 residency.shards.move(operation.bundle)
             elif managed.holds or managed.pinned:
-                continue
+                self._outlasts(operation.bundle)
             elif operation.kind is OpKind.SHRINK:
                 residency.shards.shrink(operation.bundle)
             else:
                 (residency.drop if operation.kind is OpKind.DROP else residency.write_back)(operation.bundle)
+
+    def _outlasts(self, bundle: int) -> None:
+        """It is held beyond what the plan gives it."""
 
 
 class MomentsTogether(Moments):
@@ -84,6 +87,10 @@ class MomentsTogether(Moments):
     def end_call(self) -> None:
         """A call of the engine ends, with gradients to come."""
         self._pass(self._cursor.passes_call())
+
+    def _outlasts(self, bundle: int) -> None:
+        """See Moments: it goes with its last holder, for on other ranks it is gone, and they may gather it again."""
+        self._cursor.guests.add(bundle)
 
     def _pass(self, moments: Iterator[int]) -> None:
         before = self._cursor.departed

@@ -15,7 +15,7 @@ from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks
 from tests.planning.races import find_races
 from tests.systems.every import STRATEGIES
-from tests.systems.models_plain import squared_error
+from tests.systems.models_plain import Block, squared_error
 from tests.systems.models_small import tokens
 from tests.systems.running import AMPLE, RESIDENT, Run, assert_equal, finished, managed, settings
 from tests.systems.test_departures import Route
@@ -122,6 +122,49 @@ def test_blocks_whose_outputs_are_not_used_on_one_rank(strategy: str, skipped: t
     """Their backward never comes there."""
     for run in check(strategy, without(*skipped), model=Unused):
         assert run.counters["departures"] == STEPS - 2
+
+
+class Opening(Block):
+    """Runs another block within its own call, when told to."""
+
+    then: tuple[torch.nn.Module, ...] = ()  # no submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for other in self.then:
+            x = other(x)
+        return x
+
+
+class Within(Route):
+    """Its order may have 10 a + b: block b - 1 within the call of block a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Opening() for _ in self.blocks])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order, self.order = self.order, [number // 10 if number > 9 else number for number in self.order]
+        for outer, inner in (divmod(number, 10) for number in order if number > 9):
+            self.blocks[outer].then = (self.blocks[inner - 1],)
+        try:
+            return super().forward(x)
+        finally:
+            self.order = order
+            for block in self.blocks:
+                block.then = ()
+
+
+def nested(rank: int, step: int) -> Sequence[int]:
+    """On the last rank, from the third step on: block 2 within block 1, whose weights go, by plan, before it begins."""
+    return ALL if rank == 0 or step < 2 else (0, 13, 3)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_block_within_another_on_one_rank(strategy: str, share: float) -> None:
+    """What the plan drops meanwhile, and cannot, goes as the outer one ends: the others fetch it again together."""
+    check(strategy, nested, share, model=Within)
 
 
 def at_odds(rank: int, step: int) -> Sequence[int]:
