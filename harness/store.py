@@ -106,7 +106,7 @@ def _explain(folder: Path, error: OSError) -> str:
 
 
 def _checked_name(run_id: str) -> str:
-    """Of the record's file. A record may come from elsewhere: ValueError where what it calls itself would lead elsewhere too."""
+    """Of the record's file. ValueError where what a record, which may be anybody's, calls itself leads out of its folder."""
     name = f"{run_id}.json"
     if Path(name).name != name or "\0" in name:
         raise ValueError(f"run id {run_id!r} is no name of a file")

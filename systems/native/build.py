@@ -5,8 +5,9 @@ agree: each compiles to a file of its own and renames it into place.
 
 Note [What is loaded]
     Code that runs in this process: a file of this user's (or root's) that nobody else may write, in a folder of which the same
-    is true, and which nobody can put another one in the place of. Behind the library's end is a hash of it, which loaders ignore: one that was cut short or damaged is built anew
-    (a short one would end the process with SIGBUS). Both in one file, so that one rename replaces both.
+    is true, and which nobody can put another one in the place of. Behind the library's end is a hash of it, which loaders
+    ignore: one that was cut short or damaged is built anew (a short one would end the process with SIGBUS). Both in one file,
+    so that one rename replaces both.
 """
 
 from __future__ import annotations

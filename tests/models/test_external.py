@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -91,6 +92,25 @@ def test_setting_layers_of_an_encoder_decoder_folder_sets_both_stacks(tmp_path: 
         registry.resolve(str(tmp_path), {"tied": False})
     with pytest.raises(ValueError, match="--set objective has no effect"):
         registry.resolve(str(tmp_path), {"objective": "causal"})
+
+
+def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
+    """Neither what it says its classes are, nor kernels that it would have fetched."""
+    config_of("gpt2").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    classes = ("Config", "Model", "ModelForCausalLM", "ModelForMaskedLM", "Tokenizer")
+    written["auto_map"] = {f"Auto{name}": f"theirs.{name}" for name in classes}
+    written |= dict.fromkeys(("attn_implementation", "_attn_implementation", "_attn_implementation_internal"), "theirs/kernel")
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path.write_text(json.dumps(written))
+    shape = registry.resolve(str(tmp_path))
+    model: Any = registry.build(shape)
+    assert type(model).__module__.startswith("transformers.models.gpt2") and model.config._attn_implementation == "sdpa"
+    path.write_text(json.dumps(written | {"model_type": "theirs"}))
+    with pytest.raises(ValueError, match=r"^--model [^\n]*no model folder[^\n]*$"):
+        registry.resolve(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 USER_MODULES = """
