@@ -42,11 +42,12 @@ ARGUED: Mapping[str, str] = {
 
 def full_names(tree: ast.Module) -> dict[str, str]:
     """What a name of this file stands for: `np` for numpy, `loads` for pickle.loads."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {each.asname or each.name.partition(".")[0]: each.name if each.asname else each.name.partition(".")[0]
-                      for each in node.names}  # fmt: skip
+            for each in node.names:
+                name = each.asname or each.name.partition(".")[0]
+                found[name] = each.name if each.asname else name
         elif isinstance(node, ast.ImportFrom):
             found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
     return found
@@ -74,14 +75,16 @@ def _named(node: ast.ImportFrom | ast.Name | ast.Attribute, names: Mapping[str, 
 
 
 def _calls(node: ast.Call, names: Mapping[str, str]) -> Iterator[str]:
-    given = {each.arg: each.value for each in node.keywords}
+    given = {each.arg for each in node.keywords}
     called = next(_named(node.func, names)) if isinstance(node.func, ast.Name | ast.Attribute) else ""
     for name, (keyword, value) in REQUIRED.items():
         if (called == name or called.endswith(f".{name}")) and keyword not in given:
             yield f"{name} without {keyword}={value}"
-    for keyword, found in given.items():
-        if keyword in NEVER_ELSE and not (isinstance(found, ast.Constant) and found.value is NEVER_ELSE[keyword]):
-            yield f"{keyword}={ast.unparse(found)}"
+    for each in node.keywords:
+        if each.arg is None or each.arg not in NEVER_ELSE:
+            continue
+        if not (isinstance(each.value, ast.Constant) and each.value.value is NEVER_ELSE[each.arg]):
+            yield ast.unparse(each)
 
 
 def test_nothing_that_is_read_can_run() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 import systems
 from harness import cli, store
@@ -64,18 +65,12 @@ def test_runs_are_looked_for_in_their_folder_alone(wanted: str, tmp_path: Path) 
 
 
 LOOKED_UP: dict[str, Callable[[str], object]] = {
-    "a system": lambda name: systems.initialize(_model(), system=name, device="cpu"),
+    "a system": lambda name: systems.initialize(nn.Linear(2, 2), system=name, device="cpu"),
     "a system's options": lambda name: registry.face(name),
     "a model": models_registry.resolve,
     "an optimizer": lambda name: hyperparameters(name, {}),
     "a hardware profile": hardware.load,
 }
-
-
-def _model() -> object:
-    import torch
-
-    return torch.nn.Linear(2, 2)
 
 
 @pytest.mark.parametrize("name", [each for each in LEADING if not os.path.isdir(each)])
@@ -91,8 +86,8 @@ def test_what_is_no_name_is_looked_for_nowhere(
         for ending in (".py", ".json", ".toml"):
             (folder / f"outside{ending}").write_text(bait if ending == ".py" else "{}")
     monkeypatch.setattr(hardware, "FOLDER", tmp_path / "here")
-    opened: list[str] = []
-    monkeypatch.setattr(hardware, "read_json", lambda path: opened.append(str(path)) or {})
+    opened: list[object] = []
+    monkeypatch.setattr(hardware, "read_json", opened.append)
     with pytest.raises(ValueError, match=r"unknown [a-z ]*") as refused:
         LOOKED_UP[kind](name)
     assert "\n" not in str(refused.value)
