@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import nn
 
@@ -111,6 +112,22 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--model [^\n]*no model folder[^\n]*$"):
         registry.resolve(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "{parent}/outside.safetensors", "a/../../outside.safetensors"])
+def test_a_folder_s_index_names_files_of_the_folder(tmp_path: Path, file: str) -> None:
+    """Though they would be the right ones."""
+    import transformers
+
+    folder = tmp_path / "model"
+    transformers.GPT2LMHeadModel(config_of("gpt2")).save_pretrained(folder)
+    (folder / "a").mkdir()
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    with safetensors.safe_open(tmp_path / "outside.safetensors", framework="pt") as held:
+        named = dict.fromkeys(held.keys(), file.format(parent=tmp_path))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(ValueError, match=r"^[^\n]*index.json cannot be read[^\n]*is no file of this folder$"):
+        registry.initial_weights(registry.resolve(str(folder)), 0)
 
 
 USER_MODULES = """
