@@ -41,9 +41,9 @@ def cuda() -> Finding:
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         return Finding("cuda", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}")
     if torch.version.cuda is None:
-        advice = "install a CUDA build of torch to use a GPU; until then --device cpu emulates one"
+        advice = "pip install --force-reinstall torch, whose default build has it; until then --device cpu emulates one"
         return Finding("cuda", f"torch {torch.__version__} is built without it", advice)
-    return Finding("cuda", "no device is visible", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES")
+    return Finding("cuda", "no device is visible", "nvidia-smi says whether the driver sees one; unset CUDA_VISIBLE_DEVICES")
 
 
 def _first_line(command: list[str]) -> str | None:
@@ -58,7 +58,7 @@ def compiler() -> Finding:
     try:
         return Finding("compiler", build.compiler()[1].partition("\n")[0])
     except build.BuildError as error:
-        advice = "install g++: the C++ Adam kernel needs it, without it a slower torch version runs"
+        advice = "apt install g++, or export CXX=...: the C++ Adam kernel needs one, without it a slower torch version runs"
         return Finding("compiler", str(error), advice)
 
 
@@ -75,7 +75,7 @@ def libaio() -> Finding:
     try:
         compiler = build.compiler()[0]
     except build.BuildError:
-        return Finding("libaio", "not known without a C++ compiler", "install g++, then ask again")
+        return Finding("libaio", "not known without a C++ compiler", "apt install g++, then ask again")
     command = [*compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
     try:
         subprocess.run(command, input=_AIO_PROGRAM, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
@@ -98,7 +98,7 @@ def huge_pages(path: Path = HUGE_PAGES) -> Finding:
 def memory(limits: MachineLimits) -> Finding:
     """The budget, and which limit sets it."""
     if limits.host_budget_bytes is None:
-        return Finding("host memory", "no limit is readable", "give --host-memory")
+        return Finding("host memory", "no limit is readable", "--host-memory 64GiB, say, at each run")
     parts = {
         "machine": limits.machine_memory_bytes,
         "cgroup": limits.cgroup_memory_bytes,
@@ -107,7 +107,7 @@ def memory(limits: MachineLimits) -> Finding:
     known = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size is not None)
     advice = ""
     if limits.machine_memory_bytes and limits.host_budget_bytes < limits.machine_memory_bytes:
-        advice = "the budget is below the machine's memory: raise the container's limit or ulimit -v for larger models"
+        advice = "the budget is below the machine's memory: docker run --memory, or ulimit -v unlimited, for larger models"
     return Finding("host memory", f"budget {format_size(limits.host_budget_bytes)} ({known})", advice)
 
 
@@ -121,7 +121,7 @@ def pinning(limits: MachineLimits) -> Finding:
 def cores(limits: MachineLimits) -> Finding:
     advice = ""
     if limits.machine_cores and limits.cores < limits.machine_cores:
-        advice = "affinity, cpuset or a quota holds cores back: the CPU optimizer runs on the usable ones"
+        advice = "taskset -p $$, or docker run --cpus: affinity, cpuset or a quota holds cores back from the CPU optimizer"
     return Finding("cores", f"{limits.cores} usable of {limits.machine_cores}", advice)
 
 
@@ -134,11 +134,12 @@ def swap(limits: MachineLimits) -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """Optional packages and what they are for."""
+    """Optional packages and what they are for. Extras are this project's folder's: no index has it under its name."""
     for name, install, purpose in (
-        ("deepspeed", "pip install 'offload-bench[baselines]'", "the DeepSpeed baselines"),
-        ("roundpipe", "pip install 'offload-bench[baselines]'", "the RoundPipe baseline"),
-        ("wandb", "pip install 'offload-bench[wandb]'", "--wandb"),
+        ("deepspeed", "pip install -e '.[baselines]'", "the DeepSpeed baselines"),
+        ("roundpipe", "pip install -e '.[baselines]'", "the RoundPipe baseline"),
+        ("accelerate", "pip install -e '.[trainer]'", "OffloadTrainer, under transformers' Trainer"),
+        ("wandb", "pip install -e '.[wandb]'", "--wandb"),
         ("pynvml", "pip install nvidia-ml-py", "energy, clocks and PCIe link in records"),
     ):
         if importlib.util.find_spec(name) is None:

@@ -87,7 +87,7 @@ class Worker:
         self._held_back: list[str] | None = []  # until the input is known to be good: bad input is one line
         read_end, write_end = os.pipe()
         try:
-            self.process = _start(write_end, group, among=job.ranks)
+            self.process = _start(write_end, group)
         except OSError:
             os.close(read_end)
             raise
@@ -254,14 +254,12 @@ class Crew:
         return codes
 
 
-def _start(write_end: int, group: int, among: int) -> subprocess.Popen[bytes]:
+def _start(write_end: int, group: int) -> subprocess.Popen[bytes]:
     """A worker, with one end of the pipe for its messages."""
     root = str(Path(__file__).resolve().parents[1])
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")]), os.curdir])
     environment["PYTHONUNBUFFERED"] = "1"
-    if among > 1 and launched() is None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of several ranks, which are all here
     return subprocess.Popen(
         [sys.executable, *WORKER],
         stdin=subprocess.PIPE,

@@ -1,4 +1,8 @@
-"""What the environment keeps secret (keys, tokens, passwords) stays out of records, wherever a run may have printed it."""
+"""What is secret (keys, tokens, passwords) stays out of records, wherever a run may have printed it.
+
+Known by its name in the environment, or by its form: what stands before the host of a URL, and the tokens of services that
+give theirs a form of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,12 @@ from pydantic import BaseModel
 from systems.messages import one_line, printable
 
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|(^|_)PAT(_|$)", re.IGNORECASE)
+IN_A_URL = re.compile(r"(?<=://)[^\s/?#@]+(?=@)")  # user:password@, or a token alone
+IN_A_QUERY = re.compile(r"(?<=[?&])((?:[\w-]*[_-])?(?:key|token|secret|password|signature|sig)=)[^\s&#]+", re.IGNORECASE)
+TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[\w-]{20,}|"
+    r"wandb_v\d_\w{20,}|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,})"
+)
 SHORTEST = 8  # characters: what is shorter is in many a word and number, and protects nothing
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -34,15 +44,21 @@ def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 def without_secrets(model: _M, environment: Mapping[str, str] | None = None) -> _M:
     """The same with every text in it freed of them. What is one of a few given words (a status) is no text."""
-    secrets = secrets_of(os.environ if environment is None else environment)
-    return typing.cast(_M, _cleared(model, secrets)) if secrets else model
+    return typing.cast(_M, _cleared(model, secrets_of(os.environ if environment is None else environment)))
+
+
+def _without_forms(text: str) -> str:
+    """Freed of what is secret wherever it stands."""
+    text = IN_A_URL.sub("<secret>", text) if "://" in text else text
+    text = IN_A_QUERY.sub(r"\1<secret>", text)
+    return TOKEN.sub("<secret>", text)
 
 
 def _cleared(value: Any, secrets: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         for secret, name in secrets.items():
             value = value.replace(secret, name)
-        return value
+        return _without_forms(value)
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
         texts = [name for name, field in fields.items() if not _is_a_choice(field.annotation)]

@@ -6,6 +6,7 @@ Options stand under short names and a record's doubts as letters, both with a le
 
 from __future__ import annotations
 
+import html
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def _legend(cells: Sequence[TableCell], marks: Mapping[str, str]) -> Iterator[st
         yield from ("Letters behind a name are doubts that the records themselves raise:", "")
         for code, letter in marks.items():
             cause = f"; possible cause: {CLOSED_LIST[code][0]}" if code in CLOSED_LIST else ""
-            yield _wrapped(printable(f"* {letter}: {code.replace('_', ' ')}{cause}."), "  ")
+            yield _wrapped(_plain(f"* {letter}: {code.replace('_', ' ')}{cause}."), "  ")
 
 
 def table_lines(table: ResultsTable, shown: Sequence[ShownGroup], marks: Mapping[str, str]) -> list[str]:
@@ -204,9 +205,14 @@ def _notes(shown: ShownGroup) -> Iterator[str]:
         if row.refused:
             unlike.setdefault("; ".join(str(difference) for difference in row.refused), []).append(short_label(cell))
     for why, labels in unlike.items():
-        yield f"Not set against {short_label(shown.group.reference)}: {'; '.join(labels)}: {why}."
+        yield f"Not set against {short_label(shown.group.reference)}: {'; '.join(labels)}: {_plain(why)}."
     if shown.not_run:
         yield f"Not run yet: {_listed(shown)}"
+
+
+def _plain(text: str) -> str:
+    """What records say, which a page shows and does not obey: neither as HTML nor as a mark of this document."""
+    return html.escape(printable(text), quote=False)
 
 
 def _wrapped(text: str, indent: str = "") -> str:

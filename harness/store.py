@@ -105,9 +105,20 @@ def _explain(folder: Path, error: OSError) -> str:
     return f"--results {folder} {cause}: name a folder that takes a file of {_ROOM_BYTES >> 20} MiB"
 
 
+def _checked_name(run_id: str) -> str:
+    """Of the record's file. ValueError where what a record, which may be anybody's, calls itself leads out of its folder."""
+    name = f"{run_id}.json"
+    if Path(name).name != name or "\0" in name:
+        raise ValueError(f"run id {run_id!r} is no name of a file")
+    return name
+
+
 def write(record: Record, folder: Path) -> Path:
-    """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken."""
-    path = folder / f"{record.run_id}.json"
+    """Keep a record; the path it has. Raises StoreError if it cannot be kept or its run_id is taken, or is no file's name."""
+    try:
+        path = folder / _checked_name(record.run_id)
+    except ValueError as error:
+        raise StoreError(f"{error}: leave it as the run made it") from None
     try:
         _make(folder)
     except OSError as error:
@@ -142,7 +153,9 @@ def read(path: Path) -> Record | Unreadable:
         tree = read_json(path, _MOST_BYTES)
         if not isinstance(tree, dict):
             raise ValueError("it is not a JSON object")
-        return Record.model_validate(upgrade(tree))
+        record = Record.model_validate(upgrade(tree))
+        _checked_name(record.run_id)
+        return record
     except ValidationError as error:
         return Unreadable(path, invalid_value(error, lambda field, _: field))
     except json.JSONDecodeError as error:

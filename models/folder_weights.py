@@ -123,6 +123,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         if index.stat().st_size > INDEX_BYTES:
             raise ValueError("it is too large")
         found = json.loads(index.read_text())["weight_map"]
+        if outside := [file for file in found.values() if Path(str(file)).name != str(file) or "\0" in str(file)]:
+            raise ValueError(f"{str(outside[0])!r} is no file of this folder")
         return {str(name): str(file) for name, file in found.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} cannot be read: {type(error).__name__}: {_line(error)}") from None

@@ -29,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE, WORDS, CONTRIBUTING, README = (
     ROOT / name for name in ("docs/architecture.md", "docs/words.md", "CONTRIBUTING.md", "README.md")
 )
-DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
-LINKING = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
+TESTS = ROOT / "tests" / "README.md"
+DOCUMENTS = [README, CONTRIBUTING, TESTS, *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [README, CONTRIBUTING, TESTS, *sorted((ROOT / "docs").rglob("*.md"))]
 README_LINES = 120
 FOLDERS = ("harness", "models", "systems")
 INDENT = 4

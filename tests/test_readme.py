@@ -53,7 +53,8 @@ def sources(folder: Path) -> set[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built of a copy, since a build leaves folders in its tree, and takes up what an earlier one has left."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree)
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-c", BUILD, str(out)]

@@ -49,6 +49,8 @@ class DummyEngine(Engine):
     On several ranks each step waits for all of them, as a real one does.
     """
 
+    system = "dummy"
+
     def __init__(
         self,
         options: DummyOptions,
@@ -61,7 +63,7 @@ class DummyEngine(Engine):
         self.module = torch.nn.Module()
         self.outcomes: list[StepOutcome] = []
         self.learning_rates: list[float] = []  # as set, for tests of the schedule
-        self._options, self._settings, self._sleep = options, settings, sleep
+        self._options, self.settings, self._sleep = options, settings, sleep
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._done = 0
         self._weight = torch.zeros((), device=settings.device, requires_grad=True)
@@ -101,7 +103,7 @@ class DummyEngine(Engine):
         skipped = self._options.skip_at == self._done
         self._counters["skipped_steps"] += skipped
         self._counters["h2d_bytes"] += self._options.bytes_per_step
-        clip = self._settings.clip
+        clip = self.settings.clip
         factor = min(1.0, clip / NORM) if clip else 1.0
         self.outcomes.append(StepOutcome(step=self._done, norm=NORM, clip_factor=factor, loss_scale=1.0, skipped=skipped))
 
@@ -141,7 +143,7 @@ class DummyEngine(Engine):
         return dict(self._counters)
 
     def memory(self) -> MemoryReport:
-        return MemoryReport(device_budget_bytes=self._settings.device_memory, host_budget_bytes=self._settings.host_memory)
+        return MemoryReport(device_budget_bytes=self.settings.device_memory, host_budget_bytes=self.settings.host_memory)
 
     def statistics(self) -> BaseModel | None:
         return OddStatistics() if self._options.odd_statistics else None

@@ -45,6 +45,7 @@ from systems.system import Engine, RankedSystem
 class FsdpEngine(PackageEngine):
     """config: arguments of fully_shard, its two policies, and the optimizer."""
 
+    system = "fsdp2-offload"
     averages = False  # it is told to divide by 1
 
     def __init__(

@@ -62,6 +62,8 @@ class ResidentEngine(SteppingEngine):
     On several ranks each has all of the model, and every micro-batch's gradients are summed over them.
     """
 
+    system = "resident"
+
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks) -> None:
         started = time.perf_counter()
         self.module, self.settings, self.ranks = model, settings, ranks

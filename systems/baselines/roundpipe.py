@@ -55,6 +55,8 @@ class _InputsKnownError(Exception):
 class RoundPipeEngine(PackageEngine):
     """roundpipe: the package. layers: the model in sequence. config: arguments of RoundPipe and of its run config."""
 
+    system = "roundpipe"
+
     def __init__(
         self,
         model: nn.Module,

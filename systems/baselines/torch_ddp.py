@@ -49,6 +49,8 @@ BYTES = {"masters": 16, "autocast": 16, "compute": 8}  # a trainable parameter i
 class DdpEngine(PackageEngine):
     """config: arguments of DistributedDataParallel and of the optimizer."""
 
+    system = "torch-ddp"
+
     def __init__(
         self,
         model: nn.Module,

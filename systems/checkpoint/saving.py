@@ -218,7 +218,7 @@ def _tidy(target: Path) -> None:
             return  # who knows what is broken
         kept = None
     for path in target.iterdir():
-        if re.match(DATA, path.name) and path.name != kept:
+        if re.fullmatch(DATA, path.name) and path.name != kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -265,7 +265,7 @@ def _may_take(target: Path) -> bool:
     """There is nothing yet, a checkpoint, or what is left of one that was not completed."""
     if not target.is_dir():
         return not os.path.lexists(target)
-    return (target / MANIFEST).is_file() or all(re.match(DATA, path.name) for path in target.iterdir())
+    return (target / MANIFEST).is_file() or all(re.fullmatch(DATA, path.name) for path in target.iterdir())
 
 
 def check_room(
@@ -281,7 +281,7 @@ def check_room(
     except CheckpointError:
         kept = None
     old = _taken(target / kept) if kept else 0
-    stale = sum(_taken(path) for path in target.glob("data-*") if re.match(DATA, path.name) and path.name != kept)
+    stale = sum(_taken(path) for path in target.glob("data-*") if re.fullmatch(DATA, path.name) and path.name != kept)
     free = shutil.disk_usage(target if target.exists() else target.parent).free + stale
     if new > free:
         raise _no_room(f"the checkpoint takes {format_need(new, free)}", new, free, target)

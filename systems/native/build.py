@@ -5,8 +5,9 @@ agree: each compiles to a file of its own and renames it into place.
 
 Note [What is loaded]
     Code that runs in this process: a file of this user's (or root's) that nobody else may write, in a folder of which the same
-    is true. Behind the library's end is a hash of it, which loaders ignore: one that was cut short or damaged is built anew
-    (a short one would end the process with SIGBUS). Both in one file, so that one rename replaces both.
+    is true, and which nobody can put another one in the place of. Behind the library's end is a hash of it, which loaders
+    ignore: one that was cut short or damaged is built anew (a short one would end the process with SIGBUS). Both in one file,
+    so that one rename replaces both.
 """
 
 from __future__ import annotations
@@ -101,18 +102,26 @@ def _version(command: tuple[str, ...]) -> str:
     return told.stdout.strip()
 
 
-def cache_directory() -> Path:
+def cache_directory(*below: str) -> Path:
     """$XDG_CACHE_HOME/offload-bench or ~/.cache/offload-bench; where neither can be had alone, one of this user's in /tmp.
 
-    The first is this project's own: if it is this user's, others lose the right to write there.
+    The first is this project's own: if it is this user's, others lose the right to write there. below: folders in it, each the
+    next one's parent, of which the same is true. Raises BuildError.
     """
+    folder = _root()
+    for name in below:
+        folder = folder / name
+        if not _is_alone(folder):
+            raise BuildError(f"{folder} belongs to someone else or is open to others: remove it, or set XDG_CACHE_HOME")
+    return folder
+
+
+def _root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     preferred = (Path(base) if base else Path("~/.cache").expanduser()) / PROJECT
     with contextlib.suppress(OSError, RuntimeError):  # the fallback is a place of equal standing, only less lasting
-        preferred.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if preferred.stat().st_uid == os.getuid() and preferred.stat().st_mode & OTHERS_WRITE:
-            preferred.chmod(stat.S_IMODE(preferred.stat().st_mode) & ~OTHERS_WRITE)
-        if os.access(preferred, os.W_OK | os.X_OK) and _is_ours(preferred.stat()):
+        preferred.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_alone(preferred) and not _can_be_replaced(preferred):
             return preferred
     fallback = Path(tempfile.gettempdir()) / f"{PROJECT}-{os.getuid()}"
     try:
@@ -120,9 +129,27 @@ def cache_directory() -> Path:
         info = fallback.lstat()
     except OSError as error:
         raise BuildError(f"neither {preferred} nor {fallback} can be a cache ({error.strerror}): set XDG_CACHE_HOME") from None
-    if not stat.S_ISDIR(info.st_mode) or not _is_ours(info):
+    if not stat.S_ISDIR(info.st_mode) or not _is_ours(info) or _can_be_replaced(fallback):
         raise BuildError(f"{fallback} belongs to someone else or is open to others: set XDG_CACHE_HOME to a directory of yours")
     return fallback
+
+
+def _is_alone(folder: Path) -> bool:
+    """It is there now, this user may write in it, and nobody else but root. Raises OSError."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    info = folder.stat()
+    if info.st_uid == os.getuid() and info.st_mode & OTHERS_WRITE:
+        folder.chmod(stat.S_IMODE(info.st_mode) & ~OTHERS_WRITE)
+    return os.access(folder, os.W_OK | os.X_OK) and _is_ours(folder.stat())
+
+
+def _can_be_replaced(folder: Path) -> bool:
+    """By anybody: who may write in a folder above it puts another one in its place, unless only owners take away what is there.
+
+    A group is trusted there, for on many systems every user has one alone and shares all folders with it.
+    """
+    above = (parent.stat().st_mode for parent in folder.resolve().parents)
+    return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above)
 
 
 def _is_ours(info: os.stat_result) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +22,8 @@ from systems.ranks.stuck import STUCK_S, end_process
 
 LAUNCHED = "env://"  # where processes of a launcher find each other
 WAIT = timedelta(seconds=TIMEOUT_S)  # for those that do not come
+INTERFACE = "GLOO_SOCKET_IFNAME"  # which gloo listens on; without it, the one that the host's name leads to
+LOOPBACK = ("lo", "lo0")  # of Linux, and of macOS
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -68,9 +72,8 @@ def begun(
     on_stuck: Callable[[str], None] = end_process,
     of_one_engine: bool = False,
 ) -> Processes:
-    """A default group of `size` processes, which ends with the last ranks that use it. where: as in `meet`.
-
-    The rest is as in Processes.
+    """A default group of `size` processes, which ends with the last ranks that use it. where: as in `meet`, of this host alone
+    where it is not LAUNCHED. The rest is as in Processes.
 
     Raises UnsupportedError where torch cannot, and where there are fewer devices than ranks.
     """
@@ -86,6 +89,7 @@ def begun(
                 )
             chosen = torch.device("cuda", local_rank)
             torch.cuda.set_device(chosen)
+    _listen_here(where)
     store = meet(where, rank=rank, size=size, device=device, timeout=WAIT)
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=size, device_id=chosen)
     try:
@@ -100,3 +104,15 @@ def begun(
     except BaseException:
         dist.destroy_process_group()
         raise
+
+
+def _listen_here(where: str) -> None:
+    """Gloo asks nobody who connects who he is: ranks that are all on this host listen on its loopback, if the user has named no
+    interface.
+    """
+    told = launched() if where == LAUNCHED else None
+    if told is not None and told.local_size < told.size:
+        return
+    loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACK), None)
+    if loopback is not None:
+        os.environ.setdefault(INTERFACE, loopback)

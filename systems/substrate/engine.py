@@ -98,6 +98,7 @@ class ManagedEngine(ManagedReports):
     def _have(self, made: Assembly) -> None:
         self.index, self._trains, self.parameters = made.found.index, made.found.trains, made.parameters
         self.strategy, self.layout, self.device, self.disk = made.strategy, made.layout, made.device, made.disk
+        self.system = made.strategy.name
         self.store, self.values, self.tiers, self.poison = made.store, made.values, made.tiers, made.poison
         self.bundles, self.residency, self.gradients = made.bundles, made.residency, made.gradients
         self.control, self.updates, self._states = made.control, made.updates, made.states

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from pydantic import BaseModel
@@ -12,6 +12,8 @@ from systems.device.memory.disk import Disk
 from systems.device.memory.host import HostSlots
 from systems.device.watch.events import EventLog
 from systems.device.watch.phases import PhaseClock
+from systems.planning.layout import Layout
+from systems.planning.plan import Tier
 from systems.planning.strategy import Strategy
 from systems.recipe.step.stepping import SteppingEngine
 from systems.reports import MemoryReport, PlanReport
@@ -24,6 +26,7 @@ class ManagedReports(SteppingEngine):
     """input_slots: host memory where inputs of blocks wait (activations=host). disk: None without one."""
 
     log: EventLog
+    layout: Layout
     device: Device
     store: Store
     versions: SecondVersions
@@ -55,7 +58,16 @@ class ManagedReports(SteppingEngine):
         plan = self.cursor.plan
         if plan is None:
             return PlanReport()
-        return PlanReport(plan.predicted_step_time_s, plan.predicted_device_peak_bytes)
+        return PlanReport(
+            plan.predicted_step_time_s,
+            plan.predicted_device_peak_bytes,
+            on_device=self._share(s.index for s in self.layout.segments if plan.optimizer_tier[s.index] is Tier.DEVICE),
+            ahead=self._share(s for bundle in plan.ahead for s in self.layout.bundles[bundle].segments),
+        )
+
+    def _share(self, segments: Iterable[int]) -> float:
+        """Of the model's elements."""
+        return sum(self.layout.segments[s].used for s in segments) / max(1, sum(s.used for s in self.layout.segments))
 
     def phases_s(self, step: Callable[[], None]) -> dict[str, float]:
         self._check_open()

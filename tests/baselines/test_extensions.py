@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from systems.baselines.external import extensions
+from systems.native.build import BuildError
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(extensions.VARIABLE, raising=False)
-    monkeypatch.setattr(extensions, "cache_directory", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
@@ -25,6 +26,30 @@ def test_the_folder_is_set_while_building_only(cache: Path) -> None:
     assert extensions.VARIABLE not in os.environ
 
 
+def test_nobody_else_writes_there(cache: Path) -> None:
+    """Whatever the umask is, and whoever has made it writable since."""
+    before = os.umask(0)
+    try:
+        made = extensions.folder()
+        assert {each.stat().st_mode & 0o777 for each in (made, made.parent)} == {0o700}
+        for each in (made, made.parent):
+            each.chmod(0o777)
+            assert extensions.folder() == made and each.stat().st_mode & 0o022 == 0
+    finally:
+        os.umask(before)
+
+
+def test_one_of_somebody_else_s_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = extensions.folder()
+    if os.getuid() == 0:
+        os.chown(made, 12345, -1)
+    else:
+        monkeypatch.setattr(Path, "chmod", lambda *_, **__: None)  # which an owner alone may
+        os.chmod(made, 0o777)
+    with pytest.raises(BuildError, match=f"{made} belongs to someone else or is open to others: remove it"):
+        extensions.folder()
+
+
 def test_environments_do_not_share_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = extensions.folder()
     monkeypatch.setattr(sys, "prefix", "/another")
@@ -33,7 +58,7 @@ def test_environments_do_not_share_it(cache: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_stale_lock_goes(cache: Path) -> None:
     stale = extensions.folder() / "cpu_adam" / "lock"
-    stale.parent.mkdir(parents=True)
+    stale.parent.mkdir()
     stale.touch()
     with extensions.building():
         assert not stale.exists()

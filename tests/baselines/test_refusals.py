@@ -62,7 +62,7 @@ def test_a_missing_package_is_unavailable(system: str, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(UnavailableError, match=r"deepspeed does not load \(ModuleNotFoundError.*pip install") as caught:
         refuse(system)
-    assert caught.value.install == "pip install 'offload-bench[baselines]'"
+    assert caught.value.install == "pip install -e '.[baselines]'"
 
 
 def test_a_package_that_breaks_while_it_loads_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from systems.baselines import faces
 from systems.face import Abilities
 from systems.registry import RegistryEntry
 from tests.harness.conftest import make_record
+from tests.harness.processes import ROOT
 
 # A flag costs every user a line of help: adding one means deciding so here.
 FLAGS = (
@@ -260,6 +262,24 @@ def test_doctor_tells_and_changes_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert all(line.startswith(("ok   ", "lacks")) for line in lines)
     told = {line[7:21].strip() for line in lines}
     assert {"cuda", "compiler", "ninja", "libaio", "huge pages", "host memory", "deepspeed", "roundpipe"} <= told
+
+
+def test_what_brings_a_package_is_a_command_that_works_in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name no index has this project, and what it may have under that name some day is somebody else's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
+    lacks = list(doctor.packages())
+    assert {"deepspeed", "roundpipe", "accelerate", "wandb", "pynvml"} == {each.subject for each in lacks}
+    needed = {"pynvml": "nvidia-ml-py"}
+    for each in lacks:
+        command = re.match(r"pip install (?:-e '\.\[(\w+)\]'|([\w-]+)) for ", each.advice)
+        assert command is not None, each
+        brought = project["optional-dependencies"][command[1]] if command[1] else [command[2]]
+        name = needed.get(each.subject, each.subject)
+        assert any(re.split(r"[<>=]", one)[0] == name for one in brought)
+    by_name = re.compile(rf"(?<!\S)['\"`]?{re.escape(project['name'])}\[")
+    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("systems/**/*.py"), *ROOT.glob("harness/**/*.py")]
+    assert len(texts) > 200 and not [path for path in texts if by_name.search(path.read_text())]
 
 
 @pytest.mark.parametrize(("compiler", "lacks"), [("true", False), ("false", True)])

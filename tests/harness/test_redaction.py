@@ -83,6 +83,43 @@ def test_a_process_that_prints_its_environment_leaves_no_key_in_its_record(
     assert record.reason.log[-1] == f"RuntimeError: <{name}> was refused"
 
 
+IN_FORM = {
+    "https://me:hunter2hunter2@hub.example/repo.git": "hunter2hunter2",
+    "cloning https://oauth2:x1@huggingface.co/a/b failed": "oauth2:x1",
+    "proxy http://user:p%40ss@10.0.0.1:3128": "p%40ss",
+    "postgresql://me:word@db/x": "me:word",
+    "GET https://api.example/v1?user=me&api_key=0011223344 -> 401": "0011223344",
+    "https://bucket.example/a?X-Amz-Signature=deadbeef&x=1": "deadbeef",
+    "https://hub.example/resolve?token=abc#part": "=abc",
+    "Invalid token hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345",
+    "ghp_0123456789abcdefghij0123456789abcdef": "ghp_0123456789abcdef",
+    "wandb_v1_0123456789abcdefghij_0123456789": "0123456789abcdefghij",
+    "aws AKIAABCDEFGHIJKLMNOP": "AKIAABCDEFGHIJKLMNOP",
+}
+
+
+@pytest.mark.parametrize("told", IN_FORM)
+def test_a_secret_is_known_by_its_form_whatever_the_environment_has(told: str) -> None:
+    made = make_record(
+        status="failed", spec=make_spec(tag=told, data=told), reason={"message": told, "log": ["x", told]}, notes=[told],
+        strategy={"deep": [{told: told}]}, environment={"variables": {"http_proxy": told}},
+    )  # fmt: skip
+    text = to_json(without_secrets(made, {}))
+    assert IN_FORM[told] not in text and "<secret>" in text
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "https://huggingface.co/facebook/opt-125m?rev=main", "me@example.org", "file:///home/me/a@b", "the token is 5 long",
+        "http://localhost:29400/a@b", "give --token=..., or set HF_TOKEN", "a key=value", "hf_transfer", "sk-learn",
+    ],
+)  # fmt: skip
+def test_what_is_no_secret_stands(told: str) -> None:
+    made = make_record(status="failed", reason={"message": told})
+    assert without_secrets(made, {}) == made
+
+
 def test_the_environment_of_a_record_is_of_names_that_hold_no_keys() -> None:
     from harness import environment as described
     from harness.redaction import SECRET_NAME

@@ -213,6 +213,16 @@ def test_doubts_are_letters_with_a_legend(table: cells.ResultsTable) -> None:
     ]
 
 
+def test_what_records_say_is_shown_and_not_obeyed(table: cells.ResultsTable) -> None:
+    """Neither as HTML nor as a mark of the document."""
+    said = f"<script>alert(1)</script> {tables.END}\n"
+    doubts = [{"code": said, "seen": said, "cause": said, "advice": said}]
+    other = {"doubts": doubts, "resolved": {"device_label": DEVICE, "batch_size": 2, "seq_len": 16, "clock": said}}
+    text = tables.rendered([table], [record("resident", 1, 0.2), record("dummy", 2, 0.2, record=other)])
+    assert "<script" not in text and text.count("<!--") == text.count("-->") == 2
+    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 2  # as a doubt, and as what sets it apart
+
+
 def test_no_line_but_a_row_is_long() -> None:
     text = (ROOT / "docs" / "results.md").read_text()
     assert not [line for line in text.splitlines() if len(line) > results_page.WIDTH and not line.startswith("|")]

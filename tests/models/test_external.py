@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import nn
 
@@ -91,6 +93,41 @@ def test_setting_layers_of_an_encoder_decoder_folder_sets_both_stacks(tmp_path: 
         registry.resolve(str(tmp_path), {"tied": False})
     with pytest.raises(ValueError, match="--set objective has no effect"):
         registry.resolve(str(tmp_path), {"objective": "causal"})
+
+
+def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
+    """Neither what it says its classes are, nor kernels that it would have fetched."""
+    config_of("gpt2").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    classes = ("Config", "Model", "ModelForCausalLM", "ModelForMaskedLM", "Tokenizer")
+    written["auto_map"] = {f"Auto{name}": f"theirs.{name}" for name in classes}
+    written |= dict.fromkeys(("attn_implementation", "_attn_implementation", "_attn_implementation_internal"), "theirs/kernel")
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path.write_text(json.dumps(written))
+    shape = registry.resolve(str(tmp_path))
+    model: Any = registry.build(shape)
+    assert type(model).__module__.startswith("transformers.models.gpt2") and model.config._attn_implementation == "sdpa"
+    path.write_text(json.dumps(written | {"model_type": "theirs"}))
+    with pytest.raises(ValueError, match=r"^--model [^\n]*no model folder[^\n]*$"):
+        registry.resolve(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "{parent}/outside.safetensors", "a/../../outside.safetensors"])
+def test_a_folder_s_index_names_files_of_the_folder(tmp_path: Path, file: str) -> None:
+    """Though they would be the right ones."""
+    import transformers
+
+    folder = tmp_path / "model"
+    transformers.GPT2LMHeadModel(config_of("gpt2")).save_pretrained(folder)
+    (folder / "a").mkdir()
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    with safetensors.safe_open(tmp_path / "outside.safetensors", framework="pt") as held:
+        named = dict.fromkeys(held.keys(), file.format(parent=tmp_path))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(ValueError, match=r"^[^\n]*index.json cannot be read[^\n]*is no file of this folder$"):
+        registry.initial_weights(registry.resolve(str(folder)), 0)
 
 
 USER_MODULES = """

@@ -139,6 +139,23 @@ def test_a_cache_that_others_may_write_is_closed_to_them_or_not_used(
     assert build.cache_directory() != cache
 
 
+def test_a_cache_that_others_could_replace_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their folder would be in its place by the time that a library is loaded."""
+    above, own = tmp_path / "all", tmp_path / "own"
+    for folder in (above, own):
+        folder.mkdir(mode=0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(above / "me" / "cache"))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(own))
+    preferred = above / "me" / "cache" / build.PROJECT
+    assert build.cache_directory() == preferred
+    for mode, used in ((0o777, False), (0o1777, True), (0o775, True), (0o757, False)):
+        above.chmod(mode)
+        assert (build.cache_directory() == preferred) is used
+    own.chmod(0o777)
+    with pytest.raises(build.BuildError, match="open to others: set XDG_CACHE_HOME"):
+        build.cache_directory()
+
+
 def test_where_home_cannot_be_written_the_cache_is_in_a_private_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

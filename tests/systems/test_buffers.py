@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import systems
+from systems.recipe.model.wider_buffers import explain_types
 from systems.system import Engine
+from tests.systems.every import STRATEGIES
 from tests.systems.models_small import tokens
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 64, 4, 257, 16
@@ -143,3 +145,59 @@ def test_a_table_is_right_at_the_last_of_4096_positions(case: str) -> None:
         expected = plain(ids)[0, -1]
         with start(case, build(layers=1, length=4096)) as engine:
             assert torch.equal(engine(ids)[0, -1], expected)
+
+
+class Placed(nn.Module):
+    """Adds a table of positions to its embeddings, as transformers' XGLM and M2M100 do."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("table", torch.randn(LENGTH, WIDTH), persistent=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.table
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("system", ["resident", *STRATEGIES])
+def test_a_table_that_is_added_is_named_and_a_converted_model_trains(system: str) -> None:
+    """torch says that types differ, and not whose they are."""
+    given: dict[str, Any] = {"system": system, "device": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
+    ids = tokens(3, 1)[:, 0]
+    with systems.initialize(Placed(), **given) as engine, pytest.raises(RuntimeError) as differs:
+        loss(engine, ids[0])
+    [note] = differs.value.__notes__
+    assert "table (float32)" in note and "model.to(torch.bfloat16)" in note and "\n" not in note
+
+    def losses(name: str) -> list[float]:
+        found = []
+        with systems.initialize(Placed().to(torch.bfloat16), **{**given, "system": name}) as engine:
+            assert engine.module.table.dtype is torch.bfloat16
+            for batch in ids:
+                value = loss(engine, batch)
+                engine.backward(value)
+                engine.step()
+                found.append(value.item())
+        return found
+
+    assert losses(system) == losses("resident")
+
+
+def test_other_errors_have_no_note() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4))
+    for model, error in (
+        (Placed(), RuntimeError("shapes cannot be multiplied")),
+        (Placed(), ValueError("a dtype")),
+        (plain, RuntimeError("mixed dtype")),
+        (Placed().to(torch.bfloat16), RuntimeError("mixed dtype")),
+    ):
+        explain_types(error, model, torch.bfloat16)
+        assert not hasattr(error, "__notes__")

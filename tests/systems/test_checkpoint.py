@@ -51,7 +51,7 @@ def begin(system: str, *, seed: int = 0, frozen: bool = True, **given: Any) -> E
 
 
 def steps_of(engine: Engine, first: int, last: int) -> list[float]:
-    accumulate: int = engine.settings.accumulate  # type: ignore[attr-defined]
+    accumulate: int = engine.settings.accumulate
     ids = tokens(TOGETHER, accumulate)
     return [one_step(engine, ids[step]) for step in range(first, last)]
 

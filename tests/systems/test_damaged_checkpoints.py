@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,69 @@ def test_the_data_are_in_the_folder_itself(folder: Path, tmp_path: Path) -> None
     data(folder).rename(tmp_path / "outside")
     (folder / json.loads((folder / checkpoint.MANIFEST).read_text())["data"]).symlink_to(tmp_path / "outside")
     refused(folder, "it is a link")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/{parent}/outside", "data-../../outside", "data-0123456789abcdef/..", ".", ""])
+def test_the_data_are_in_no_folder_above(name: str, folder: Path) -> None:
+    """Though all else of it is right."""
+    data(folder).rename(folder.parent / "outside")
+    edit(folder, lambda manifest: manifest.update(data=name.format(parent=folder.parent)))
+    assert "is broken at data" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/{parent}/outside.safetensors", "../../outside.safetensors"])
+def test_files_are_in_the_data_s_folder(name: str, folder: Path) -> None:
+    """Named alike by the parameters and by the hashes."""
+    theirs = name.format(parent=folder.parent)
+    shutil.copy(state(folder), data(folder) / theirs)
+
+    def rename(manifest: dict[str, Any]) -> None:
+        for entry in manifest["parameters"].values():
+            entry["files"] = dict.fromkeys(entry["files"], theirs)
+        manifest["hashes"][theirs] = manifest["hashes"].pop("state-00000.safetensors")
+
+    edit(folder, rename)
+    assert "is broken at" in refused(folder)
+
+
+def lying(folder: Path, change: Callable[[dict[str, Any]], None], *, length: int | None = None) -> None:
+    """A header that says other sizes, with hashes that are right."""
+    content = state(folder).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    written = json.dumps(header).encode()
+    written += b" " * (-len(written) % 8)
+    state(folder).write_bytes((length or len(written)).to_bytes(8, "little") + written + content[end:])
+    rehash(folder)
+
+
+NAME = "value/0.weight"
+LIES: dict[str, Callable[[Path], None]] = {
+    "a header longer than the file": lambda f: lying(f, lambda _: None, length=1 << 40),
+    "a header of no end": lambda f: lying(f, lambda _: None, length=(1 << 64) - 1),
+    "values behind the file's end": lambda f: lying(f, lambda h: h[NAME].update(data_offsets=[0, 1 << 40])),
+    "values before its beginning": lambda f: lying(f, lambda h: h[NAME].update(data_offsets=[-144, 0])),
+    "more elements than bytes": lambda f: lying(f, lambda h: h[NAME].update(shape=[1 << 31, 1 << 31])),
+    "elements that are no number": lambda f: lying(f, lambda h: h[NAME].update(shape=[1 << 62, 1 << 62, 1 << 62])),
+    "two that are one": lambda f: lying(f, lambda h: h[NAME].update(data_offsets=h["value/2.weight"]["data_offsets"])),
+    "a length of the file": lambda f: edit(f, lambda m: m["hashes"]["state-00000.safetensors"].update(nbytes=1 << 50)),
+    "a shape of the manifest": lambda f: edit(f, lambda m: m["parameters"]["0.weight"].update(shape=[1 << 50, 1 << 50])),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_sizes_that_are_not_true(lie: str, folder: Path) -> None:
+    """Nothing is made room for before they are compared with what there is."""
+    LIES[lie](folder)
+    tracemalloc.start()
+    try:
+        said = refused(folder)
+        assert tracemalloc.get_traced_memory()[1] < 2 * checkpoint.manifest.MANIFEST_BYTES
+    finally:
+        tracemalloc.stop()
+    assert "bytes and was saved with" in said or "length of the file" not in lie
+    assert "state-00000.safetensors" in said or "0.weight" in said or "is broken" in said
 
 
 def test_a_manifest_without_bounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

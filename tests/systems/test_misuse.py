@@ -19,7 +19,7 @@ import systems
 from systems.errors import BudgetError, UnsupportedError
 from systems.system import Engine
 from tests.systems.every import MANAGED, SYSTEMS
-from tests.systems.models_plain import CASES, build
+from tests.systems.models_plain import CASES, DIM, build
 from tests.systems.models_small import tokens
 from tests.systems.running import (
     RESIDENT,
@@ -404,6 +404,26 @@ def test_a_model_is_one_engine_s_at_a_time(system: str) -> None:
     engine.close()
     with started(system, model) as again:
         assert one_step(again, BATCH, LOSS) > 0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_module_without_values_may_be_in_many_models(system: str) -> None:
+    """A library has one activation for all models that it makes: they train beside each other as each does alone."""
+    shared = nn.GELU()
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(DIM, DIM), shared, nn.Linear(DIM, DIM))
+
+    def trained(*engines: Any) -> list[list[float]]:
+        return [[one_step(engine, BATCH, LOSS) for engine in engines] for _ in range(3)]
+
+    alone = []
+    for seed in (0, 1):
+        with started(system, model(seed)) as engine:
+            alone.append([loss for [loss] in trained(engine)])
+    with started(system, model(0)) as first, started(system, model(1)) as second:
+        assert [list(each) for each in zip(*trained(first, second), strict=True)] == alone
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

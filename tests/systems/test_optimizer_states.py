@@ -160,7 +160,7 @@ def test_states_on_a_disk(tmp_path: Any) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     with begin("elixir", model, adam(model), device_memory=400_000, host_memory=420_000, disk=tmp_path) as engine:
         assert engine.memory().disk_peak_bytes
-        theirs: torch.optim.Optimizer = engine.settings.optimizer  # type: ignore[attr-defined]
+        theirs: torch.optim.Optimizer = engine.settings.optimizer  # type: ignore[assignment]
         theirs.load_state_dict(saved)
         engine._states._room = lambda wanted: 1 << 30  # type: ignore[attr-defined]
         assert close_to(theirs.state_dict(), saved, tolerance=0.0)

@@ -28,12 +28,12 @@ ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def folder() -> Path:
-    """The user's, or the environment's own."""
+    """The user's, or the environment's own, which is there then and in which nobody else writes. Raises BuildError."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
     key = f"{sys.prefix} {platform.python_version()} {torch.__version__}"
-    return cache_directory() / "torch-extensions" / hashlib.sha256(key.encode()).hexdigest()[:12]
+    return cache_directory("torch-extensions", hashlib.sha256(key.encode()).hexdigest()[:12])
 
 
 def plain_architectures(given: str) -> str:
@@ -78,7 +78,6 @@ def _alone() -> Iterator[None]:
         yield
         return
     own = folder()
-    own.mkdir(parents=True, exist_ok=True)
     os.environ[VARIABLE] = str(own)
     try:
         with (own / "building").open("w") as handle:

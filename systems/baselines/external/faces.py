@@ -10,7 +10,7 @@ from systems.baselines.external.package import ConfigOptions
 from systems.face import Abilities, Face
 from systems.sizes import Size
 
-INSTALL = "pip install 'offload-bench[baselines]'"
+INSTALL = "pip install -e '.[baselines]'"  # in this project's folder: no index has it
 Weights = Literal["masters", "autocast", "compute"]
 
 

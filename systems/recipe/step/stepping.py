@@ -17,11 +17,12 @@ from systems.machine.budgets import host_budget
 from systems.messages import in_words
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.inputs import refuse_training_nothing
+from systems.recipe.model.wider_buffers import explain_types
 from systems.recipe.step.closing import ClosingEngine
 from systems.recipe.step.control import StepControl, check_together
 from systems.recipe.step.in_progress import is_running
 from systems.recipe.step.optimizer_states import WrittenState
-from systems.settings import Settings
+from systems.settings import TORCH_DTYPE, Settings
 
 NO_LOSS = "backward: call the engine first, with gradients enabled, to get a loss of the step that it begins"
 
@@ -117,6 +118,7 @@ class SteppingEngine(ClosingEngine):
             yield
         except BaseException as error:
             self.control.told.add(in_words(error))
+            explain_types(error, self.module, TORCH_DTYPE[self.settings.dtype])
             (recover or self._abort)()
             self._begun_in = None
             raise
