@@ -202,7 +202,7 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
     if job.spec.resume is not None:
         channel.enter("resume")
         with known.timing("resume"):
-            _, beside = checkpoint.load(engine, job.spec.resume)
+            beside = checkpoint.load(engine, job.spec.resume).beside
             _go_on_at_random(job.spec.resume, engine.ranks.size, beside, known)
     _tell(channel, known)
     work = _work(job, request)

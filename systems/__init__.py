@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     import torch
     from pydantic import BaseModel
@@ -124,21 +125,27 @@ def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
     say(module, *parameters)
 
 
-def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
+def save_checkpoint(
+    engine: Engine, folder: str | os.PathLike[str], *, client_state: Mapping[str, Any] | None = None
+) -> None:
     """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
 
-    What the optimizer's groups say (lr, betas, ...), the scheduler and the data's order are the loop's to keep:
-    docs/own-loop.md has the lines. All ranks call it, with one folder.
+    client_state: what is the loop's, for `load_checkpoint` to give back: the step, what the optimizer's groups say (lr, betas,
+    ...), a scheduler's state_dict(), the data's position, seeds. A mapping of JSON, 16MiB at most, tuples come back as lists;
+    what is no JSON is refused by name before anything is written, and nothing is pickled. docs/own-loop.md has the lines.
+    All ranks call it, with one folder; each has a client_state of its own.
     """
     from systems.checkpoint import save
 
-    save(engine, folder)
+    save(engine, folder, client_state=client_state)
 
 
-def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Restore what any system and any number of ranks saved of the same model, for the loop to restore the rest; all ranks call
-    it. See systems.checkpoint.load.
+def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Restore what any system and any number of ranks saved of the same model; all ranks call it. See systems.checkpoint.load.
+
+    Returns the client_state for the loop to go on from, empty if none was given: each rank's own where as many ranks load as
+    saved, otherwise rank 0's on all, and a warning says so where the others' was another.
     """
     from systems.checkpoint import load
 
-    load(engine, folder)
+    return load(engine, folder).client_state
