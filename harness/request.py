@@ -17,12 +17,15 @@ from harness.record import Resolved, build_part
 from harness.spec import Device, RunSpec
 from models import registry as models_registry
 from models.data import Dataset, open_dataset
+from models.family import FillWeights
 from models.shape import ModelShape
 from systems import checkpoint, registry
 from systems.checkpoint import LoopState
 from systems.errors import UnavailableError
 from systems.machine.limits import MachineLimits
 from systems.machine.threads import cores_each
+from systems.prediction.meta_step import Unfilled
+from systems.pretrained import folder_of, folder_weights, stored_tensors
 from systems.ranks.launchers import chosen_threads
 from systems.ranks.ranks import Ranks
 from systems.settings import Settings
@@ -82,6 +85,13 @@ def _open_data(spec: RunSpec, shape: ModelShape, seq_len: int) -> Dataset:
     return dataset
 
 
+def _first_values(spec: RunSpec, shape: ModelShape) -> FillWeights | None:
+    if spec.weights is None:
+        return models_registry.initial_weights(shape, spec.seed)
+    with Unfilled():
+        return folder_weights(models_registry.build(shape), spec.weights)
+
+
 def resolve(job: WorkerJob, device: Device) -> Request:
     """Raises ValueError, one line, for bad input, and UnavailableError for a system that does not load."""
     spec = job.spec
@@ -95,6 +105,8 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         raise ValueError(f"--phases: {spec.system} does not tell its phases: use one of this project's own strategies")
     if spec.disk is not None and not system.abilities.disk:
         raise ValueError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
+    if spec.weights is not None:
+        stored_tensors(folder_of(spec.weights))  # before anything else is made of that folder
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
@@ -121,7 +133,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         seed=spec.seed,
         ranks=job.ranks,
         **hyper,
-        initial_weights=models_registry.initial_weights(shape, spec.seed),
+        initial_weights=_first_values(spec, shape),
     )
     samples = batch_size * spec.accumulate * job.ranks
     resolved = build_part(

@@ -35,6 +35,7 @@ from systems.machine.threads import cores_each
 from systems.messages import one_line
 from systems.optimizers.choice import chosen
 from systems.prediction.meta_step import Unfilled
+from systems.pretrained import FolderWeights
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.system import Engine
@@ -315,6 +316,8 @@ def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Set
         return torch.nn.Module(), request.settings
     with Unfilled():
         model = models_registry.build(request.shape)
+    if isinstance(request.settings.initial_weights, FolderWeights):
+        request.settings.initial_weights.fill_beside(model)
     known.work = derive.StepFlops(parameters=sum(parameter.numel() for parameter in model.parameters()))
     return model, request.system.look_for_room(model, request.settings, request.options)
 

@@ -30,6 +30,7 @@ def initialize(
     clip: float = 0.0,
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
     seed: int = 0,
+    weights: str | os.PathLike[str] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Engine:
     """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
@@ -42,6 +43,9 @@ def initialize(
     disk: a folder for optimizer states that the host has no room for. disk_memory: budget of the files there.
     accumulate: backward passes a step, whose gradients are summed. clip: norm to clip gradients to, 0 for off.
     recompute: as in Settings.
+    weights: a folder in transformers' format whose values the model starts with, whatever it has itself, so that it may be on
+    the meta device (`model_of`): safetensors, read tensor by tensor into the master weights. What is missing there, of another
+    shape or no floating-point number is refused by name; what the model has no place for is left out with a warning.
     options: the system's own, by name, e.g. {"prefetch": 4}.
 
     Several processes that torchrun starts train one model together, each on its own batches, and so do those of an initialized
@@ -84,11 +88,30 @@ def initialize(
         asked = check_options(chosen, options_of(options))
         refuse_absent_device(settings)
     if is_one_of_several():
-        return _initialize_on_ranks(on_ranks(chosen), model, settings, asked)
-    return chosen.initialize(model, chosen.look_for_room(model, settings, asked), asked)
+        return _initialize_on_ranks(on_ranks(chosen), model, settings, asked, weights)
+    mine = _beginning_with(weights, model, chosen.look_for_room(model, settings, asked))
+    return chosen.initialize(model, mine, asked)
 
 
-def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Engine:
+def _beginning_with(weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings) -> Settings:
+    from dataclasses import replace
+
+    if weights is None:
+        return settings
+    from systems.pretrained import folder_weights
+
+    found = folder_weights(model, weights)
+    found.fill_beside(model)
+    return replace(settings, initial_weights=found)
+
+
+def _initialize_on_ranks(
+    chosen: RankedSystem,
+    model: torch.nn.Module,
+    settings: Settings,
+    options: BaseModel,
+    weights: str | os.PathLike[str] | None,
+) -> Engine:
     """The ranks that are made here end with the engine."""
     from dataclasses import replace
 
@@ -102,11 +125,26 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
         with side_by_side(ranks, "what is there for an engine"):
             share_cores(ranks.local_size, chosen_threads())
             mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
-            mine = chosen.look_for_room(model, mine, options)
+            mine = _beginning_with(weights, model, chosen.look_for_room(model, mine, options))
         return chosen.initialize(model, mine, options, ranks=ranks)
     except BaseException:
         ranks.close()
         raise
+
+
+def model_of(folder: str | os.PathLike[str]) -> torch.nn.Module:
+    """The transformers model that a folder's config.json describes, in training mode, its parameters on the meta device, in
+    fp32: for `initialize(model, weights=folder)`, and for an optimizer over its parameters. It takes next to no memory.
+
+    Its class is the first of `architectures`, or else the causal language model of its type. No code of the folder is run, and
+    nothing is downloaded. An engine exchanges parameters on the meta device for others: the optimizer that it is given follows
+    them, what else was made of the old ones does not.
+
+    Raises UnsupportedError for what is no folder, has no such file, or describes no model of transformers.
+    """
+    from systems.pretrained import model_of as build
+
+    return build(folder)
 
 
 def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
