@@ -317,7 +317,8 @@ def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Set
     with Unfilled():
         model = models_registry.build(request.shape)
     if isinstance(request.settings.initial_weights, FolderWeights):
-        request.settings.initial_weights.fill_beside(model)
+        with request.settings.initial_weights.beside(model):
+            pass
     known.work = derive.StepFlops(parameters=sum(parameter.numel() for parameter in model.parameters()))
     return model, request.system.look_for_room(model, request.settings, request.options)
 

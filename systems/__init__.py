@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
     from pydantic import BaseModel
@@ -89,20 +90,29 @@ def initialize(
         refuse_absent_device(settings)
     if is_one_of_several():
         return _initialize_on_ranks(on_ranks(chosen), model, settings, asked, weights)
-    mine = _beginning_with(weights, model, chosen.look_for_room(model, settings, asked))
-    return chosen.initialize(model, mine, asked)
+    mine = chosen.look_for_room(model, settings, asked)
+    with _first_values(weights, model, mine) as begun:
+        return chosen.initialize(model, begun, asked)
 
 
-def _beginning_with(weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings) -> Settings:
+@contextmanager
+def _first_values(
+    weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings
+) -> Iterator[Settings]:
+    """Around the making of an engine: the settings with what the folder has. Nothing of the model is changed if that fails."""
+    if weights is None:
+        yield settings
+        return
     from dataclasses import replace
 
-    if weights is None:
-        return settings
     from systems.pretrained import folder_weights
+    from systems.recipe.model.units import find_units
+    from systems.settings import TORCH_DTYPE
 
     found = folder_weights(model, weights)
-    found.fill_beside(model)
-    return replace(settings, initial_weights=found)
+    carried = find_units(model, TORCH_DTYPE[settings.dtype]).carried
+    with found.beside(model, [name for name, parameter in carried.items() if not parameter.is_meta]):
+        yield replace(settings, initial_weights=found)
 
 
 def _initialize_on_ranks(
@@ -122,11 +132,13 @@ def _initialize_on_ranks(
 
     ranks = joined(settings.device)
     try:
-        with side_by_side(ranks, "what is there for an engine"):
-            share_cores(ranks.local_size, chosen_threads())
-            mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
-            mine = _beginning_with(weights, model, chosen.look_for_room(model, mine, options))
-        return chosen.initialize(model, mine, options, ranks=ranks)
+        with ExitStack() as stack:
+            with side_by_side(ranks, "what is there for an engine"):
+                share_cores(ranks.local_size, chosen_threads())
+                mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
+                mine = chosen.look_for_room(model, mine, options)
+                begun = stack.enter_context(_first_values(weights, model, mine))
+            return chosen.initialize(model, begun, options, ranks=ranks)
     except BaseException:
         ranks.close()
         raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -55,19 +56,37 @@ class FolderWeights:
         with torch.no_grad():
             tensor.copy_(self._of[name].read())
 
-    def fill_beside(self, model: nn.Module) -> None:
-        """What an engine may keep as it is: persistent buffers, and frozen parameters that have values."""
-        with torch.no_grad():
-            for name, held in self.buffers.items():
-                model.get_buffer(name).copy_(held.read())
-        for names, parameter in tied(model).values():
-            if not parameter.requires_grad and not parameter.is_meta:
-                self(names[0], parameter)
+    @contextmanager
+    def beside(self, model: nn.Module, carried: Iterable[str] = ()) -> Iterator[None]:
+        """Fills what no engine asks for: persistent buffers, and parameters that it carries along as they are, by name. Where
+        what is done within fails they have again what they had; an engine may have moved them meanwhile.
+        """
+        before = {name: _live(model, name).detach().clone() for name in (*self.buffers, *carried)}
+        try:
+            for name in before:
+                _write(model, name, (self.buffers.get(name) or self._of[name]).read())
+            yield
+        except BaseException:
+            for name, value in before.items():
+                _write(model, name, value)
+            raise
+
+
+def _live(model: nn.Module, name: str) -> torch.Tensor:
+    """A buffer or a parameter, wherever it is by now."""
+    path, _, attribute = name.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(path), attribute)
+    return found
+
+
+@torch.no_grad()
+def _write(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    _live(model, name).copy_(value)
 
 
 def folder_weights(model: nn.Module, folder: str | os.PathLike[str]) -> FolderWeights:
     """First values of a model, whose parameters may be on the meta device. Nothing of it is changed; its persistent buffers and
-    what is frozen there get theirs by `fill_beside`.
+    what an engine carries along get theirs by `beside`.
 
     UnsupportedError as FolderWeights, for persistent buffers likewise, for values in 64 bits, and for names of one parameter
     that have different values. Tensors that the model has no place for are left out, with a warning that names them.

@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import systems
+from systems.baselines import resident
 from systems.errors import UnsupportedError
 from systems.pretrained import FolderWeights, folder_weights, model_of
 from systems.pretrained.files import INDEX, SINGLE
+from systems.substrate import assembly
 from tests.systems.test_pretrained import FAMILIES, begin, held, same
 
 
@@ -212,6 +214,43 @@ def test_buffers_and_frozen_weights_come_with_the_rest(tmp_path: Path) -> None:
         save_file({name: value for name, value in (values | spoilt).items() if value is not None}, tmp_path / SINGLE)
         with pytest.raises(UnsupportedError, match=said):
             folder_weights(Own(), tmp_path)
+
+
+class Mixed(nn.Module):
+    """In bf16, with a frozen part in fp32 that an engine of bf16 leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head((x * self.scale).bfloat16())
+
+
+def test_what_an_engine_carries_along_comes_from_the_folder_too(tmp_path: Path) -> None:
+    values = {**Mixed().state_dict(), "scale": torch.tensor([1 / 3, 2.0, 3.0, 4.0])}
+    save_file(values, tmp_path / SINGLE)
+    with systems.initialize(Mixed(), weights=tmp_path, device="cpu", host_memory="1GiB", dtype="bf16") as engine:
+        assert torch.equal(engine.module.get_parameter("scale").cpu(), values["scale"])
+
+
+def test_an_initialize_that_fails_leaves_buffers_and_what_is_carried_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for owner in (assembly, resident):
+        monkeypatch.setattr(owner, "ParameterWatch", fails)
+    for kind, dtype in ((Own, "fp32"), (Mixed, "bf16")):
+        model = kind()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        save_file({name: value + 1 for name, value in before.items()}, tmp_path / SINGLE)
+        for system in ("resident", "elixir"):
+            with pytest.raises(KeyboardInterrupt):
+                systems.initialize(model, system=system, weights=tmp_path, device="cpu", host_memory="1GiB", dtype=dtype)
+            assert same(model.state_dict(), before)
 
 
 # ---- a model by its config.json
