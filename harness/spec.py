@@ -61,7 +61,7 @@ class RunSpec(BaseModel):
     """Flags that are needed, and the one whose value stands for each where it is left out."""
 
     system: str = Field(description="name of a system: `harness ls systems`")
-    model: str = Field(description="name of a model: `harness ls models`; default: the folder of --weights")
+    model: str = Field(description="name of a model: `harness ls models`")
     set: tuple[str, ...] = Field((), description="field=value: changes a field of the model's shape, such as num_layers=12")
     device: Device | None = Field(None, description="cpu is an emulated device with a budget; default: cuda if there is one")
     device_memory: Size | None = Field(None, description="device budget (40GiB, 64MiB, bytes); default: what the device has")
@@ -102,7 +102,7 @@ class RunSpec(BaseModel):
         None, min_length=1, description="folder of a checkpoint, of any system, to go on from; it counts in --steps"
     )
     weights: str | None = Field(
-        None, min_length=1, description="folder in transformers' format whose values it begins with, from safetensors"
+        None, min_length=1, description="folder of transformers (safetensors) whose values it begins with, and whose model, without --model"
     )
     trace: str | None = Field(None, description="also profile one more step of the first process, into this .json or .json.gz")
     phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
