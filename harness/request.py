@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from pydantic import BaseModel
+from torch import nn
 
 from harness import environment
 from harness.availability import load, package_of
@@ -25,7 +26,7 @@ from systems.errors import UnavailableError
 from systems.machine.limits import MachineLimits
 from systems.machine.threads import cores_each
 from systems.prediction.meta_step import Unfilled
-from systems.pretrained import folder_of, folder_weights, stored_tensors
+from systems.pretrained import FolderWeights, folder_of, folder_weights, stored_tensors
 from systems.ranks.launchers import chosen_threads
 from systems.ranks.ranks import Ranks
 from systems.settings import Settings
@@ -47,6 +48,15 @@ class Request:
     @property
     def needs_model(self) -> bool:
         return self.system.abilities.model
+
+    def build(self) -> nn.Module:
+        """The model on the meta device, without values but for its buffers."""
+        with Unfilled():
+            model = models_registry.build(self.shape)
+        if isinstance(self.settings.initial_weights, FolderWeights):
+            with self.settings.initial_weights.beside(model):
+                pass  # nothing of it is taken back
+        return model
 
     def on(self, ranks: Ranks) -> Request:
         """With what is only known when they have met: how many of them share this host."""

@@ -26,7 +26,6 @@ from harness.output import complain
 from harness.record import MemoryPeaks, PlanFigures, Reason, Record, Status
 from harness.request import Request, choose_device, resolve, set_threads
 from harness.spec import BadInputError, in_flags
-from models import registry as models_registry
 from models.flops import count
 from models.loss import count_labels, token_loss
 from systems import checkpoint
@@ -34,8 +33,6 @@ from systems.machine.limits import MachineLimits, process_memory, raise_open_fil
 from systems.machine.threads import cores_each
 from systems.messages import one_line
 from systems.optimizers.choice import chosen
-from systems.prediction.meta_step import Unfilled
-from systems.pretrained import FolderWeights
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.system import Engine
@@ -314,11 +311,7 @@ def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Set
     """The model on the meta device, without values, and the settings with the budgets that hold. Raises BudgetError."""
     if not request.needs_model:
         return torch.nn.Module(), request.settings
-    with Unfilled():
-        model = models_registry.build(request.shape)
-    if isinstance(request.settings.initial_weights, FolderWeights):
-        with request.settings.initial_weights.beside(model):
-            pass
+    model = request.build()
     known.work = derive.StepFlops(parameters=sum(parameter.numel() for parameter in model.parameters()))
     return model, request.system.look_for_room(model, request.settings, request.options)
 

@@ -102,7 +102,7 @@ class RunSpec(BaseModel):
         None, min_length=1, description="folder of a checkpoint, of any system, to go on from; it counts in --steps"
     )
     weights: str | None = Field(
-        None, min_length=1, description="folder of transformers (safetensors) whose values it begins with, and whose model, without --model"
+        None, min_length=1, description="folder of transformers whose safetensors it begins with; it stands for --model too"
     )
     trace: str | None = Field(None, description="also profile one more step of the first process, into this .json or .json.gz")
     phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
