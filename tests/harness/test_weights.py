@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,34 @@ def test_what_cannot_be_is_one_line(saved: Path, run_here: Run, tmp_path: Path, 
         assert said in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=r"--resume here brings its weights along: leave out --weights"):
         make_spec(weights=str(saved), resume="here")
+
+
+SCALED = """
+import torch
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(300, 8), torch.nn.Linear(8, 300)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, input_ids, **_):
+        return self.head(self.embedding(input_ids)) * self.scale
+"""
+
+
+def test_a_module_of_the_user_s_gets_its_buffers_too(run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scale of zero all tokens are as likely."""
+    (tmp_path / "user_scaled.py").write_text(SCALED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_scaled", raising=False)
+    shapes = {"embedding.weight": (300, 8), "head.weight": (300, 8), "head.bias": (300,)}
+    values = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
+    save_file(values | {"scale": torch.zeros(1)}, tmp_path / SAFE)
+    given: dict[str, Any] = {"system": "resident", "model": "user_scaled:Scaled", **WORK}
+    drawn, named = run_here(make_spec(**given)), run_here(make_spec(**given, weights=str(tmp_path)))
+    assert drawn.status == named.status == "ok"
+    assert drawn.metrics.loss[0] != named.metrics.loss[0] == pytest.approx(math.log(300), rel=1e-6)
 
 
 def test_the_folder_stands_for_the_model() -> None:
