@@ -85,6 +85,9 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
             raise BadInputError(f"{name} needs a value")
     for field, described in spec.model_fields.items():
         name = field if field == positional else flag(field)
+        instead = flag(getattr(spec, "stands_for", {}).get(field, field))
+        if described.is_required() and name not in given and instead in given:
+            given[name] = given[instead]
         if described.is_required() and name not in given:
             raise BadInputError(f"{name} is missing: {described.description}")
     return {fields.get(name, name): values for name, values in given.items()}

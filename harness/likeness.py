@@ -123,6 +123,7 @@ FACTS: tuple[Fact, ...] = (
     Fact("learning rate", lambda r: r.spec.lr, refuses=False),
     Fact("weight decay", lambda r: r.spec.weight_decay, refuses=False),
     Fact("learning-rate schedule", lambda r: r.spec.schedule, refuses=False),
+    Fact("first values", lambda r: "drawn" if r.spec.weights is None else r.spec.weights, refuses=False),
     Fact("seed", lambda r: r.spec.seed, refuses=False),
     Fact("versions", lambda r: r.environment.versions or None, refuses=False),
     Fact("device driver", lambda r: r.environment.hardware.device_driver, refuses=False),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from pydantic import BaseModel
+from torch import nn
 
 from harness import environment
 from harness.availability import load, package_of
@@ -17,12 +18,15 @@ from harness.record import Resolved, build_part
 from harness.spec import Device, RunSpec
 from models import registry as models_registry
 from models.data import Dataset, open_dataset
+from models.family import FillWeights
 from models.shape import ModelShape
 from systems import checkpoint, registry
 from systems.checkpoint import LoopState
 from systems.errors import UnavailableError
 from systems.machine.limits import MachineLimits
 from systems.machine.threads import cores_each
+from systems.prediction.meta_step import Unfilled
+from systems.pretrained import FolderWeights, folder_of, folder_weights, stored_tensors
 from systems.ranks.launchers import chosen_threads
 from systems.ranks.ranks import Ranks
 from systems.settings import Settings
@@ -44,6 +48,15 @@ class Request:
     @property
     def needs_model(self) -> bool:
         return self.system.abilities.model
+
+    def build(self) -> nn.Module:
+        """The model on the meta device, without values but for its buffers."""
+        with Unfilled():
+            model = models_registry.build(self.shape)
+        if isinstance(self.settings.initial_weights, FolderWeights):
+            with self.settings.initial_weights.beside(model):
+                pass  # nothing of it is taken back
+        return model
 
     def on(self, ranks: Ranks) -> Request:
         """With what is only known when they have met: how many of them share this host."""
@@ -82,6 +95,13 @@ def _open_data(spec: RunSpec, shape: ModelShape, seq_len: int) -> Dataset:
     return dataset
 
 
+def _first_values(spec: RunSpec, shape: ModelShape) -> FillWeights | None:
+    if spec.weights is None:
+        return models_registry.initial_weights(shape, spec.seed)
+    with Unfilled():
+        return folder_weights(models_registry.build(shape), spec.weights)
+
+
 def resolve(job: WorkerJob, device: Device) -> Request:
     """Raises ValueError, one line, for bad input, and UnavailableError for a system that does not load."""
     spec = job.spec
@@ -95,6 +115,8 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         raise ValueError(f"--phases: {spec.system} does not tell its phases: use one of this project's own strategies")
     if spec.disk is not None and not system.abilities.disk:
         raise ValueError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
+    if spec.weights is not None:
+        stored_tensors(folder_of(spec.weights))  # before anything else is made of that folder
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
@@ -121,7 +143,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         seed=spec.seed,
         ranks=job.ranks,
         **hyper,
-        initial_weights=models_registry.initial_weights(shape, spec.seed),
+        initial_weights=_first_values(spec, shape),
     )
     samples = batch_size * spec.accumulate * job.ranks
     resolved = build_part(

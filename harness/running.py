@@ -26,7 +26,6 @@ from harness.output import complain
 from harness.record import MemoryPeaks, PlanFigures, Reason, Record, Status
 from harness.request import Request, choose_device, resolve, set_threads
 from harness.spec import BadInputError, in_flags
-from models import registry as models_registry
 from models.flops import count
 from models.loss import count_labels, token_loss
 from systems import checkpoint
@@ -34,7 +33,6 @@ from systems.machine.limits import MachineLimits, process_memory, raise_open_fil
 from systems.machine.threads import cores_each
 from systems.messages import one_line
 from systems.optimizers.choice import chosen
-from systems.prediction.meta_step import Unfilled
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.settings import Settings
 from systems.system import Engine
@@ -202,7 +200,7 @@ def _train(job: WorkerJob, channel: Channel, known: Known) -> None:
     if job.spec.resume is not None:
         channel.enter("resume")
         with known.timing("resume"):
-            _, beside = checkpoint.load(engine, job.spec.resume)
+            beside = checkpoint.load(engine, job.spec.resume).beside
             _go_on_at_random(job.spec.resume, engine.ranks.size, beside, known)
     _tell(channel, known)
     work = _work(job, request)
@@ -313,8 +311,7 @@ def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Set
     """The model on the meta device, without values, and the settings with the budgets that hold. Raises BudgetError."""
     if not request.needs_model:
         return torch.nn.Module(), request.settings
-    with Unfilled():
-        model = models_registry.build(request.shape)
+    model = request.build()
     known.work = derive.StepFlops(parameters=sum(parameter.numel() for parameter in model.parameters()))
     return model, request.system.look_for_room(model, request.settings, request.options)
 

@@ -35,7 +35,7 @@ class _SearchSpec(RunSpec):
     steps: int | None = Field(3, ge=1, description="optimizer steps that a size must end, warm-up included")
     most: int = Field(4096, ge=1, description="the largest number to try")
 
-    @field_validator("trace", "checkpoint", "resume")
+    @field_validator("trace", "checkpoint", "resume", "weights")
     @classmethod
     def _of_one_run(cls, path: str | None, info: ValidationInfo) -> str | None:
         if path is not None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -55,6 +57,8 @@ class RunSpec(BaseModel):
     """Train a model under a system, by one clock, in a fresh process, and keep a record of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    stands_for: ClassVar[Mapping[str, str]] = MappingProxyType({"model": "weights"})
+    """Flags that are needed, and the one whose value stands for each where it is left out."""
 
     system: str = Field(description="name of a system: `harness ls systems`")
     model: str = Field(description="name of a model: `harness ls models`")
@@ -97,6 +101,9 @@ class RunSpec(BaseModel):
     resume: str | None = Field(
         None, min_length=1, description="folder of a checkpoint, of any system, to go on from; it counts in --steps"
     )
+    weights: str | None = Field(
+        None, min_length=1, description="folder of transformers whose safetensors it begins with; it stands for --model too"
+    )
     trace: str | None = Field(None, description="also profile one more step of the first process, into this .json or .json.gz")
     phases: bool = Field(False, description="also run one more step in which nothing overlaps, for the time of each phase")
     wandb: Literal["off", "offline", "online"] = Field("off", description="also log the finished record to Weights & Biases")
@@ -131,6 +138,8 @@ class RunSpec(BaseModel):
             raise ValueError(f"--save-every {self.save_every} needs a folder: name it with --checkpoint")
         if self.checkpoint is not None and self.repeat > 1:
             raise ValueError(f"--checkpoint is of one run: leave out --repeat {self.repeat}")
+        if self.resume is not None and self.weights is not None:
+            raise ValueError(f"--resume {self.resume} brings its weights along: leave out --weights, and name the --model")
         return self
 
     def resolve_steps(self, taken: int = 0) -> tuple[int, int]:

@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from models import find_namesakes
-from models.family import Family, FillWeights, from_config, parameters_on_meta
-from models.folder_weights import FolderWeights, fill_buffers, stored_tensors
+from models.family import Family, FillWeights, from_config
+from models.folder_weights import fill_buffers, stored_tensors
 from models.shape import ModelShape, ObjectiveName
 from models.weights import InitialWeights, law_of
+from systems.pretrained import FolderWeights, parameters_on_meta
 from systems.recipe.model.blocks import find_blocks
 
 # Our names for what transformers' configs call by several.

@@ -6,8 +6,7 @@ Each family is one file beside this. Models are built without memory: parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,26 +35,6 @@ class Family:
     build: Callable[[Any], nn.Module]
     weights: Callable[[Any, int], FillWeights | None]
     parameters: Callable[[Any], int] | None = None
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Within, every parameter becomes a meta tensor as its module takes it up, before anything is written to it."""
-
-    import torch
-    from torch import nn
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(to_meta)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def from_config(model_class: str, config: Any) -> nn.Module:

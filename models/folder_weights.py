@@ -10,7 +10,6 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-NAMED = 3  # parameters that a message lists
+from systems.pretrained import FLOATS, Stored
+
 INDEX_BYTES = 64 << 20
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors")
 NO_WEIGHTS = (
     "training_args.bin",
@@ -34,52 +33,6 @@ NO_WEIGHTS = (
 CONVERT = "write it as safetensors: load it with transformers where it came from, and save_pretrained into a new folder"
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file. dtype: None for one that is no floating-point number as it lies there."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    read: Callable[[], torch.Tensor]
-
-
-class FolderWeights:
-    """Fills a model's parameters by name from a folder's files, one tensor at a time.
-
-    Raises ValueError, one line, where the files do not have all of them; a tied parameter may be there under any of its names.
-    """
-
-    def __init__(self, folder: Path, model: nn.Module, stored: Mapping[str, Stored]) -> None:
-        self._folder = folder
-        prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        self._of: dict[str, Stored] = {}
-        missing = []
-        for names, parameter in _tied(model).values():
-            found = next((s for n in names for s in (stored.get(n), stored.get(n.removeprefix(prefix))) if s is not None), None)
-            if found is None:
-                missing.append(names[0])
-                continue
-            if found.shape != tuple(parameter.shape):
-                raise ValueError(f"{names[0]} has shape {found.shape} in {folder}, {tuple(parameter.shape)} here")
-            if found.dtype is None:
-                raise ValueError(f"{names[0]} is quantized in {found.path}: train from the weights it was made of")
-            self._of |= dict.fromkeys(names, found)
-        if missing:
-            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-            raise ValueError(
-                f"{folder} holds no weights for {', '.join(missing[:NAMED])}{more}: save the model that is to be trained "
-                "there, or give a folder with its config.json alone to train from random weights"
-            )
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill `tensor` in place."""
-        if name not in self._of:
-            raise ValueError(f"{self._folder} holds no weights for {name}")
-        with torch.no_grad(), _readable(self._of[name].path):
-            tensor.copy_(self._of[name].read())
-
-
 def fill_buffers(model: nn.Module, stored: Mapping[str, Stored]) -> None:
     """Persistent buffers that the files have: running averages, biases that a router learned."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -91,14 +44,6 @@ def fill_buffers(model: nn.Module, stored: Mapping[str, Stored]) -> None:
                 continue
             with torch.no_grad(), _readable(found.path):
                 buffer.copy_(found.read())
-
-
-def _tied(model: nn.Module) -> dict[int, tuple[list[str], nn.Parameter]]:
-    """Every parameter with all its names."""
-    found: dict[int, tuple[list[str], nn.Parameter]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), ([], parameter))[0].append(name)
-    return found
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored] | None:
@@ -144,7 +89,7 @@ def _safetensors(path: Path) -> dict[str, Stored]:
     from safetensors import safe_open
 
     def read(name: str) -> torch.Tensor:
-        with safe_open(path, framework="pt") as file:
+        with _readable(path), safe_open(path, framework="pt") as file:
             value: torch.Tensor = file.get_tensor(name)
             return value
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import models
-from models.family import Family, FillWeights, parameters_on_meta
+from models.family import Family, FillWeights
 from models.shape import ModelShape, did_you_mean
 from systems.registry import find
 
@@ -75,6 +75,8 @@ def _family(shape: ModelShape) -> Family:
 
 def build(shape: ModelShape) -> nn.Module:
     """The module, in training mode, its parameters on the meta device (a user's own function: wherever it put them)."""
+    from systems.pretrained import parameters_on_meta
+
     with nullcontext() if shape.family == "module" else parameters_on_meta():
         return _family(shape).build(shape).train()
 

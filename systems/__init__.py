@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator, Mapping
 
     import torch
     from pydantic import BaseModel
@@ -29,6 +31,7 @@ def initialize(
     clip: float = 0.0,
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
     seed: int = 0,
+    weights: str | os.PathLike[str] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Engine:
     """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
@@ -41,6 +44,9 @@ def initialize(
     disk: a folder for optimizer states that the host has no room for. disk_memory: budget of the files there.
     accumulate: backward passes a step, whose gradients are summed. clip: norm to clip gradients to, 0 for off.
     recompute: as in Settings.
+    weights: a folder in transformers' format whose values the model starts with, whatever it has itself, so that it may be on
+    the meta device (`model_of`): safetensors, read tensor by tensor into the master weights. What is missing there, of another
+    shape or no floating-point number is refused by name; what the model has no place for is left out with a warning.
     options: the system's own, by name, e.g. {"prefetch": 4}.
 
     Several processes that torchrun starts train one model together, each on its own batches, and so do those of an initialized
@@ -83,11 +89,39 @@ def initialize(
         asked = check_options(chosen, options_of(options))
         refuse_absent_device(settings)
     if is_one_of_several():
-        return _initialize_on_ranks(on_ranks(chosen), model, settings, asked)
-    return chosen.initialize(model, chosen.look_for_room(model, settings, asked), asked)
+        return _initialize_on_ranks(on_ranks(chosen), model, settings, asked, weights)
+    mine = chosen.look_for_room(model, settings, asked)
+    with _first_values(weights, model, mine) as begun:
+        return chosen.initialize(model, begun, asked)
 
 
-def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings: Settings, options: BaseModel) -> Engine:
+@contextmanager
+def _first_values(
+    weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings
+) -> Iterator[Settings]:
+    """Around the making of an engine: the settings with what the folder has. Nothing of the model is changed if that fails."""
+    if weights is None:
+        yield settings
+        return
+    from dataclasses import replace
+
+    from systems.pretrained import folder_weights
+    from systems.recipe.model.units import find_units
+    from systems.settings import TORCH_DTYPE
+
+    found = folder_weights(model, weights)
+    carried = find_units(model, TORCH_DTYPE[settings.dtype]).carried
+    with found.beside(model, [name for name, parameter in carried.items() if not parameter.is_meta]):
+        yield replace(settings, initial_weights=found)
+
+
+def _initialize_on_ranks(
+    chosen: RankedSystem,
+    model: torch.nn.Module,
+    settings: Settings,
+    options: BaseModel,
+    weights: str | os.PathLike[str] | None,
+) -> Engine:
     """The ranks that are made here end with the engine."""
     from dataclasses import replace
 
@@ -98,14 +132,31 @@ def _initialize_on_ranks(chosen: RankedSystem, model: torch.nn.Module, settings:
 
     ranks = joined(settings.device)
     try:
-        with side_by_side(ranks, "what is there for an engine"):
-            share_cores(ranks.local_size, chosen_threads())
-            mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
-            mine = chosen.look_for_room(model, mine, options)
-        return chosen.initialize(model, mine, options, ranks=ranks)
+        with ExitStack() as stack:
+            with side_by_side(ranks, "what is there for an engine"):
+                share_cores(ranks.local_size, chosen_threads())
+                mine = replace(settings, ranks=ranks.size, local_ranks=ranks.local_size)
+                mine = chosen.look_for_room(model, mine, options)
+                begun = stack.enter_context(_first_values(weights, model, mine))
+            return chosen.initialize(model, begun, options, ranks=ranks)
     except BaseException:
         ranks.close()
         raise
+
+
+def model_of(folder: str | os.PathLike[str]) -> torch.nn.Module:
+    """The transformers model that a folder's config.json describes, in training mode, its parameters on the meta device, in
+    fp32: for `initialize(model, weights=folder)`, and for an optimizer over its parameters. It takes next to no memory.
+
+    Its class is the first of `architectures`, or else the causal language model of its type. No code of the folder is run, and
+    nothing is downloaded. An engine exchanges parameters on the meta device for others: the optimizer that it is given follows
+    them, what else was made of the old ones does not.
+
+    Raises UnsupportedError for what is no folder, has no such file, or describes no model of transformers.
+    """
+    from systems.pretrained import model_of as build
+
+    return build(folder)
 
 
 def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
@@ -124,21 +175,27 @@ def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
     say(module, *parameters)
 
 
-def save_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
+def save_checkpoint(
+    engine: Engine, folder: str | os.PathLike[str], *, client_state: Mapping[str, Any] | None = None
+) -> None:
     """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
 
-    What the optimizer's groups say (lr, betas, ...), the scheduler and the data's order are the loop's to keep:
-    docs/own-loop.md has the lines. All ranks call it, with one folder.
+    client_state: what is the loop's, for `load_checkpoint` to give back: the step, what the optimizer's groups say (lr, betas,
+    ...), a scheduler's state_dict(), the data's position, seeds. A mapping of JSON, 16MiB at most, tuples come back as lists;
+    what is no JSON is refused by name before anything is written, and nothing is pickled. docs/own-loop.md has the lines.
+    All ranks call it, with one folder; each has a client_state of its own.
     """
     from systems.checkpoint import save
 
-    save(engine, folder)
+    save(engine, folder, client_state=client_state)
 
 
-def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> None:
-    """Restore what any system and any number of ranks saved of the same model, for the loop to restore the rest; all ranks call
-    it. See systems.checkpoint.load.
+def load_checkpoint(engine: Engine, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Restore what any system and any number of ranks saved of the same model; all ranks call it. See systems.checkpoint.load.
+
+    Returns the client_state for the loop to go on from, empty if none was given: each rank's own where as many ranks load as
+    saved, otherwise rank 0's on all, and a warning says so where the others' was another.
     """
     from systems.checkpoint import load
 
-    load(engine, folder)
+    return load(engine, folder).client_state

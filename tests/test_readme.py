@@ -30,8 +30,9 @@ RESULTS = ("resident", "elixir", "deepspeed-zero2-offload", "elixir")
 PACKAGES = ("models", "systems", "harness", "paper_figures")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 WENT_ON = """
-assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in groups] == schedule.get_last_lr()
-assert schedule.last_epoch == 5 and all(group["params"] for group in optimizer.param_groups)
+resumed = schedule.optimizer.param_groups
+assert [group["lr"] for group in resumed] == [group["lr"] for group in groups] == schedule.get_last_lr()
+assert schedule.last_epoch == loop["step"] == 5 and all(group["params"] for group in resumed)
 went_on = {name: value.bfloat16() for name, value in torch.load("weights.pt").items()}
 assert all(torch.equal(value, went_on[name]) for name, value in model.state_dict().items())
 """
@@ -113,7 +114,7 @@ def blocks(path: Path, language: str = "python") -> list[str]:
 def test_every_block_of_python_is_run() -> None:
     """In the README and docs/own-loop.md by the tests below; a file that a command takes, by the tests of commands."""
     found = {path: blocks(path) for path in DOCUMENTS if blocks(path)}
-    assert {path: len(those) for path, those in found.items()} == {README: 1, OWN_LOOP: 2, PLAN: 1, **ELSEWHERE}
+    assert {path: len(those) for path, those in found.items()} == {README: 1, OWN_LOOP: 3, PLAN: 1, **ELSEWHERE}
     (file,) = found[PLAN]
     assert file.startswith("# mine.py\n") and "--model mine:build" in text_of(PLAN)
 
@@ -133,6 +134,8 @@ def test_own_loop_runs_as_shown(own: Own) -> None:
     trained = transformers.GPT2LMHeadModel.from_pretrained(own.folder / "trained")
     masters = torch.load(own.folder / "weights.pt")
     assert trained.dtype == torch.bfloat16
+    folders = [own.folder / name / "model.safetensors" for name in ("trained", "again")]
+    assert folders[0].read_bytes() == folders[1].read_bytes(), "what came in goes out"
     assert all(torch.equal(value, masters[name].bfloat16()) for name, value in trained.state_dict().items())
     assert str(trained.float().load_state_dict(masters)) == "<All keys matched successfully>"
     (peak,) = map(int, re.findall(r"^\[[^\]]*\] (\d+)$", printed, flags=re.MULTILINE))

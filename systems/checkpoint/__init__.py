@@ -2,8 +2,8 @@
 
 A folder holds `checkpoint.json` and the subfolder that this names, with safetensors files: in fp32 each parameter's value (the
 master weight) and the optimizer's moments of those that are trained, and the model's persistent buffers. So a run may go on
-with the same optimizer under another system, budget, dtype or device. What is not in it belongs to the loop: its data's
-position, random generators, a torch optimizer's groups and its scheduler.
+with the same optimizer under another system, budget, dtype or device. What belongs to the loop (its data's position, seeds, a
+torch optimizer's groups and its scheduler) is there as far as the loop gives it: as `client_state`, a mapping of JSON.
 
 Note [Replacing a checkpoint]
     The new one's files go into a subfolder of their own; then `checkpoint.json` is replaced, which is one operation of the file
@@ -15,7 +15,8 @@ Note [What is checked]
     links, checks names, shapes, the hash of every file and the range of every value, and only then changes the engine.
 """
 
-from systems.checkpoint.loading import load, position
+from systems.checkpoint.client_state import CLIENT_STATE_BYTES, as_tensor, of_tensor
+from systems.checkpoint.loading import Loaded, load, position
 from systems.checkpoint.manifest import BESIDE, BUFFERS, MANIFEST
 from systems.checkpoint.saving import check_folder, check_room, remove_unfinished, save
 from systems.checkpoint.several import ranks_of
@@ -37,21 +38,25 @@ from systems.checkpoint.state import (
 __all__ = [
     "BESIDE",
     "BUFFERS",
+    "CLIENT_STATE_BYTES",
     "MANIFEST",
     "SQUARES",
     "CheckpointError",
     "Control",
     "Described",
+    "Loaded",
     "LoopState",
     "Part",
     "SaveError",
     "SavedParameter",
     "Trained",
     "TrainingState",
+    "as_tensor",
     "check_folder",
     "check_room",
     "copy_into",
     "load",
+    "of_tensor",
     "persistent_buffers",
     "position",
     "ranks_of",

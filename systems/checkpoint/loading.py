@@ -11,9 +11,11 @@ import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from systems.checkpoint.client_state import CLIENT_STATE, client_state_of
 from systems.checkpoint.manifest import BESIDE, BUFFERS, Manifest, ManifestEntry, read_manifest, warn_of_format
 from systems.checkpoint.saving import locked
 from systems.checkpoint.several import beside_of_mine, readers_of, warn_of_other_ranks
@@ -37,11 +39,20 @@ from systems.ranks.side_by_side import side_by_side
 NAMED = 3  # parameters that a message lists
 
 
-def load(engine: Trained, folder: str | os.PathLike[str]) -> tuple[LoopState, dict[str, torch.Tensor]]:
+class Loaded(NamedTuple):
+    """position: where the engine stands. beside: tensors that were saved with it, those that each rank had for itself only
+    where as many ranks load as saved. client_state: this rank's then, rank 0's otherwise; empty where none was given.
+    """
+
+    position: LoopState
+    beside: dict[str, torch.Tensor]
+    client_state: dict[str, Any]
+
+
+def load(engine: Trained, folder: str | os.PathLike[str]) -> Loaded:
     """Restore a checkpoint into an engine whose model has the same parameters, before its first step or between two.
 
-    Returns where it stands, and the tensors that were saved beside it: those that each rank had for itself only where as many
-    ranks load as saved. All ranks load, each for itself; what one refuses, all do.
+    Returns what of it is the loop's. All ranks load, each for itself; what one refuses, all do.
     Raises CheckpointError, before anything is changed, where a file or tensor is missing, damaged or does not fit the model.
     """
     ranks, source = engine.ranks, Path(folder).absolute()
@@ -63,9 +74,7 @@ def position(folder: str | os.PathLike[str]) -> LoopState:
     return read_manifest(Path(folder).absolute()).position
 
 
-def _load(
-    state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path, ranks: Ranks
-) -> tuple[LoopState, dict[str, torch.Tensor]]:
+def _load(state: TrainingState, buffers: Mapping[str, torch.Tensor], source: Path, ranks: Ranks) -> Loaded:
     with side_by_side(ranks, "the form of a checkpoint"):
         manifest = read_manifest(source)
         warn_of_format(manifest, source)
@@ -83,9 +92,11 @@ def _load(
         check_hashes(dict(list((manifest.hashes or {}).items())[share]), files)
         _check_values(dict(list(manifest.parameters.items())[share]), files)
         saved_by, beside = beside_of_mine(files / BESIDE, ranks)
+        client = beside.pop(CLIENT_STATE, None)
+        client_state = {} if client is None else client_state_of(client, f"{CLIENT_STATE} in {files / BESIDE}")
         saved = {name: tensor(files / BUFFERS, name) for name in buffers}
     with side_by_side(ranks, "what is said of a checkpoint"):
-        warn_of_other_ranks(ranks, saved_by, source)
+        warn_of_other_ranks(ranks, saved_by, source, files / BESIDE)
     with side_by_side(ranks, "the values of a checkpoint"):
         try:
             _restore(state, manifest, files)
@@ -97,7 +108,7 @@ def _load(
             for name, buffer in buffers.items():
                 copy_into(saved[name], buffer)
         state.control.loop = manifest.position
-    return state.control.loop, beside
+    return Loaded(state.control.loop, beside, client_state)
 
 
 def _restore(state: TrainingState, manifest: Manifest, files: Path) -> None:

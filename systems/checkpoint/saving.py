@@ -11,9 +11,11 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from systems.checkpoint.client_state import CLIENT_STATE, client_state_tensor
 from systems.checkpoint.manifest import (
     BESIDE,
     BUFFERS,
@@ -57,24 +59,28 @@ def save(
     *,
     beside: Mapping[str, torch.Tensor] | None = None,
     own: Mapping[str, torch.Tensor] | None = None,
+    client_state: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint; one that is there is replaced once the new one is complete: see Note [Replacing a checkpoint].
 
     Waits for the work of the last step. All ranks save: see Note [Saved by several ranks]. beside: tensors of the loop's own,
-    which `load` gives back. own: such as each rank has for itself, under other names.
-    Raises what `check_folder` does, BudgetError where the disk has no room, UnsupportedError within a step and for a model with
-    sparse buffers, DivergedError for weights or moments that are not finite, and SaveError where writing fails: then the
-    last checkpoint is still there, unless somebody removed it. What one rank raises, all do.
+    which `load` gives back. own: such as each rank has for itself, under other names. client_state: see
+    systems.save_checkpoint; each rank has its own.
+    Raises what `check_folder` does, BudgetError where the disk has no room, UnsupportedError within a step, for a model with
+    sparse buffers and, before anything is written, for a client_state that JSON does not hold, DivergedError for weights or
+    moments that are not finite, and SaveError where writing fails: then the last checkpoint is still there, unless somebody
+    removed it. What one rank raises, all do.
     """
     ranks = engine.ranks
     first = ranks.rank == 0
     with side_by_side(ranks, "where to save"):
+        client = {CLIENT_STATE: client_state_tensor(client_state)}
         target = check_folder(folder) if first else Path(folder).absolute()
     check_same_folder(ranks, target)
     with side_by_side(ranks, "what to save"):
         state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
     warn_of_buffers(ranks, buffers)
-    more = {BUFFERS: buffers, BESIDE: beside_of_all(ranks, beside or {}, own or {})}
+    more = {BUFFERS: buffers, BESIDE: beside_of_all(ranks, {**(beside or {}), **client}, {**(own or {}), **client})}
     try:
         with contextlib.ExitStack() as stack:
             with _writing(ranks, "room to save", target):

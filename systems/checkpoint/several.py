@@ -4,7 +4,8 @@ Note [Saved by several ranks]
     A checkpoint of several ranks is that of one: whole tensors by name, which any number of ranks reads. The ranks that see the
     folder share the parameters evenly; each part of one is brought together on its writer, which has files of its own. Rank 0,
     which has the lock, writes the manifest once all files are on their disks. Buffers are rank 0's. What each rank has of its
-    own beside the checkpoint (states of random generators) is given back where as many ranks load.
+    own beside the checkpoint (states of random generators, its client_state) is given back where as many ranks load;
+    otherwise all have rank 0's client_state.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from systems.checkpoint.client_state import CLIENT_STATE
 from systems.checkpoint.manifest import BESIDE, MANIFEST, Manifest, read_manifest
 from systems.checkpoint.state import CheckpointError, TrainingState, parts_of
 from systems.checkpoint.tensors import header, readable, tensor
@@ -119,11 +122,15 @@ def _saved_by(path: Path) -> int:
     return 1
 
 
-def warn_of_other_ranks(ranks: Ranks, saved: int, source: Path) -> None:
+def warn_of_other_ranks(ranks: Ranks, saved: int, source: Path, beside: Path) -> None:
+    """beside: the file."""
     if saved != ranks.size and ranks.rank == 0:
+        theirs = [tensor(beside, key) for key, _, _ in header(beside) if re.fullmatch(f"{OF_RANKS}[0-9]+/{CLIENT_STATE}", key)]
+        unlike = any(not torch.equal(each, theirs[0]) for each in theirs)
         warnings.warn(
             f"the checkpoint in {source} was saved by {_ranks(saved)} and goes on with {_ranks(ranks.size)}: dropout begins "
-            "anew, and a step has another global batch unless `accumulate` or the batches make up for it",
+            "anew, and a step has another global batch unless `accumulate` or the batches make up for it"
+            + ("; client_state is rank 0's, and others had another" if unlike else ""),
             stacklevel=4,
         )
 

@@ -70,8 +70,8 @@ class CheckpointedTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """With the random generators, which `_save_rng_state` is called for at the same moment."""
-        beside = loop_state(self.optimizer, self.lr_scheduler)
-        checkpoint.save(self._started(), Path(output_dir) / ENGINE, beside=beside, own=random_state())
+        client_state = loop_state(self.optimizer, self.lr_scheduler)
+        checkpoint.save(self._started(), Path(output_dir) / ENGINE, client_state=client_state, own=random_state())
 
     def _save_rng_state(self, output_dir: str) -> None:
         """See _save_optimizer_and_scheduler."""
@@ -86,7 +86,7 @@ class CheckpointedTrainer(Trainer):
         if checkpoint is not None:
             saved = self._load(checkpoint)
             restore_loop(check_loop(saved, self.optimizer.param_groups), self.optimizer, self.lr_scheduler)
-            self._random = saved
+            self._random = saved.beside
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Of the checkpoint that was loaded last, when the data is where it was."""
@@ -96,8 +96,8 @@ class CheckpointedTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._load(self.state.best_model_checkpoint)
 
-    def _load(self, folder: str) -> dict[str, torch.Tensor]:
-        return checkpoint.load(self._started(), engine_folder(folder))[1]
+    def _load(self, folder: str) -> checkpoint.Loaded:
+        return checkpoint.load(self._started(), engine_folder(folder))
 
     def _started(self) -> Engine:
         """The engine, which is made here if need be."""

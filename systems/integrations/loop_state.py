@@ -5,7 +5,6 @@ Nothing here is pickled: what is no JSON is refused when it is saved.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,35 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from systems.errors import UnsupportedError
+from systems.checkpoint import Loaded, as_tensor, of_tensor
 
 LOOP, PYTHON, NUMPY, CPU, CUDA = "loop", "random.python", "random.numpy", "random.cpu", "random.cuda"
 
 
-def _as_tensor(value: Any, what: str) -> torch.Tensor:
-    """UTF-8 of its JSON."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedError(f"{what} cannot be saved, which is kept as JSON: {error}") from error
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def _of_tensor(tensor: torch.Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
-
-
-def loop_state(optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, torch.Tensor]:
-    """Of all ranks alike. UnsupportedError for values that are no JSON."""
+def loop_state(optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
+    """The client_state of a checkpoint, of all ranks alike."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return {LOOP: _as_tensor({"groups": groups, "schedule": schedule.state_dict()}, "the optimizer's groups or the schedule")}
+    return {"groups": groups, "schedule": schedule.state_dict()}
 
 
-def check_loop(saved: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Any:
+def check_loop(saved: Loaded, groups: Sequence[Mapping[str, Any]]) -> Any:
     """What `restore_loop` takes. ValueError where it is not there, or of other groups."""
-    if LOOP not in saved:
+    found = saved.client_state
+    if LOOP in saved.beside:  # as it was saved before there were client_states
+        found = of_tensor(saved.beside[LOOP], LOOP)
+    if not {"groups", "schedule"} <= found.keys():
         raise ValueError("the checkpoint has an engine's state and no loop's: it was not saved by an OffloadTrainer")
-    found = _of_tensor(saved[LOOP])
     if len(found["groups"]) != len(groups):
         raise ValueError(f"the optimizer has {len(groups)} parameter groups, in the checkpoint {len(found['groups'])}")
     return found
@@ -57,8 +45,8 @@ def random_state() -> dict[str, torch.Tensor]:
     """Of this rank's generators."""
     name, keys, *rest = np.random.get_state(legacy=True)
     found = {
-        PYTHON: _as_tensor(random.getstate(), "Python's random state"),
-        NUMPY: _as_tensor([name, np.asarray(keys).tolist(), *rest], "numpy's random state"),
+        PYTHON: as_tensor(random.getstate(), "Python's random state"),
+        NUMPY: as_tensor([name, np.asarray(keys).tolist(), *rest], "numpy's random state"),
         CPU: torch.get_rng_state(),
     }
     return found | ({CUDA: torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
@@ -67,10 +55,10 @@ def random_state() -> dict[str, torch.Tensor]:
 def restore_random(saved: Mapping[str, torch.Tensor]) -> None:
     """Those generators that are there, and were when it was saved."""
     if PYTHON in saved:
-        version, keys, gauss = _of_tensor(saved[PYTHON])
+        version, keys, gauss = of_tensor(saved[PYTHON], PYTHON)
         random.setstate((version, tuple(keys), gauss))
     if NUMPY in saved:
-        name, keys, *rest = _of_tensor(saved[NUMPY])
+        name, keys, *rest = of_tensor(saved[NUMPY], NUMPY)
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     if CPU in saved:
         torch.set_rng_state(saved[CPU])

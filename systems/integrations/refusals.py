@@ -10,7 +10,7 @@ from transformers import Trainer
 from systems.errors import UnsupportedError
 from systems.messages import unknown_name
 
-GIVEN = ("system", "device_memory", "host_memory", "disk", "disk_memory", "recompute", "options")
+GIVEN = ("system", "device_memory", "host_memory", "disk", "disk_memory", "recompute", "weights", "options")
 """What `offload` may say: arguments of `systems.initialize`."""
 
 SAID_ELSEWHERE: Mapping[str, str] = {

@@ -42,10 +42,10 @@ TAKEN_OVER = (
 class OffloadTrainer(CheckpointedTrainer):
     """A transformers.Trainer whose model need not fit on the device; arguments as there, and `offload`.
 
-    offload: what `systems.initialize` takes of system, device_memory, host_memory, disk, disk_memory, recompute and options.
-    The rest follows from the training arguments: max_grad_norm is the engine's clip, gradient_accumulation_steps its
-    accumulate; bf16 or fp16 its dtype, without them the model's own. The engine is made when training or evaluation first
-    needs it, and stays open until `close`, which gives the model its weights back; `with` closes too.
+    offload: what `systems.initialize` takes of system, device_memory, host_memory, disk, disk_memory, recompute, weights and
+    options. The rest follows from the training arguments: max_grad_norm is the engine's clip, gradient_accumulation_steps
+    its accumulate; bf16 or fp16 its dtype, without them the model's own. The engine is made when training or evaluation
+    first needs it, and stays open until `close`, which gives the model its weights back; `with` closes too.
 
     Raises UnsupportedError for training arguments that an engine cannot follow, ValueError for an odd entry of `offload`.
     """

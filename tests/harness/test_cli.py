@@ -34,7 +34,7 @@ FLAGS = (
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--optimizer", "--hyper",
     "--lr", "--weight-decay",
     "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",
-    "--checkpoint", "--save-every", "--resume", "--trace", "--phases", "--wandb",
+    "--checkpoint", "--save-every", "--resume", "--weights", "--trace", "--phases", "--wandb",
 )  # fmt: skip
 PAIR = ("compare", "--system", "dummy", "--system", "resident", "--model", "opt-tiny")
 GOOD = ("run", "--system", "dummy", "--model", "opt-tiny")

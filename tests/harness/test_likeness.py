@@ -101,6 +101,7 @@ MARKED: list[tuple[str, Any, str]] = [
     ("spec__lr", 1e-3, "learning rate"),
     ("spec__weight_decay", 0.0, "weight decay"),
     ("spec__schedule", "cosine", "learning-rate schedule"),
+    ("spec__weights", "folder", "first values"),
     ("spec__seed", 1, "seed"),
     ("environment__versions__torch", "2.11.0", "versions"),
     ("environment__versions__transformers", "5.17.0", "versions"),

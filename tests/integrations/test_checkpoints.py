@@ -32,6 +32,7 @@ from tests.integrations.training import (
     plain,
     trainer_of,
 )
+from tests.systems.test_checkpoint import data, rehash
 
 ROOT = Path(__file__).resolve().parents[2]
 PICKLED = (".pt", ".pth", ".bin", ".pkl")
@@ -147,9 +148,35 @@ def test_a_schedule_that_is_no_json_is_refused(tmp_path: Path) -> None:
     kind = type(offloaded(tmp_path))
     with (
         trainer_of(kind, model, args, offload=OFFLOAD, optimizers=(optimizer, schedule)) as trainer,
-        pytest.raises(UnsupportedError, match="the schedule cannot be saved, which is kept as JSON: .*set"),
+        pytest.raises(UnsupportedError, match=r"client_state\['schedule'\]\['odd'\] is set, which JSON does not have"),
     ):
         trainer.train()
+
+
+def test_a_schedule_whose_keys_json_would_change_is_refused(tmp_path: Path) -> None:
+    """Its milestones are counted by numbers: as strings they would never be met."""
+    model = opt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1)
+    kind = type(offloaded(tmp_path))
+    with (
+        trainer_of(kind, model, args, offload=OFFLOAD, optimizers=(optimizer, schedule)) as trainer,
+        pytest.raises(UnsupportedError, match=r"client_state\['schedule'\]\['milestones'\] has the key 1"),
+    ):
+        trainer.train()
+
+
+def test_what_was_saved_before_there_were_client_states_goes_on(saved: tuple[Path, Ran], tmp_path: Path) -> None:
+    folder = shutil.copytree(saved[0] / "checkpoint-4", tmp_path / "checkpoint-4") / "engine"
+    path = data(folder) / "beside.safetensors"
+    held = safetensors.torch.load_file(path)
+    held["loop"] = held.pop("client_state")
+    safetensors.torch.save_file(held, path)
+    rehash(folder)
+    trainer = offloaded(tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert finished(trainer).logs == saved[1].logs
 
 
 @pytest.mark.parametrize("kind", ["cosine_with_restarts", "reduce_lr_on_plateau", "inverse_sqrt"])

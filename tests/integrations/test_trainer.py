@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Trainer
 
+import systems
 from systems.integrations import OffloadTrainer
 from systems.integrations.stand_ins import OptimizerStandIn
 from tests.integrations.training import (
@@ -203,3 +204,13 @@ def test_what_fails_is_what_is_told(tmp_path: Path) -> None:
         trainer.train()
     with pytest.raises(RuntimeError, match="weights are gone"):
         trainer.model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_a_model_without_values_begins_with_a_folder_s(tmp_path: Path) -> None:
+    """Whose weights are read into the engine; the run is that of a model that has them."""
+    opt().save_pretrained(tmp_path / "given")
+    whole = offloaded(tmp_path)
+    whole.train()
+    trainer = offloaded(tmp_path, systems.model_of(tmp_path / "given"), offload=OFFLOAD | {"weights": tmp_path / "given"})
+    trainer.train()
+    assert_same(finished(trainer), finished(whole))

@@ -133,7 +133,7 @@ def test_the_loss_scale_and_skips_go_on(tmp_path: Path) -> None:
     systems.save_checkpoint(engine, tmp_path / "here")
     engine.close()
     with begin("resident", frozen=False, dtype="fp16") as other:
-        loop, beside = checkpoint.load(other, tmp_path / "here")
+        loop, beside, _ = checkpoint.load(other, tmp_path / "here")
         assert (loop.steps, loop.skipped_steps, loop.loss_scale, loop.good_steps, loop.skips_in_a_row) == (3, 2, 2.0**14, 1, 0)
         assert beside == {}
         steps_of(other, 3, 4)
@@ -155,7 +155,7 @@ def test_large_models_take_several_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(data(tmp_path / "here").glob("state-*.safetensors"))) > 3
     assert all(sum(each) <= 100_000 or len(each) == 1 for each in written), "no file has more, and no more is held back"
     with begin("h3t", seed=2) as engine:
-        _, beside = checkpoint.load(engine, tmp_path / "here")
+        beside = checkpoint.load(engine, tmp_path / "here").beside
         assert all(torch.equal(value, values[name]) for name, value in parameters_of(engine).items())
     modes = {path.stat().st_mode & 0o666 for path in (tmp_path / "here").rglob("*")}
     assert len(modes) == 1, "who may read the folder may read what is in it"

@@ -94,7 +94,7 @@ def loaded(system: str, folder: Path, expected: Expected) -> int | None:
     """The number of the state that is there, every bit of which is that state's; None if there is none."""
     with saver.begin(system, seed=2) as engine:
         try:
-            loop, beside = checkpoint.load(engine, folder)
+            loop, beside, _ = checkpoint.load(engine, folder)
         except CheckpointError:
             assert not (folder / checkpoint.MANIFEST).exists()
             return None

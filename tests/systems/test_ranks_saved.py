@@ -145,7 +145,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     between, whole = without_interruption(model, size)
 
     def work(engine: Engine) -> tuple[State, State]:
-        loop, _ = checkpoint.load(engine, saved(before, model))
+        loop = checkpoint.load(engine, saved(before, model)).position
         assert loop.steps == BEFORE
         loaded = state_of(engine, [])
         return loaded, state_of(engine, train(engine, model, BEFORE, BEFORE + AFTER, size))
@@ -416,7 +416,7 @@ def test_what_ranks_have_for_themselves_comes_back_to_as_many(size: int, saved: 
     assert checkpoint.ranks_of(folder) == SAVED_BY
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        found = on_ranks("resident", "stack", size, lambda engine: checkpoint.load(engine, folder)[1])
+        found = on_ranks("resident", "stack", size, lambda engine: checkpoint.load(engine, folder).beside)
     said = [str(each.message) for each in told if "dropout begins anew" in str(each.message)]
     if size == SAVED_BY:
         assert [int(beside["rank"]) for beside in found] == [0, 1] and not said
@@ -429,7 +429,7 @@ def test_what_ranks_have_for_themselves_comes_back_to_as_many(size: int, saved: 
 def test_one_rank_s_checkpoint_has_no_word_of_ranks(tmp_path: Path) -> None:
     with on_one_rank() as engine:
         checkpoint.save(engine, tmp_path / "here", beside={"same": torch.tensor(7)}, own={"rank": torch.tensor(0)})
-        _, beside = checkpoint.load(engine, tmp_path / "here")
+        beside = checkpoint.load(engine, tmp_path / "here").beside
     assert beside.keys() == {"same", "rank"} and checkpoint.ranks_of(tmp_path / "here") == 1
     assert {path.name for path in (tmp_path / "here").rglob("*.safetensors")} == {
         "state-00000.safetensors",
