@@ -6,7 +6,6 @@ The last line on stdout is one JSON object with the `spec` and `plan` of a run's
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from systems.planning.clock.perfetto import to_json
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.meta_step import Unfilled
 from systems.prediction.policies import left_out
+from systems.prediction.ranking import ranked
 from systems.prediction.remedies import LAYERS, Depths, DiskRoom, Remedy, remedies
 from systems.system import System
 
@@ -131,26 +131,12 @@ def _room(system: System, question: Question) -> DiskRoom | None:
 def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:
     """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
     console = result_console()
-    found: list[Forecast] = []
-    refused: dict[str, str] = {}
-    for system in _planners():
-        try:
-            found.append(forecast(system, system.Options(), question, observations))
-        except UnsupportedError as error:
-            refused[system.name] = str(error)
-    found.sort(key=lambda f: (not f.fits, f.simulation.step_time_s if f.fits else f.least_device_bytes))
+    found, refused = ranked(registry.planners(), question, observations)
     show_ranking(found, refused, console, title=_title(spec, question, "every system"))
     ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
     say_json(json.dumps({**_asked(spec, question), **best, "ranking": ranking}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
-
-
-def _planners() -> Iterator[System]:
-    """Every strategy, whatever the folder holds, and resident."""
-    for name, entry in registry.find().items():
-        if entry.exposes == "STRATEGY" or name == "resident":
-            yield registry.get(name)
 
 
 def _title(spec: PlanSpec, question: Question, system: str) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from harness.command import flags
 from harness.spec import in_flags
 from systems.messages import printable
+from systems.prediction.bounds import LIMITS
 from systems.prediction.forecast import Forecast
 from systems.prediction.needs import TierNeed
 from systems.prediction.policies import left_out
@@ -19,18 +20,6 @@ from systems.prediction.remedies import Remedy
 from systems.prediction.running_ahead import AheadForecast
 from systems.sizes import format_size
 
-LIMITS: Mapping[str, str] = MappingProxyType(
-    {
-        "compute": "what the device computes: matrix products, and the rest at its own DRAM's rate",
-        "host-dram": "the host's DRAM, which CPU Adam and copies share",
-        "cpu-adam": "CPU Adam",
-        "pcie": "copies between host and device",
-        "disk": "the disk, through which optimizer states go twice a step",
-        "link": "collectives between the devices",
-        "issue": "the host, which handles unit events and issues operations",
-        "norm": "updates on the host that wait for the norm: they lie between a backward and the next forward's end",
-    }
-)
 MOVED: Mapping[str, str] = MappingProxyType(
     {
         "h2d": "from the host",
