@@ -28,6 +28,7 @@ from systems.optimizers.choice import chosen_by
 from systems.planning import hardware
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
+from systems.prediction.alternatives import Alternative, alternatives
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.meta_step import Unfilled
 from systems.prediction.policies import left_out
@@ -115,10 +116,12 @@ def _plan_one(spec: PlanSpec, question: Question, observations: Observations) ->
         say_json(json.dumps({**_asked(spec, question), **_refused(system.name, str(error))}))
         return DOES_NOT_FIT
     helpful = list(remedies(system, options, found, observations, depths=depths_of(spec), disk=_room(system, question)))
-    show(found, helpful, console, title=_title(spec, question, system.name))
+    better = alternatives(system, options, found, observations, helpful)
+    show(found, helpful, better, console, title=_title(spec, question, system.name))
     if spec.trace is not None:
         _write_trace(Path(spec.trace), found)
-    say_json(json.dumps({**_asked(spec, question), **_told(found, spec, helpful)}))
+    told = {**_told(found, spec, helpful), "alternatives": [_instead(one, spec, system.name) for one in better]}
+    say_json(json.dumps({**_asked(spec, question), **told}))
     return FITS if found.fits else DOES_NOT_FIT
 
 
@@ -132,10 +135,15 @@ def _plan_all(spec: PlanSpec, question: Question, observations: Observations) ->
     """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
     console = result_console()
     found, refused = ranked(registry.planners(), question, observations)
-    show_ranking(found, refused, console, title=_title(spec, question, "every system"))
+    better: list[Alternative] = []
+    if found and found[0].fits:
+        chosen = registry.get(found[0].system)
+        better = alternatives(chosen, chosen.Options(), found[0], observations)
+    show_ranking(found, refused, better, console, title=_title(spec, question, "every system"))
     ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
-    say_json(json.dumps({**_asked(spec, question), **best, "ranking": ranking}))
+    told = {**best, "alternatives": [_instead(one, spec, best["system"]) for one in better], "ranking": ranking}
+    say_json(json.dumps({**_asked(spec, question), **told}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
 
 
@@ -199,6 +207,19 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "remedies": [
             {"what": r.what, "changes": dict(r.changes), "command": command("plan", spec, r.changes)} for r in helpful
         ],
+    }
+
+
+def _instead(one: Alternative, spec: PlanSpec, system: str) -> dict[str, Any]:
+    options = {**registry.split_assignments("option", spec.option), **one.options}
+    changes = {**one.changes, "system": system, "option": tuple(f"{name}={value}" for name, value in options.items())}
+    return {
+        "what": one.what,
+        "changes": dict(one.changes),
+        "options": dict(one.options),
+        "predicted_step_time_s": one.step_time_s,
+        "tokens_per_s": one.tokens_per_s,
+        "command": command("plan", spec, changes),
     }
 
 

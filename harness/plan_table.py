@@ -12,6 +12,7 @@ from rich.table import Table
 from harness.command import flags
 from harness.spec import in_flags
 from systems.messages import printable
+from systems.prediction.alternatives import Alternative
 from systems.prediction.bounds import LIMITS
 from systems.prediction.forecast import Forecast
 from systems.prediction.needs import TierNeed
@@ -33,7 +34,9 @@ MOVED: Mapping[str, str] = MappingProxyType(
 NEAR = 1.05  # a step this close to its bound is limited by it
 
 
-def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title: str) -> None:
+def show(
+    found: Forecast, helpful: Sequence[Remedy], better: Sequence[Alternative], console: Console, *, title: str
+) -> None:
     table = Table("tier", "what", "bytes", title=escape(printable(title)))
     for tier, need in found.tiers.items():
         for what, size in need.parts.items():
@@ -58,8 +61,19 @@ def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title:
         console.print(f"assumed by the profile: {', '.join(found.question.profile.assumed)}", markup=False)
     for what in left_out(found.system, found.question.ranks):
         console.print(f"left out: {what}", markup=False)
+    _show_better(better, console, fits=found.fits)
+    with_a_step = [one.changes for one in better]
     for remedy in helpful:
-        console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
+        if remedy.changes not in with_a_step:
+            console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
+
+
+def _show_better(better: Sequence[Alternative], console: Console, *, fits: bool) -> None:
+    """Each with the step that it would have."""
+    for one in better:
+        step = f"{one.step_time_s:.4g} s a step, {one.tokens_per_s:.4g} tokens/s"
+        helps = "faster" if fits else "would fit"
+        console.print(f"{helps}: {one.what} ({flags(one.changes, one.options)}): {step}", markup=False)
 
 
 def _verdict(need: TierNeed) -> str:
@@ -113,7 +127,10 @@ def _ahead(ahead: AheadForecast, *, clips: bool) -> Iterator[str]:
         yield f"{ahead.more.share:.0%} would with {more}"
 
 
-def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console: Console, *, title: str) -> None:
+def show_ranking(
+    found: Sequence[Forecast], refused: Mapping[str, str], better: Sequence[Alternative], console: Console, *, title: str
+) -> None:
+    """better: than the first."""
     shown = escape(printable(title))
     table = Table("system", "fits", "step s", "tokens/s", "limited by", "device", "least device", "host", title=shown)
     for one in found:
@@ -131,5 +148,8 @@ def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console:
     for one in found:
         if one.why_not is not None:
             console.print(f"{one.system} does not fit: {in_flags(one.why_not)}", markup=False)
+    if better:
+        console.print(f"{found[0].system} could do more:", markup=False)
+    _show_better(better, console, fits=True)
     for name, why in refused.items():
         console.print(f"{name} cannot: {in_flags(why)}", markup=False)
