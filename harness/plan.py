@@ -17,7 +17,7 @@ from harness.command import command
 from harness.optimizer import hyperparameters_of
 from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
-from harness.plan_table import show, show_ranking
+from harness.plan_table import show, show_ranking, show_rules
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.loss import token_loss
@@ -30,7 +30,9 @@ from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
 from systems.prediction.alternatives import Alternative, alternatives
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
+from systems.prediction.memory_rules import RULE, RuledNeed, ruled_needs
 from systems.prediction.meta_step import Unfilled
+from systems.prediction.needs import TierNeed
 from systems.prediction.policies import left_out
 from systems.prediction.ranking import ranked
 from systems.prediction.remedies import LAYERS, Depths, DiskRoom, Remedy, remedies
@@ -139,10 +141,13 @@ def _plan_all(spec: PlanSpec, question: Question, observations: Observations) ->
     if found and found[0].fits:
         chosen = registry.get(found[0].system)
         better = alternatives(chosen, chosen.Options(), found[0], observations)
+    ruled = ruled_needs(question, observations)
     show_ranking(found, refused, better, console, title=_title(spec, question, "every system"))
+    show_rules(ruled, console)
     ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
     told = {**best, "alternatives": [_instead(one, spec, best["system"]) for one in better], "ranking": ranking}
+    told["memory_rules"] = [_ruled(one) for one in ruled]
     say_json(json.dumps({**_asked(spec, question), **told}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
 
@@ -192,15 +197,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "bounds_s": dict(simulation.bounds_s),
         "busy_s": dict(simulation.busy_s),
         "bytes": dict(simulation.bytes),
-        "tiers": {
-            tier: {
-                "need_bytes": need.need_bytes,
-                "have_bytes": need.have_bytes,
-                "spare_bytes": need.spare_bytes,
-                "parts": dict(need.parts),
-            }
-            for tier, need in found.tiers.items()
-        },
+        "tiers": {tier: _need(need) for tier, need in found.tiers.items()},
         "assumed": list(found.question.profile.assumed),
         "left_out": list(left_out(found.system, found.question.ranks)),
         "ahead": None if found.ahead is None else asdict(found.ahead),
@@ -221,6 +218,20 @@ def _instead(one: Alternative, spec: PlanSpec, system: str) -> dict[str, Any]:
         "tokens_per_s": one.tokens_per_s,
         "command": command("plan", spec, changes),
     }
+
+
+def _need(need: TierNeed) -> dict[str, Any]:
+    return {
+        "need_bytes": need.need_bytes,
+        "have_bytes": need.have_bytes,
+        "spare_bytes": need.spare_bytes,
+        "parts": dict(need.parts),
+    }
+
+
+def _ruled(one: RuledNeed) -> dict[str, Any]:
+    tiers = {"device": one.device, "host": one.host}
+    return {"system": one.system, "fits": one.fits, "what": RULE, "tiers": {tier: _need(need) for tier, need in tiers.items()}}
 
 
 def _refused(system: str, why: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from systems.messages import printable
 from systems.prediction.alternatives import Alternative
 from systems.prediction.bounds import LIMITS
 from systems.prediction.forecast import Forecast
+from systems.prediction.memory_rules import RULE, RuledNeed
 from systems.prediction.needs import TierNeed
 from systems.prediction.policies import left_out
 from systems.prediction.remedies import Remedy
@@ -153,3 +154,13 @@ def show_ranking(
     _show_better(better, console, fits=True)
     for name, why in refused.items():
         console.print(f"{name} cannot: {in_flags(why)}", markup=False)
+
+
+def show_rules(found: Sequence[RuledNeed], console: Console) -> None:
+    """Packages whose steps are not simulated."""
+    table = Table("system", "fits", "device, about", "host, about", "")
+    for one in found:
+        needs = (format_size(need.need_bytes) for need in (one.device, one.host))
+        table.add_row(one.system, "yes" if one.fits else "no", *needs, RULE)
+    if found:
+        console.print(table)
