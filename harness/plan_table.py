@@ -62,18 +62,19 @@ def show(
         console.print(f"assumed by the profile: {', '.join(found.question.profile.assumed)}", markup=False)
     for what in left_out(found.system, found.question.ranks):
         console.print(f"left out: {what}", markup=False)
-    _show_better(better, console, fits=found.fits)
+    _show_better(better, found, console)
     with_a_step = [one.changes for one in better]
     for remedy in helpful:
         if remedy.changes not in with_a_step:
             console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
 
 
-def _show_better(better: Sequence[Alternative], console: Console, *, fits: bool) -> None:
+def _show_better(better: Sequence[Alternative], found: Forecast, console: Console) -> None:
     """Each with the step that it would have."""
     for one in better:
         step = f"{one.step_time_s:.4g} s a step, {one.tokens_per_s:.4g} tokens/s"
-        helps = "faster" if fits else "would fit"
+        helps = "faster" if one.step_time_s < found.simulation.step_time_s else "more tokens a second"
+        helps = helps if found.fits else "would fit"
         console.print(f"{helps}: {one.what} ({flags(one.changes, one.options)}): {step}", markup=False)
 
 
@@ -151,7 +152,7 @@ def show_ranking(
             console.print(f"{one.system} does not fit: {in_flags(one.why_not)}", markup=False)
     if better:
         console.print(f"{found[0].system} could do more:", markup=False)
-    _show_better(better, console, fits=True)
+        _show_better(better, found[0], console)
     for name, why in refused.items():
         console.print(f"{name} cannot: {in_flags(why)}", markup=False)
 

@@ -98,9 +98,13 @@ def of_program(program: str, *, whole: bool | None = None) -> list[Command]:
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], list[Any]]:
-    """What the command line hands on, when all that would do the work is exchanged. For commands without a launcher."""
+def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Sequence[str]], list[Any]]:
+    """What the command line hands on, when all that would do the work is exchanged. For commands without a launcher, in a
+    folder with the profile that one of them would have written.
+    """
     found: list[Any] = []
+    (tmp_path / "machine.json").write_text(json.dumps({"like": "h100-80g-x1"}))
+    monkeypatch.chdir(tmp_path)
 
     def take(*given: Any) -> int:
         found.extend(given)
