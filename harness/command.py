@@ -13,7 +13,7 @@ from systems.sizes import exact_size
 LAYERS = "num_layers"  # a change that is one of --set
 
 
-def command(name: str, spec: RunSpec, changes: Mapping[str, int | str] | None = None) -> str:
+def command(name: str, spec: RunSpec, changes: Mapping[str, int | str | tuple[str, ...]] | None = None) -> str:
     """What to type for a spec with other values in some of its fields."""
     changed = dict(changes or {})
     given: dict[str, Any] = spec.model_dump(exclude_defaults=True)
@@ -29,12 +29,13 @@ def command(name: str, spec: RunSpec, changes: Mapping[str, int | str] | None = 
     return shlex.join(parts)
 
 
-def flags(changes: Mapping[str, int | str]) -> str:
-    """The same of changes alone."""
+def flags(changes: Mapping[str, int | str], options: Mapping[str, Any] | None = None) -> str:
+    """The same of changes alone, and of options of the system."""
     given = dict(changes)
     if LAYERS in given:
         given["set"] = f"{LAYERS}={given.pop(LAYERS)}"
-    return " ".join(f"{flag(name)} {value}" for name, value in given.items())
+    texts = [f"{flag(name)} {value}" for name, value in given.items()]
+    return " ".join(texts + [f"--option {name}={value}" for name, value in (options or {}).items()])
 
 
 def _texts(field: str, value: Any) -> list[str]:

@@ -6,7 +6,6 @@ The last line on stdout is one JSON object with the `spec` and `plan` of a run's
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from harness.command import command
 from harness.optimizer import hyperparameters_of
 from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
-from harness.plan_table import show, show_ranking
+from harness.plan_table import show, show_ranking, show_rules
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.loss import token_loss
@@ -29,9 +28,13 @@ from systems.optimizers.choice import chosen_by
 from systems.planning import hardware
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
+from systems.prediction.alternatives import Alternative, alternatives
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
+from systems.prediction.memory_rules import RULE, RuledNeed, ruled_needs
 from systems.prediction.meta_step import Unfilled
+from systems.prediction.needs import TierNeed
 from systems.prediction.policies import left_out
+from systems.prediction.ranking import ranked
 from systems.prediction.remedies import LAYERS, Depths, DiskRoom, Remedy, remedies
 from systems.system import System
 
@@ -115,10 +118,12 @@ def _plan_one(spec: PlanSpec, question: Question, observations: Observations) ->
         say_json(json.dumps({**_asked(spec, question), **_refused(system.name, str(error))}))
         return DOES_NOT_FIT
     helpful = list(remedies(system, options, found, observations, depths=depths_of(spec), disk=_room(system, question)))
-    show(found, helpful, console, title=_title(spec, question, system.name))
+    better = alternatives(system, options, found, observations, helpful)
+    show(found, helpful, better, console, title=_title(spec, question, system.name))
     if spec.trace is not None:
         _write_trace(Path(spec.trace), found)
-    say_json(json.dumps({**_asked(spec, question), **_told(found, spec, helpful)}))
+    told = {**_told(found, spec, helpful), "alternatives": [_instead(one, spec, system.name) for one in better]}
+    say_json(json.dumps({**_asked(spec, question), **told}))
     return FITS if found.fits else DOES_NOT_FIT
 
 
@@ -131,26 +136,20 @@ def _room(system: System, question: Question) -> DiskRoom | None:
 def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:
     """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
     console = result_console()
-    found: list[Forecast] = []
-    refused: dict[str, str] = {}
-    for system in _planners():
-        try:
-            found.append(forecast(system, system.Options(), question, observations))
-        except UnsupportedError as error:
-            refused[system.name] = str(error)
-    found.sort(key=lambda f: (not f.fits, f.simulation.step_time_s if f.fits else f.least_device_bytes))
-    show_ranking(found, refused, console, title=_title(spec, question, "every system"))
+    found, refused = ranked(registry.planners(), question, observations)
+    better: list[Alternative] = []
+    if found and found[0].fits:
+        chosen = registry.get(found[0].system)
+        better = alternatives(chosen, chosen.Options(), found[0], observations)
+    ruled = ruled_needs(question, observations)
+    show_ranking(found, refused, better, console, title=_title(spec, question, "every system"))
+    show_rules(ruled, console)
     ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
-    say_json(json.dumps({**_asked(spec, question), **best, "ranking": ranking}))
+    told = {**best, "alternatives": [_instead(one, spec, best["system"]) for one in better], "ranking": ranking}
+    told["memory_rules"] = [_ruled(one) for one in ruled]
+    say_json(json.dumps({**_asked(spec, question), **told}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
-
-
-def _planners() -> Iterator[System]:
-    """Every strategy, whatever the folder holds, and resident."""
-    for name, entry in registry.find().items():
-        if entry.exposes == "STRATEGY" or name == "resident":
-            yield registry.get(name)
 
 
 def _title(spec: PlanSpec, question: Question, system: str) -> str:
@@ -198,15 +197,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "bounds_s": dict(simulation.bounds_s),
         "busy_s": dict(simulation.busy_s),
         "bytes": dict(simulation.bytes),
-        "tiers": {
-            tier: {
-                "need_bytes": need.need_bytes,
-                "have_bytes": need.have_bytes,
-                "spare_bytes": need.spare_bytes,
-                "parts": dict(need.parts),
-            }
-            for tier, need in found.tiers.items()
-        },
+        "tiers": {tier: _need(need) for tier, need in found.tiers.items()},
         "assumed": list(found.question.profile.assumed),
         "left_out": list(left_out(found.system, found.question.ranks)),
         "ahead": None if found.ahead is None else asdict(found.ahead),
@@ -214,6 +205,33 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
             {"what": r.what, "changes": dict(r.changes), "command": command("plan", spec, r.changes)} for r in helpful
         ],
     }
+
+
+def _instead(one: Alternative, spec: PlanSpec, system: str) -> dict[str, Any]:
+    options = {**registry.split_assignments("option", spec.option), **one.options}
+    changes = {**one.changes, "system": system, "option": tuple(f"{name}={value}" for name, value in options.items())}
+    return {
+        "what": one.what,
+        "changes": dict(one.changes),
+        "options": dict(one.options),
+        "predicted_step_time_s": one.step_time_s,
+        "tokens_per_s": one.tokens_per_s,
+        "command": command("plan", spec, changes),
+    }
+
+
+def _need(need: TierNeed) -> dict[str, Any]:
+    return {
+        "need_bytes": need.need_bytes,
+        "have_bytes": need.have_bytes,
+        "spare_bytes": need.spare_bytes,
+        "parts": dict(need.parts),
+    }
+
+
+def _ruled(one: RuledNeed) -> dict[str, Any]:
+    tiers = {"device": one.device, "host": one.host}
+    return {"system": one.system, "fits": one.fits, "what": RULE, "tiers": {tier: _need(need) for tier, need in tiers.items()}}
 
 
 def _refused(system: str, why: str) -> dict[str, Any]:

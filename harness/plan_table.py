@@ -12,25 +12,16 @@ from rich.table import Table
 from harness.command import flags
 from harness.spec import in_flags
 from systems.messages import printable
+from systems.prediction.alternatives import Alternative
+from systems.prediction.bounds import LIMITS
 from systems.prediction.forecast import Forecast
+from systems.prediction.memory_rules import RULE, RuledNeed
 from systems.prediction.needs import TierNeed
 from systems.prediction.policies import left_out
 from systems.prediction.remedies import Remedy
 from systems.prediction.running_ahead import AheadForecast
 from systems.sizes import format_size
 
-LIMITS: Mapping[str, str] = MappingProxyType(
-    {
-        "compute": "what the device computes: matrix products, and the rest at its own DRAM's rate",
-        "host-dram": "the host's DRAM, which CPU Adam and copies share",
-        "cpu-adam": "CPU Adam",
-        "pcie": "copies between host and device",
-        "disk": "the disk, through which optimizer states go twice a step",
-        "link": "collectives between the devices",
-        "issue": "the host, which handles unit events and issues operations",
-        "norm": "updates on the host that wait for the norm: they lie between a backward and the next forward's end",
-    }
-)
 MOVED: Mapping[str, str] = MappingProxyType(
     {
         "h2d": "from the host",
@@ -44,7 +35,9 @@ MOVED: Mapping[str, str] = MappingProxyType(
 NEAR = 1.05  # a step this close to its bound is limited by it
 
 
-def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title: str) -> None:
+def show(
+    found: Forecast, helpful: Sequence[Remedy], better: Sequence[Alternative], console: Console, *, title: str
+) -> None:
     table = Table("tier", "what", "bytes", title=escape(printable(title)))
     for tier, need in found.tiers.items():
         for what, size in need.parts.items():
@@ -69,8 +62,20 @@ def show(found: Forecast, helpful: Sequence[Remedy], console: Console, *, title:
         console.print(f"assumed by the profile: {', '.join(found.question.profile.assumed)}", markup=False)
     for what in left_out(found.system, found.question.ranks):
         console.print(f"left out: {what}", markup=False)
+    _show_better(better, found, console)
+    with_a_step = [one.changes for one in better]
     for remedy in helpful:
-        console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
+        if remedy.changes not in with_a_step:
+            console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
+
+
+def _show_better(better: Sequence[Alternative], found: Forecast, console: Console) -> None:
+    """Each with the step that it would have."""
+    for one in better:
+        step = f"{one.step_time_s:.4g} s a step, {one.tokens_per_s:.4g} tokens/s"
+        helps = "faster" if one.step_time_s < found.simulation.step_time_s else "more tokens a second"
+        helps = helps if found.fits else "would fit"
+        console.print(f"{helps}: {one.what} ({flags(one.changes, one.options)}): {step}", markup=False)
 
 
 def _verdict(need: TierNeed) -> str:
@@ -124,7 +129,10 @@ def _ahead(ahead: AheadForecast, *, clips: bool) -> Iterator[str]:
         yield f"{ahead.more.share:.0%} would with {more}"
 
 
-def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console: Console, *, title: str) -> None:
+def show_ranking(
+    found: Sequence[Forecast], refused: Mapping[str, str], better: Sequence[Alternative], console: Console, *, title: str
+) -> None:
+    """better: than the first."""
     shown = escape(printable(title))
     table = Table("system", "fits", "step s", "tokens/s", "limited by", "device", "least device", "host", title=shown)
     for one in found:
@@ -142,5 +150,18 @@ def show_ranking(found: Sequence[Forecast], refused: Mapping[str, str], console:
     for one in found:
         if one.why_not is not None:
             console.print(f"{one.system} does not fit: {in_flags(one.why_not)}", markup=False)
+    if better:
+        console.print(f"{found[0].system} could do more:", markup=False)
+        _show_better(better, found[0], console)
     for name, why in refused.items():
         console.print(f"{name} cannot: {in_flags(why)}", markup=False)
+
+
+def show_rules(found: Sequence[RuledNeed], console: Console) -> None:
+    """Packages whose steps are not simulated."""
+    table = Table("system", "fits", "device, about", "host, about", "")
+    for one in found:
+        needs = (format_size(need.need_bytes) for need in (one.device, one.host))
+        table.add_row(one.system, "yes" if one.fits else "no", *needs, RULE)
+    if found:
+        console.print(table)

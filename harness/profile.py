@@ -1,7 +1,7 @@
 """`harness profile`: this machine's roofs, measured into a hardware profile (systems/planning/hardware.py).
 
 Each number says when and by what it was measured. Without a CUDA device only the host's part is measured and the file has no
-device: give it a line such as "like": "h100-80g-x1" to have the rest from another profile. With --ranks the collectives of so
+device: --like has the rest from another profile. With --ranks the collectives of so
 many processes are measured too, on devices or on the host.
 """
 
@@ -34,6 +34,7 @@ from systems.adam.cpu import cpu_kernel
 from systems.machine.durable import prove_writable, write_whole
 from systems.machine.limits import MachineLimits, in_memory, read_limits
 from systems.messages import one_line
+from systems.planning import hardware
 from systems.planning.hardware import Flow, HardwareProfile
 from systems.sizes import format_size
 
@@ -221,6 +222,8 @@ def _check(spec: ProfileSpec, limits: MachineLimits, sizes: HostSizes) -> None:
     devices = 0 if on_host else torch.cuda.device_count()
     if spec.ranks is not None and devices and spec.ranks > devices:
         raise BadInputError(f"--ranks {spec.ranks}: NCCL needs a device for each, {devices} are visible: lower it")
+    if spec.like is not None:
+        _check_like(spec.like, on_host=on_host)
     need = max(sizes.need, COPIES * max(CollectiveSizes().wholes) * spec.ranks if spec.ranks and on_host else 0)
     room = limits.available_memory_bytes
     if room is not None and room < need:
@@ -238,6 +241,15 @@ def _check(spec: ProfileSpec, limits: MachineLimits, sizes: HostSizes) -> None:
         if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
             raise BadInputError(f"--out {out}: {out.parent} is no folder that this user may write to: name another file")
         prove_writable(_behind_links(out), over="nothing")
+
+
+def _check_like(given: str, *, on_host: bool) -> None:
+    if not on_host:
+        raise BadInputError(f"--like {given}: there is a device here, and all of it is measured: leave it out")
+    try:
+        hardware.load(given)
+    except ValueError as error:
+        raise BadInputError(f"--like {given}: {error}") from None
 
 
 def _behind_links(out: Path) -> Path:
@@ -270,14 +282,15 @@ def take_profile(
     measure_host(figures, limits, host_sizes, None if spec.disk is None else Path(spec.disk), console.print)
     if kind is None:
         figures.add("storage_rebind_s", host.rebind_s(torch.device("cpu"), host_sizes), "from Python")
-        console.print('there is no device in this profile: add a line such as "like": "h100-80g-x1" to have one from another')
+        missing = "there is no device in this profile: --like h100-80g-x1 has one from another"
+        console.print(missing if spec.like is None else f"the device is that of {spec.like}", markup=False)
     else:
         measure_devices(figures, kind, limits, host_sizes, device_sizes, console.print)
     if spec.ranks is not None:
         console.print("collectives")
         at: Device = "cpu" if kind is None else "cuda"
         put_collectives(figures, collectives(spec.ranks, at, collective_sizes or CollectiveSizes()), spec.ranks, at)
-    content = figures.content()
+    content = figures.content() if spec.like is None else {"like": spec.like, **figures.content()}
     if kind is not None:
         HardwareProfile.model_validate(content)
     if gives_json():

@@ -15,4 +15,5 @@ class ProfileSpec(BaseModel):
     out: str | None = Field(None, description="file to write the profile to; one that is there is never overwritten")
     device: Device | None = Field(None, description="cuda, or cpu for the host's part alone; default: cuda if there is one")
     disk: str | None = Field(None, description="folder on the disk to measure; default: no disk")
+    like: str | None = Field(None, description="profile whose device stands for the one that is not here; default: none")
     ranks: int | None = Field(None, ge=2, le=64, description="processes whose collectives to measure; default: none")

@@ -22,6 +22,7 @@ from models.family import Family, FillWeights, from_config
 from models.folder_weights import fill_buffers, stored_tensors
 from models.shape import ModelShape, ObjectiveName
 from models.weights import InitialWeights, law_of
+from systems.prediction.language_models import model_classes, objective_of
 from systems.pretrained import FolderWeights, parameters_on_meta
 from systems.recipe.model.blocks import find_blocks
 
@@ -139,7 +140,7 @@ def _folder_shape(folder: str) -> ExternalShape:
     return ExternalShape(
         name=folder,
         family="folder",
-        objective=_folder_objective(config),
+        objective=objective_of(config),
         num_layers=_from(config, "num_layers") or 0,
         hidden_size=_from(config, "hidden_size"),
         num_heads=_from(config, "num_heads"),
@@ -150,27 +151,6 @@ def _folder_shape(folder: str) -> ExternalShape:
         tied=bool(_from(config, "tied")),
         notes="" if stored_tensors(Path(folder)) is not None else f"{folder} holds no weights: they start from random ones",
     )
-
-
-def _model_classes(objective: ObjectiveName) -> Mapping[str, str]:
-    """transformers' language models for an objective: config.model_type to class name."""
-    from transformers.models.auto import modeling_auto as auto
-
-    return {
-        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    }[objective]
-
-
-def _folder_objective(config: Any) -> ObjectiveName:
-    """Types with both a masked and a causal form (BERT) are masked unless the folder was saved from the causal one."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "seq2seq"
-    if config.model_type not in _model_classes("masked"):
-        return "causal"
-    causal_form = _model_classes("causal").get(config.model_type)
-    return "causal" if causal_form in (config.architectures or ()) else "masked"
 
 
 def _build_folder(shape: ExternalShape) -> nn.Module:
@@ -184,7 +164,7 @@ def _build_folder(shape: ExternalShape) -> nn.Module:
     for key in config.to_dict():
         if "dropout" in key or key.endswith("pdrop") or key == "layerdrop":
             setattr(config, key, shape.dropout)
-    model_class = _model_classes(shape.objective).get(config.model_type)
+    model_class = model_classes(shape.objective).get(config.model_type)
     if model_class is None:
         raise ValueError(
             f"--model {shape.name}: transformers has no {shape.objective} language model of type {config.model_type}"

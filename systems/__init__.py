@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
     from pydantic import BaseModel
+    from transformers import PretrainedConfig
 
+    from systems.prediction.estimate import Estimate
     from systems.settings import Settings
     from systems.system import Engine, RankedSystem
 
@@ -157,6 +159,80 @@ def model_of(folder: str | os.PathLike[str]) -> torch.nn.Module:
     from systems.pretrained import model_of as build
 
     return build(folder)
+
+
+def estimate(
+    model: torch.nn.Module | PretrainedConfig,
+    *,
+    system: str = "elixir",
+    hardware: str | os.PathLike[str] | None = None,
+    batch_size: int = 1,
+    seq_len: int | None = None,
+    optimizer: torch.optim.Optimizer | str = "adamw",
+    device: str | torch.device = "cuda",
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    disk_memory: int | str | None = None,
+    ranks: int | None = None,
+    dtype: str | torch.dtype = "bf16",
+    accumulate: int = 1,
+    clip: float = 0.0,
+    recompute: Literal["none", "full"] | tuple[int, ...] = "none",
+    options: dict[str, Any] | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+) -> Estimate:
+    """Whether `model` would fit a machine that need not be here, and how long its steps would take. Print it for a table.
+
+    model: a module that takes token ids, on any device, the meta device too, or a transformers config. Nothing of it is
+    changed, no weight is copied, nothing is computed: a step is observed on the meta device, planned and simulated.
+    system: a name, or "all" for each that makes plans, the fastest that fits first; others (`deepspeed-zero3-offload`, ...) by
+    their rules. hardware: a profile's name (`harness ls hardware`) or a .json file of `harness profile`; None: of the GPU
+    here. batch_size: of one rank and micro-batch. seq_len: tokens; None: what the model takes, 1024 at most.
+    optimizer: one, or the name of one in systems/optimizers. device: "cpu" asks about the emulated one, which counts exactly.
+    device_memory of one device, host_memory of a node: None takes the profile's. disk_memory: of a node, for optimizer states;
+    None: no disk. ranks: None takes all devices of the profile. loss: called with (model, batch, label_count), batch having
+    input_ids and labels of (batch_size, seq_len); None: the model's own with labels, or cross entropy of its logits.
+    All others are as in `initialize`.
+
+    What does not fit is no error: see systems.prediction.estimate.SystemEstimate, why_not and remedies. Raises ValueError for a
+    bad argument, UnsupportedError (a ValueError too) for a model whose step cannot be observed.
+    """
+    from systems.arguments import device_of, dtype_of, options_of, size_of
+    from systems.planning.allowance import CUDA, EXACT
+    from systems.prediction.estimate import either, estimated, longest, moments_of, profile_of
+    from systems.prediction.forecast import Question
+    from systems.registry import check_options, get, planners
+    from systems.settings import Settings
+
+    settings = Settings(  # which checks what the two calls have in common
+        device=device_of(device),
+        device_memory=size_of(device_memory),
+        host_memory=size_of(host_memory),
+        dtype=dtype_of(dtype),
+        accumulate=accumulate,
+        clip=clip,
+        recompute=recompute,
+    )
+    if system == "all" and options:
+        raise ValueError("options are of one system: leave them out of `system='all'`")
+    chosen = list(planners()) if system == "all" else [get(system)]
+    profile = profile_of(None if hardware is None else str(hardware))
+    question = Question(
+        profile=profile,
+        device_memory=either(settings.device_memory, profile.device_memory_bytes),
+        host_memory=either(settings.host_memory, profile.host_memory_bytes),
+        disk_memory=size_of(disk_memory) or 0,
+        ranks=profile.devices if ranks is None else ranks,
+        batch_size=batch_size,
+        seq_len=longest(model) if seq_len is None else seq_len,
+        dtype=settings.dtype,
+        accumulate=accumulate,
+        recompute=recompute,
+        clip=clip,
+        allowance=EXACT if settings.device == "cpu" else CUDA,
+        moments=moments_of(optimizer),
+    )
+    return estimated(model, chosen, None if system == "all" else check_options(chosen[0], options_of(options)), question, loss)
 
 
 def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:

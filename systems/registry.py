@@ -122,6 +122,12 @@ def get(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> System
         return _checked(managed.ManagedSystem(_checked(exposed, entry)), entry)
 
 
+def planners() -> Iterator[System]:
+    """Whose plans are what a run does: every strategy, whatever the folder holds, and resident."""
+    entries = find()
+    yield from (get(name, entries) for name, entry in entries.items() if entry.exposes == "STRATEGY" or name == "resident")
+
+
 def face(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> Face:
     """What that system says of itself: see Note [Faces]. ValueError and UnavailableError as in `get`."""
     entry = _entry(name, entries)

@@ -20,7 +20,7 @@ import transformers
 
 from systems.native.build import PROJECT, cache_directory
 from systems.sizes import parse_size
-from tests.test_commands import FENCED
+from tests.test_commands import FENCED, alike
 from tests.test_docs import DOCUMENTS, README, ROOT, text_of
 
 OWN_LOOP, PLAN = ROOT / "docs" / "own-loop.md", ROOT / "docs" / "plan.md"
@@ -114,8 +114,8 @@ def blocks(path: Path, language: str = "python") -> list[str]:
 def test_every_block_of_python_is_run() -> None:
     """In the README and docs/own-loop.md by the tests below; a file that a command takes, by the tests of commands."""
     found = {path: blocks(path) for path in DOCUMENTS if blocks(path)}
-    assert {path: len(those) for path, those in found.items()} == {README: 1, OWN_LOOP: 3, PLAN: 1, **ELSEWHERE}
-    (file,) = found[PLAN]
+    assert {path: len(those) for path, those in found.items()} == {README: 1, OWN_LOOP: 3, PLAN: 2, **ELSEWHERE}
+    file, _ = found[PLAN]
     assert file.startswith("# mine.py\n") and "--model mine:build" in text_of(PLAN)
 
 
@@ -127,6 +127,16 @@ def test_the_loop_of_the_readme_prints_what_is_shown(own: Own) -> None:
     numbers = [[float(number.replace(",", "")) for number in re.findall(r"[\d.,]*\d", text)] for text in (shown, printed)]
     assert re.sub(r"[\d.,]*\d", "0", shown) == re.sub(r"[\d.,]*\d", "0", printed)
     assert numbers[0] == pytest.approx(numbers[1], rel=BF16)
+
+
+def test_the_estimate_prints_what_is_shown(own: Own) -> None:
+    """Line by line, figures to what another build of torch observes."""
+    (block,) = (block for block in blocks(PLAN) if "systems.estimate(" in block)
+    (shown,) = (block for block in blocks(PLAN, "") if block.startswith("LlamaForCausalLM"))
+    printed = own.run(block)
+    assert len(shown.splitlines()) == len(printed.splitlines()) > 5, printed
+    for mine, other in zip(shown.splitlines(), printed.splitlines(), strict=True):
+        assert alike(mine, other), other
 
 
 def test_own_loop_runs_as_shown(own: Own) -> None:

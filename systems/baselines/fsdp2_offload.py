@@ -11,9 +11,8 @@ gradients are summed in the compute dtype, micro-batch by micro-batch.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +27,7 @@ from systems.baselines.external import budget
 from systems.baselines.external.engine import NO_DISK, LateNumber, PackageEngine, Update
 from systems.baselines.external.faces import FSDP2_OFFLOAD as FACE
 from systems.baselines.external.faces import FsdpOptions
+from systems.baselines.external.fsdp_memory import host_need, share_numel
 from systems.baselines.external.package import Config, PackageStatistics, merge, read_config
 from systems.baselines.external.process import PackageGroup, begin
 from systems.baselines.external.shares import own_share, whole_value
@@ -164,11 +164,6 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def share_numel(shape: Sequence[int], ranks: int) -> int:
-    """Elements of a rank's share: whole rows. The last ranks may have fewer, or none."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
-
-
 class Fsdp2Offload(RankedSystem):
     """See the module's docstring."""
 
@@ -196,9 +191,7 @@ class Fsdp2Offload(RankedSystem):
             "optimizer": arguments_of(torch.optim.AdamW),
         }
         check_arguments(config, allowed, options.config)
-        pin = budget.pinned_bytes if cuda else int
-        numels = [(share_numel(p.shape, mine.size), p.trainable) for p in found.index.parameters]
-        need = sum(pin(4 * numel) + (12 * numel if trainable else 0) for numel, trainable in numels)
+        need = host_need(found.index, mine.size, cuda=cuda)
         budget.check_host(settings, system=self.name, need=need)
         statistics = PackageStatistics(
             package="torch",

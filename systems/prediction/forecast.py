@@ -218,6 +218,21 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     )
 
 
+def simulated(system: System, options: BaseModel, question: Question, observations: Observations) -> Simulation | None:
+    """Of a step that fits, None where it does not: what `forecast` says of its time, and nothing of smaller devices."""
+    try:
+        planner = _PlansByBudget(system, options, question, observations)
+        planned = planner.at(question.device_memory)
+    except (UnsupportedError, BudgetError):
+        return None
+    if not isinstance(planned, _Planned):
+        return None
+    schedule = planned.schedule()
+    if not planner.host_need(planned, schedule).fits:
+        return None
+    return simulation_of(schedule, planned.trace, planned.plan, planner.question.profile, ranks=question.ranks)
+
+
 def as_summed(question: Question, system: System, options: BaseModel) -> Question:
     """On a profile whose reductions are this system's."""
     profile = question.profile

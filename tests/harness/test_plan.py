@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from harness import cli
 from harness.plan_spec import PlanSpec
@@ -145,6 +146,31 @@ def test_all_ranks_every_system_that_plans(capsys: pytest.CaptureFixture[str]) -
     times = [one["plan"]["predicted_step_time_s"] for one in found["ranking"] if one["fits"]]
     assert times == sorted(times) and found["plan"]["predicted_step_time_s"] == times[0]
     assert found["ranking"][-1]["system"] == "resident" and "resident does not fit" in shown
+
+
+MINE = """
+import torch, transformers
+def build():
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("mine"))
+"""
+
+
+@pytest.mark.parametrize("model", ["mine", "mine_too:build"])
+def test_a_model_of_ones_own_is_a_folder_with_a_config_or_a_function(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 512}
+    transformers.LlamaConfig(**sizes).save_pretrained(tmp_path / "mine")
+    (tmp_path / "mine_too.py").write_text(MINE)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
+    monkeypatch.chdir(tmp_path)
+    code, found, shown = told(capsys, "plan", "--system", "all", "--model", model, "--hardware", "h100-80g-x1")
+    assert code == 0 and found["resolved"]["seq_len"] == 1024
+    assert {one["system"] for one in found["ranking"] if one["fits"]} == STRATEGIES | {"resident"}
+    masters = found["ranking"][0]["tiers"]["device"]["parts"]["master"]
+    parameters = sum(p.numel() for p in transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).parameters())
+    assert 4 * parameters <= masters < 4.2 * parameters and f"{model} under every system" in shown
 
 
 def test_a_system_that_cannot_do_it_anywhere_says_so(capsys: pytest.CaptureFixture[str]) -> None:

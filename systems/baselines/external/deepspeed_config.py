@@ -25,7 +25,8 @@ from systems.baselines.external.budget import pinned_bytes
 from systems.baselines.external.package import Config, merge, read_config, refuse_changes
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.limits import in_memory
-from systems.settings import Settings
+from systems.planning.layout import ModelIndex
+from systems.settings import TORCH_DTYPE, Settings
 from systems.sizes import format_need, format_size
 
 BUCKET = 500_000_000
@@ -85,6 +86,20 @@ class Sizes:
     block_parameters: int
     width: int
     ranks: int = 1
+
+    @classmethod
+    def of(cls, index: ModelIndex, settings: Settings) -> Sizes:
+        numels = [p.numel for p in index.parameters]
+        blocks = [[numels[number] for number in unit.parameters] for unit in index.units if unit.block is not None] or [numels]
+        return cls(
+            parameters=index.numel(),
+            trainable=index.numel(trainable_only=True),
+            largest=max(numels),
+            block=max(map(sum, blocks)),
+            block_parameters=max(sum(numel > PERSISTENT for numel in block) for block in blocks),
+            width=TORCH_DTYPE[settings.dtype].itemsize,
+            ranks=settings.ranks,
+        )
 
     @property
     def disk_buffers(self) -> int:

@@ -13,7 +13,6 @@ from torch import nn
 
 from systems.baselines.external import budget, deepspeed_global, extensions
 from systems.baselines.external.deepspeed_config import (
-    PERSISTENT,
     Sizes,
     Variant,
     check_disk,
@@ -32,8 +31,7 @@ from systems.face import Face
 from systems.machine.budgets import device_budget
 from systems.messages import one_line
 from systems.ranks.ranks import Ranks
-from systems.recipe.model.units import FoundModel
-from systems.settings import TORCH_DTYPE, Settings
+from systems.settings import Settings
 from systems.system import Engine, RankedSystem
 
 RESERVED_SHARE = 0.5  # of the device, for activations and DeepSpeed's buckets: with 0.35 ps-4b did not fit 20 GiB
@@ -54,7 +52,7 @@ class DeepSpeedSystem(RankedSystem):
             variant = dataclasses.replace(variant, parameters=options.parameters)
         variant.check(settings, self.name)
         found = find_weights(model, settings, self.name)
-        sizes = _sizes(found, settings)
+        sizes = Sizes.of(found.index, settings)
         disk: Path | None = None
         if isinstance(options, InfinityOptions):
             disk = check_disk(sizes, options.nvme_path, self.name, settings.ranks_here) / f"deepspeed-{uuid.uuid4().hex[:12]}"
@@ -118,21 +116,6 @@ class DeepSpeedSystem(RankedSystem):
         if self.variant.super_offload:
             notes.append("updates start during backward, so a learning rate counts one step later than elsewhere")
         return notes
-
-
-def _sizes(found: FoundModel, settings: Settings) -> Sizes:
-    index = found.index
-    numels = [p.numel for p in index.parameters]
-    blocks = [[numels[number] for number in unit.parameters] for unit in index.units if unit.block is not None] or [numels]
-    return Sizes(
-        parameters=index.numel(),
-        trainable=index.numel(trainable_only=True),
-        largest=max(numels),
-        block=max(map(sum, blocks)),
-        block_parameters=max(sum(numel > PERSISTENT for numel in block) for block in blocks),
-        width=TORCH_DTYPE[settings.dtype].itemsize,
-        ranks=settings.ranks,
-    )
 
 
 def _ratio(variant: Variant, settings: Settings, sizes: Sizes, options: Any) -> float:

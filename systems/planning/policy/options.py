@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,11 +22,23 @@ class StrategyOptions(BaseModel):
     run_ahead: bool = True
     reduction: Literal["ordered", "native"] = "ordered"
 
+    may_help: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+        {
+            "nonfinite": ("stop", "a step that is not finite ends the run"),
+            "reduction": ("native", "sums depend on the number of ranks"),
+        }
+    )
+    """Options by name: a value that shortens some models' steps, or makes them fit, and what it costs. A plan tries them."""
+
 
 class InputsOptions(StrategyOptions):
     """activations: host has the inputs of recomputed blocks wait for backward in host memory."""
 
     activations: Literal["device", "host"] = "device"
+
+    may_help: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+        {**StrategyOptions.may_help, "activations": ("host", "inputs of recomputed blocks wait in host memory")}
+    )
 
 
 class StrategyStatistics(BaseModel):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
@@ -32,6 +34,10 @@ class ElixirOptions(ChunkRange, InputsOptions):
     offload: bool = True
     prefetch: int = Field(default=8, ge=0)
     variant: Literal["master-shard", "write-back"] = "master-shard"
+
+    may_help: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+        {**InputsOptions.may_help, "offload": (False, "each rank has its shards on the device")}
+    )
 
 
 class ElixirStatistics(StrategyStatistics):

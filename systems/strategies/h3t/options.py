@@ -39,6 +39,9 @@ class H3TOptions(StrategyOptions):
     bins: int = Field(default=128, ge=1)
     variant: Variant = "global-offload"
 
+    may_help: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+        {**StrategyOptions.may_help, "variant": ("resident-optimizer", "optimizer states take device memory")}
+    )
     for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"profile_steps": 1})  # the second step has a plan
 
     @field_validator("hardware")
