@@ -23,7 +23,8 @@ from systems.messages import invalid_value, one_line
 TEXT_LIMIT = 16 << 20  # bytes
 
 # Of a run's flags those that decide which cell its record belongs to. Batch and sequence are looked up as resolved.
-WORK = ("system", "model", "set", "device_memory", "ranks", "accumulate", "dtype", "recompute", "clip", "option")
+WORK = ("system", "model", "device_memory", "disk", "ranks", "accumulate", "dtype", "recompute", "clip", "optimizer")
+SETS = ("set", "option", "hyper")  # of WORK too, in any order
 RESOLVED_WORK = ("batch_size", "seq_len")
 LENGTH = ("steps", "warmup")  # of any run, unless the cell names them
 
@@ -104,14 +105,16 @@ def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
     spec, resolved = record.spec, record.resolved
     if resolved.device_label != hardware:
         return False
-    named = [*WORK, *(field for field in LENGTH if field in cell.spec.model_fields_set)]
+    named = [*WORK, *SETS, *(field for field in LENGTH if field in cell.spec.model_fields_set)]
     asked = all(_comparable(spec, field) == _comparable(cell.spec, field) for field in named)
     return asked and all(getattr(resolved, field) == getattr(cell.spec, field) for field in RESOLVED_WORK)
 
 
 def _comparable(spec: RunSpec, field: str) -> Any:
     value = getattr(spec, field)
-    return sorted(value) if field in ("set", "option") else value
+    if field == "disk":  # wherever it is
+        return value is not None
+    return sorted(value) if field in SETS else value
 
 
 def replicates(records: Sequence[Record], cell: TableCell, hardware: str) -> list[Record]:

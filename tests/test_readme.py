@@ -27,6 +27,7 @@ OWN_LOOP, PLAN = ROOT / "docs" / "own-loop.md", ROOT / "docs" / "plan.md"
 ELSEWHERE = {ROOT / "docs" / "losses.md": 2, ROOT / "docs" / "trainer.md": 2}  # systems/test_losses.py, integrations
 BF16 = 2**-6
 RESULTS = ("resident", "elixir", "deepspeed-zero2-offload", "elixir")
+COUNTED = {3: "three"}
 PACKAGES = ("models", "systems", "harness", "paper_figures")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 WENT_ON = """
@@ -175,6 +176,18 @@ def test_the_results_of_the_readme_are_those_of_its_records() -> None:
         assert system == "resident" or spec["device_memory"] == (parse_size(budget[1]) if budget else None)
         assert (len(metrics["step_time_s"]) == 1) == what.endswith("one timed step")
     assert f"the last with {round(record['memory']['host_budget_bytes'] / (1 << 30))}GiB of host memory" in text_of(README)
+
+
+def test_what_two_gpus_do_is_what_its_record_says() -> None:
+    found = re.search(r"On two (\w+) and (\d+)GiB (\S+) takes (\S+) s a step: `(\S+)`, (\w+) steps", text_of(README))
+    assert found
+    device, host, model, step, run, steps = found.groups()
+    record = json.loads((ROOT / "results" / f"{run}.json").read_text())
+    spec, resolved = record["spec"], record["resolved"]
+    assert (record["status"], spec["ranks"], spec["model"], spec["option"]) == ("ok", 2, model, [])
+    assert resolved["device_label"] == f"NVIDIA {device}"
+    assert round(resolved["host_budget_bytes"] / (1 << 30)) == int(host)
+    assert f"{record['metrics']['median_step_time_s']:.3f}" == step and steps == COUNTED[resolved["timed_steps"]]
 
 
 def results() -> list[list[str]]:

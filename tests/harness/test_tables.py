@@ -152,6 +152,9 @@ def test_other_work_other_devices_and_older_code_do_not_mix_in(table: cells.Resu
         record("resident", 4, 9.0, record={"resolved": {"device_label": "cpu-emulated", "batch_size": 2, "seq_len": 16}}),
         record("resident", 5, 9.0, record={"resolved": {"device_label": DEVICE, "batch_size": 4, "seq_len": 16}}),
         record("resident", 6, 9.0, **code("old")),
+        record("resident", 9, 9.0, optimizer="sgd", hyper=("momentum=0.9",)),
+        record("resident", 9, 9.0, hyper=("eps=1e-6",)),
+        record("resident", 9, 9.0, disk="somewhere"),
     ]
     newer = [record("resident", number, 0.2, **code("new")) for number in (7, 8)]
     assert rows(table, [*newer, *others])["resident all"][:2] == ["2", "0.2"]
