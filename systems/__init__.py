@@ -60,7 +60,7 @@ def initialize(
     """
     from torch import nn
 
-    from systems.arguments import device_of, dtype_of, options_of, size_of
+    from systems.arguments import device_of, dtype_of, options_of, recompute_of, size_of
     from systems.machine.budgets import refuse_absent_device
     from systems.ranks.joining import expected, is_one_of_several
     from systems.registry import check_options, get
@@ -77,14 +77,14 @@ def initialize(
             )
         settings = Settings(
             device=device_of(device),
-            device_memory=size_of(device_memory),
-            host_memory=size_of(host_memory),
+            device_memory=size_of("device_memory", device_memory),
+            host_memory=size_of("host_memory", host_memory),
             disk=disk,
-            disk_memory=size_of(disk_memory),
+            disk_memory=size_of("disk_memory", disk_memory),
             dtype=dtype_of(dtype),
             accumulate=accumulate,
             clip=clip,
-            recompute=recompute,
+            recompute=recompute_of(recompute),
             seed=seed,
             optimizer=optimizer,
         )
@@ -197,7 +197,7 @@ def estimate(
     What does not fit is no error: see systems.prediction.estimate.SystemEstimate, why_not and remedies. Raises ValueError for a
     bad argument, UnsupportedError (a ValueError too) for a model whose step cannot be observed.
     """
-    from systems.arguments import device_of, dtype_of, options_of, size_of
+    from systems.arguments import device_of, dtype_of, options_of, recompute_of, size_of
     from systems.planning.allowance import CUDA, EXACT
     from systems.prediction.estimate import either, estimated, longest, moments_of, profile_of
     from systems.prediction.forecast import Question
@@ -206,12 +206,12 @@ def estimate(
 
     settings = Settings(  # which checks what the two calls have in common
         device=device_of(device),
-        device_memory=size_of(device_memory),
-        host_memory=size_of(host_memory),
+        device_memory=size_of("device_memory", device_memory),
+        host_memory=size_of("host_memory", host_memory),
         dtype=dtype_of(dtype),
         accumulate=accumulate,
         clip=clip,
-        recompute=recompute,
+        recompute=recompute_of(recompute),
     )
     if system == "all" and options:
         raise ValueError("options are of one system: leave them out of `system='all'`")
@@ -221,13 +221,13 @@ def estimate(
         profile=profile,
         device_memory=either(settings.device_memory, profile.device_memory_bytes),
         host_memory=either(settings.host_memory, profile.host_memory_bytes),
-        disk_memory=size_of(disk_memory) or 0,
+        disk_memory=size_of("disk_memory", disk_memory) or 0,
         ranks=profile.devices if ranks is None else ranks,
         batch_size=batch_size,
         seq_len=longest(model) if seq_len is None else seq_len,
         dtype=settings.dtype,
         accumulate=accumulate,
-        recompute=recompute,
+        recompute=settings.recompute,
         clip=clip,
         allowance=EXACT if settings.device == "cpu" else CUDA,
         moments=moments_of(optimizer),

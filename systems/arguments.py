@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 
-from systems.settings import TORCH_DTYPE, DType
+from systems.settings import TORCH_DTYPE, DType, check_whole
 from systems.sizes import parse_size
 
 
-def size_of(given: int | str | None) -> int | None:
-    return parse_size(given) if isinstance(given, str) else given
+def size_of(name: str, given: int | str | None) -> int | None:
+    """Bytes of the argument of that name; None stays None."""
+    if isinstance(given, str):
+        try:
+            return parse_size(given)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return None if given is None else check_whole(name, given, 0)
+
+
+def recompute_of(given: str | Iterable[int]) -> Any:
+    """Numbers of blocks as a tuple, whatever they come in; which texts there are is for Settings to say."""
+    if isinstance(given, str):
+        return given
+    numbers = tuple(map(_plain, given)) if isinstance(given, Iterable) else (None,)
+    if not all(type(number) is int for number in numbers):
+        raise ValueError(f"recompute is {given!r}: give 'none', 'full' or numbers of blocks, such as (0, 2)")
+    return numbers
 
 
 def dtype_of(given: str | torch.dtype) -> DType:

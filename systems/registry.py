@@ -139,6 +139,8 @@ def face(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> Face:
 
 
 def _entry(name: str, entries: Mapping[str, RegistryEntry] | None) -> RegistryEntry:
+    if not isinstance(name, str):
+        raise ValueError(f"system is {name!r}: give a name, such as 'elixir'")
     entries = find() if entries is None else entries
     if name not in entries:
         raise ValueError(unknown_name("system", name, entries))

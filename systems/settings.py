@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,12 +12,21 @@ import torch
 
 DType = Literal["bf16", "fp16", "fp32"]
 
+LARGEST = sys.float_info.max  # an int may be larger, and then is no float
+
 TORCH_DTYPE: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def _one_of(name: str, given: object, allowed: tuple[str, ...]) -> None:
     if given not in allowed:
         raise ValueError(f"{name} is {given!r}: give {' or '.join(repr(each) for each in allowed)}")
+
+
+def check_whole(name: str, given: object, least: int) -> int:
+    """The number. ValueError, by the argument's name, for what is no whole number of at least `least`; True is none."""
+    if type(given) is not int or given < least:
+        raise ValueError(f"{name} is {given!r}: give a whole number of at least {least}")
+    return given
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,10 @@ class Settings:
             value = getattr(self, name)
             if value is None and name.endswith("memory"):
                 continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
+            check_whole(name, value, least)
         if self.disk_memory is not None and self.disk is None:
             raise ValueError("disk_memory is a budget of files in a folder: name it with disk")
-        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not 0 <= self.clip < math.inf:
+        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not 0 <= self.clip <= LARGEST:
             raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
         if isinstance(self.recompute, str):
             _one_of("recompute", self.recompute, ("none", "full"))

@@ -96,6 +96,8 @@ def estimated(
     """model: a module, of whose tensors shapes alone are read, or a transformers config. options: None for each one's defaults.
     Raises UnsupportedError for a model that cannot be observed.
     """
+    if loss is not None and not callable(loss):
+        raise ValueError(f"loss is {type(loss).__name__}: give a function, called with (model, batch, label_count)")
     module = model if isinstance(model, nn.Module) else _built(model)
     _check_work(module, question)
     observations = Observations(module, loss or own_loss(module))
@@ -177,15 +179,11 @@ def _built(config: Any) -> nn.Module:
 def _positions(model: nn.Module | Any) -> int | None:
     config = getattr(model, "config", model)
     found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    return found if type(found) is int and found > 0 else None
 
 
 def _check_work(module: nn.Module, question: Question) -> None:
     """On the meta device no table of positions is too short."""
-    for name in ("batch_size", "seq_len", "ranks"):
-        value = getattr(question, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
     most = _positions(module)
     if most is not None and question.seq_len > most:
         raise ValueError(f"the model has positions for {most} tokens, `seq_len` is {question.seq_len}: lower it")

@@ -35,11 +35,12 @@ from systems.prediction.meta_step import observe
 from systems.prediction.needs import TierNeed, device_need, disk_need, host_need
 from systems.prediction.policies import policy_of, sums_natively
 from systems.prediction.running_ahead import AheadForecast
-from systems.settings import TORCH_DTYPE, DType
+from systems.settings import TORCH_DTYPE, DType, check_whole
 from systems.sizes import format_size
 from systems.substrate.system import ManagedSystem
 from systems.system import System
 
+MOST_TOKENS = 1 << 48  # of a micro-batch: what a step of more takes is no number that torch counts with
 MAX_ROUNDS = 16  # of raising a device budget to what the last refusal asked for
 Recompute = Literal["none", "full"] | tuple[int, ...]
 
@@ -70,6 +71,10 @@ class Question:
     moments: tuple[str, ...] = ADAM
 
     def __post_init__(self) -> None:
+        for name in ("ranks", "batch_size", "seq_len"):
+            check_whole(name, getattr(self, name), 1)
+        if self.batch_size * self.seq_len > MOST_TOKENS:
+            raise ValueError(f"`batch_size={self.batch_size}` x `seq_len={self.seq_len}` is beyond any machine: lower them")
         if self.ranks > self.profile.devices:
             raise ValueError(f"`ranks={self.ranks}` is more than the {self.profile.devices} devices of the profile: lower it")
         self.profile.matmul_rate(self.dtype)

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from systems.messages import one_line
+
 Objective = Literal["causal", "masked", "seq2seq"]
 """The next token, masked tokens, or one text from another."""
 
@@ -40,7 +42,7 @@ def objective_of(config: Any) -> Objective:
 def without_weights(config: Any) -> nn.Module:
     """The model of a transformers config on the meta device, in training mode; keys and values of a step are not cached.
 
-    The config is left as it is. ValueError for one that is no language model's.
+    The config is left as it is. ValueError for one that is no language model's, or of which none can be built.
     """
     import transformers
 
@@ -53,7 +55,11 @@ def without_weights(config: Any) -> nn.Module:
         )
     config = copy.deepcopy(config)
     config.use_cache = False
-    with torch.device("meta"):
-        model = getattr(transformers, name)._from_config(config, dtype=torch.float32)
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, name)._from_config(config, dtype=torch.float32)
+    except Exception as error:  # whatever transformers makes of odd sizes and names
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(f"transformers cannot build {name} of this config: {why}") from error
     assert isinstance(model, nn.Module)
     return model.train()

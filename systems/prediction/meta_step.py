@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from systems.errors import UnsupportedError
+from systems.messages import one_line
 from systems.planning.clock.work import Interval, MicroStepWork
 from systems.planning.layout import ModelIndex
 from systems.planning.trace import NO_UNIT, Phase
@@ -72,10 +73,12 @@ def observe(
             value = loss(module, {"input_ids": ids, "labels": ids}, batch_size * seq_len)
             with observer.backward():
                 _run_backward(value)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
+    except UnsupportedError:
+        raise
+    except Exception as error:  # the model's code, and the loss's, may raise anything
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be planned: it does not run on the meta device: {reason}"
+            f"{type(model).__name__} cannot be planned: it does not run on the meta device: {one_line(reason)}"
         ) from error
     finally:
         hooks.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -192,6 +193,20 @@ class Silent(Plain):
         return {"hidden": super().forward(tokens)}
 
 
+class Raises(Plain):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        raise self.error
+
+
+ODD_SIZES: tuple[Any, ...] = (-1, 1.5, float("nan"), True, b"1GiB")
+ODD_BLOCKS: tuple[Any, ...] = (5, None, (True,), ("0",), [1.0])
+ODD_COUNTS: tuple[Any, ...] = ("2", [], True, 0, float("nan"))
+
+
 @pytest.mark.parametrize(
     ("model", "given", "said"),
     [
@@ -204,18 +219,45 @@ class Silent(Plain):
         (config(), {"hardware": "h100-80g-x3"}, "did you mean h100-80g-x"),
         (config(), {"ranks": 2}, "`ranks=2` is more than the 1 devices of the profile"),
         (config(), {"optimizer": "adamax"}, "unknown optimizer 'adamax'"),
-        (config(), {"device_memory": "much"}, "'much' is not a size"),
+        (config(), {"device_memory": "much"}, "device_memory: 'much' is not a size"),
+        (config(), {"host_memory": -1}, "host_memory is -1: give a whole number of at least 0"),
+        *((config(), {"disk_memory": odd}, f"disk_memory is {odd!r}: give a whole number of at least 0") for odd in ODD_SIZES),
+        *((config(), {"ranks": odd}, re.escape(f"ranks is {odd!r}: give a whole number of")) for odd in ODD_COUNTS),
+        (config(), {"batch_size": 10**30}, "`batch_size=1000.*` x `seq_len=32` is beyond any machine: lower them"),
+        *((config(), {"recompute": odd}, "give 'none', 'full' or numbers of blocks") for odd in ODD_BLOCKS),
+        (config(), {"system": None}, "system is None: give a name"),
+        (config(), {"loss": "mse"}, "loss is str: give a function"),
+        (config(), {"clip": 10**400}, "clip is 1000"),
+        (config(vocab_size=-3), {}, "cannot build GPT2LMHeadModel of this config: RuntimeError: Trying to create"),
+        (config(activation_function="nope"), {}, "cannot build GPT2LMHeadModel of this config: KeyError: 'nope'"),
+        (config(n_head=0), {}, "cannot build GPT2LMHeadModel of this config: ZeroDivisionError"),
+        (Raises(KeyError("a\nb")), {}, "Raises cannot be planned: it does not run on the meta device: KeyError"),
+        (Raises(ValueError("a\nb")), {}, "Raises cannot be planned: it does not run on the meta device: ValueError: a"),
+        (Plain(), {"loss": lambda *_: 1 / 0}, "Plain cannot be planned: it does not run on the meta device: ZeroDivisionError"),
         (config(), {"recompute": (9,)}, "there is no block 9"),
         (transformers.ViTConfig(), {}, "transformers has no causal language model of type 'vit'"),
         (Silent(), {}, "Silent gives neither a loss nor logits: give `loss`"),
         (nn.Linear(4, 4), {}, "it does not run on the meta device"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_bad_input_is_one_line(model: Any, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said) as raised:
         systems.estimate(model, **(SMALL | given))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("positions", [-1, 0, True, None, "64"])
+def test_a_config_that_says_no_number_of_positions_has_no_bound(positions: Any) -> None:
+    model = Plain()
+    model.config = type("Config", (), {"max_position_embeddings": positions})()
+    assert "batch 2 x 1024 tokens" in systems.estimate(model, **(SMALL | {"seq_len": None})).title
+
+
+@pytest.mark.parametrize("blocks", [[1], (1,), {1}, range(1, 2)], ids=repr)
+def test_blocks_to_recompute_come_in_anything(blocks: Any) -> None:
+    found = [systems.estimate(config(), recompute=each, **SMALL) for each in (blocks, (1,), "none")]
+    assert str(found[0]) == str(found[1]) != str(found[2])
 
 
 def test_without_a_gpu_the_hardware_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

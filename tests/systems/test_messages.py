@@ -18,6 +18,7 @@ from systems.messages import ARGUMENT
 ROOT = Path(systems.__file__).parent
 ARGUMENTS = {
     *inspect.signature(systems.initialize).parameters,
+    *inspect.signature(systems.estimate).parameters,
     "ranks",
     "option",
     "VALUE",
