@@ -22,6 +22,7 @@ from models.family import Family, FillWeights, from_config
 from models.folder_weights import fill_buffers, stored_tensors
 from models.shape import ModelShape, ObjectiveName
 from models.weights import InitialWeights, law_of
+from systems.messages import one_line
 from systems.prediction.language_models import model_classes, objective_of
 from systems.pretrained import FolderWeights, parameters_on_meta
 from systems.recipe.model.blocks import find_blocks
@@ -128,8 +129,8 @@ def _config(folder: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model {folder} is no model folder: {str(error).partition(chr(10))[0]}") from error
+    except Exception as error:  # what transformers makes of values that are no shape's
+        raise ValueError(f"--model {folder} is no model folder: {one_line(str(error))}") from error
 
 
 def _folder_shape(folder: str) -> ExternalShape:
@@ -169,7 +170,11 @@ def _build_folder(shape: ExternalShape) -> nn.Module:
         raise ValueError(
             f"--model {shape.name}: transformers has no {shape.objective} language model of type {config.model_type}"
         )
-    model = from_config(model_class, config)
+    try:
+        model = from_config(model_class, config)
+    except Exception as error:
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(f"--model {shape.name}: its config.json describes no model that can be built: {why}") from error
     if _has_persistent_buffers(model):
         fill_buffers(model, stored_tensors(Path(shape.name)) or {})
     return model

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from systems.pretrained import FLOATS, Stored
+from systems.pretrained import FLOATS, Stored, keys_of
 
 INDEX_BYTES = 64 << 20
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors")
@@ -35,11 +35,10 @@ CONVERT = "write it as safetensors: load it with transformers where it came from
 
 def fill_buffers(model: nn.Module, stored: Mapping[str, Stored]) -> None:
     """Persistent buffers that the files have: running averages, biases that a router learned."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for path, module in model.named_modules():
         for attribute, buffer in module.named_buffers(recurse=False):
             name = f"{path}.{attribute}" if path else attribute
-            found = stored.get(name, stored.get(name.removeprefix(prefix)))
+            found = next((stored[key] for key in keys_of(name, model) if key in stored), None)
             if found is None or attribute in module._non_persistent_buffers_set or found.shape != tuple(buffer.shape):
                 continue
             with torch.no_grad(), _readable(found.path):
@@ -65,6 +64,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored] | None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
+        _check_regular(index)
         if index.stat().st_size > INDEX_BYTES:
             raise ValueError("it is too large")
         found = json.loads(index.read_text())["weight_map"]
@@ -120,11 +120,20 @@ def _readable(path: Path) -> Any:
     from safetensors import SafetensorError
 
     try:
+        _check_regular(path)
         yield
     except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         if path.is_file() and path.open("rb").read(40).startswith(b"version https://git-lfs"):
             raise ValueError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull") from None
         raise ValueError(f"{path} cannot be read ({_line(error)}): {CONVERT}") from None
+
+
+def _check_regular(path: Path) -> None:
+    """OSError for a pipe, which would be waited for, and a device, which may have no end. Links are followed: a hub's cache has
+    them.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it is no regular file")
 
 
 def _line(error: BaseException) -> str:

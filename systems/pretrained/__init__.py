@@ -8,7 +8,7 @@ are read tensor by tensor, straight into the master weights. The way out is Engi
 from systems.pretrained.files import FLOATS, Stored, folder_of, stored_tensors
 from systems.pretrained.model import model_of
 from systems.pretrained.on_meta import parameters_on_meta
-from systems.pretrained.weights import FolderWeights, folder_weights
+from systems.pretrained.weights import FolderWeights, folder_weights, keys_of
 
 __all__ = [
     "FLOATS",
@@ -16,6 +16,7 @@ __all__ = [
     "Stored",
     "folder_of",
     "folder_weights",
+    "keys_of",
     "model_of",
     "parameters_on_meta",
     "stored_tensors",

@@ -46,10 +46,15 @@ def refused(text: str) -> UnsupportedError:
 
 
 def folder_of(given: str | os.PathLike[str]) -> Path:
-    """UnsupportedError for what is no folder, as a model's name on a hub."""
-    folder = Path(given).absolute()
-    if not folder.is_dir():
-        raise refused(f"weights: {given} is no folder, and nothing is downloaded: give one with config.json and {SINGLE}")
+    """UnsupportedError for what is no folder, as a model's name on a hub; the empty text names none, not the current one."""
+    try:
+        text = os.fsdecode(given)
+    except TypeError:
+        text = ""
+    folder = Path(text).absolute()
+    if not text or not os.path.isdir(folder):
+        said = text or repr(given)
+        raise refused(f"weights: {said} is no folder, and nothing is downloaded: give one with config.json and {SINGLE}")
     return folder
 
 

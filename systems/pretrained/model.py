@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +24,23 @@ def model_of(folder: str | os.PathLike[str]) -> nn.Module:
     given = read_json(source / CONFIG, CONFIG_BYTES)
     if given.get("quantization_config"):
         raise refused(f"{source / CONFIG} is of a quantized model: train from the weights it was made of")
-    try:
+    with _told(source / CONFIG, "describes no model that can be built"):
         model = _built(_believed(given))
-        if model.can_generate() and os.path.lexists(source / GENERATION):
-            model.generation_config = type(model.generation_config).from_dict(
-                _believed(read_json(source / GENERATION, CONFIG_BYTES))
-            )
-    except Exception as error:  # noqa: BLE001 - whatever transformers makes of what somebody else wrote
-        raise refused(f"{source / CONFIG} describes no model that can be built: {type(error).__name__}: {error}") from None
+    if model.can_generate() and os.path.lexists(source / GENERATION):
+        settings = read_json(source / GENERATION, CONFIG_BYTES)
+        with _told(source / GENERATION, "is no generation config"):
+            model.generation_config = type(model.generation_config).from_dict(_believed(settings))
     model.config.use_cache = False  # of keys and values, which training has no use for; generate() goes by its own config
     made: nn.Module = model.train()
     return made
+
+
+@contextmanager
+def _told(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever transformers makes of what somebody else wrote
+        raise refused(f"{path} {what}: {type(error).__name__}: {error}") from None
 
 
 def _believed(given: Any) -> Any:

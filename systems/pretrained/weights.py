@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from systems.pretrained.files import FLOATS, Stored, folder_of, refused, stored_tensors
 
 NAMED = 3  # of a list in a message
+_T = TypeVar("_T", bound=torch.Tensor)
 TYPE_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
@@ -34,7 +36,7 @@ class FolderWeights:
         self._of: dict[str, Stored] = {}
         self.unused = dict.fromkeys(stored)
         missing = []
-        for names, parameter in tied(model).values():
+        for names, parameter in tied(model):
             found = [key for name in names for key in keys_of(name, model) if key in stored]
             if not found:
                 missing.append(names[0])
@@ -54,7 +56,14 @@ class FolderWeights:
         if name not in self._of:
             raise refused(f"{self._folder} holds no weights for {name}")
         with torch.no_grad():
-            tensor.copy_(self._of[name].read())
+            tensor.copy_(self._value(name))
+
+    def _value(self, name: str) -> torch.Tensor:
+        """Of a parameter. UnsupportedError for one that no training can begin from, whose first loss would not say why."""
+        value = self._of[name].read()
+        if not value.isfinite().all():
+            raise refused(f"{name} has values in {self._of[name].path} that are not finite: no training can begin with it")
+        return value
 
     @contextmanager
     def beside(self, model: nn.Module, carried: Iterable[str] = ()) -> Iterator[None]:
@@ -64,7 +73,7 @@ class FolderWeights:
         before = {name: _live(model, name).detach().clone() for name in (*self.buffers, *carried)}
         try:
             for name in before:
-                _write(model, name, (self.buffers.get(name) or self._of[name]).read())
+                _write(model, name, self.buffers[name].read() if name in self.buffers else self._value(name))
             yield
         except BaseException:
             for name, value in before.items():
@@ -94,24 +103,39 @@ def folder_weights(model: nn.Module, folder: str | os.PathLike[str]) -> FolderWe
     source = folder_of(folder)
     stored = stored_tensors(source)
     found = FolderWeights(source, model, stored)
-    for names, _ in tied(model).values():
+    for names, _ in tied(model):
         _check_one_value([key for name in names for key in keys_of(name, model) if key in stored], stored, source)
-    found.buffers = {name: _buffer_in(stored, model, name, buffer, source) for name, buffer in _persistent(model)}
-    _tell_unused(found.unused.keys() - {key for name in found.buffers for key in keys_of(name, model)}, model, source)
+    found.buffers = {names[0]: _buffer_in(stored, model, names, buffer, source) for names, buffer in _persistent(model)}
+    _tell_unused(set(found.unused), model, source)
     return found
 
 
-def tied(model: nn.Module) -> dict[int, tuple[list[str], nn.Parameter]]:
+def _by_names(named: Iterable[tuple[str, _T]]) -> list[tuple[list[str], _T]]:
+    """Every tensor with all its names."""
+    found: dict[int, tuple[list[str], _T]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def tied(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
     """Every parameter with all its names."""
-    found: dict[int, tuple[list[str], nn.Parameter]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), ([], parameter))[0].append(name)
-    return found
+    return _by_names(model.named_parameters(remove_duplicate=False))
 
 
 def keys_of(name: str, model: nn.Module) -> tuple[str, ...]:
-    """What a file may call it."""
-    return tuple(dict.fromkeys((name, name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}."))))
+    """What a file may call it, which is nothing that the model calls another tensor."""
+    bare = name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
+    return (name,) if bare == name or _has(model, bare) else (name, bare)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    path, _, attribute = name.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError:
+        return False
+    return attribute in owner._parameters or attribute in owner._buffers
 
 
 def check(name: str, stored: Stored, shape: tuple[int, ...], folder: Path) -> None:
@@ -141,19 +165,26 @@ def _check_one_value(keys: list[str], stored: Mapping[str, Stored], folder: Path
             )
 
 
-def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+def _persistent(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """Every persistent buffer with all its names."""
+    named = model.named_buffers(remove_duplicate=False)
+    return _by_names((name, buffer) for name, buffer in named if _is_persistent(model, name))
+
+
+def _is_persistent(model: nn.Module, name: str) -> bool:
+    path, _, attribute = name.rpartition(".")
+    return attribute not in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _buffer_in(
-    stored: Mapping[str, Stored], model: nn.Module, name: str, buffer: torch.Tensor, folder: Path
+    stored: Mapping[str, Stored], model: nn.Module, names: Sequence[str], buffer: torch.Tensor, folder: Path
 ) -> Stored:
-    held = next((stored[key] for key in keys_of(name, model) if key in stored), None)
+    name = names[0]
+    held = next((stored[key] for each in names for key in keys_of(each, model) if key in stored), None)
     if held is None:
         raise refused(f"{folder} holds no values for the buffer {name}: save the model that is to be trained there")
+    if buffer.layout is not torch.strided:
+        raise refused(f"buffer {name} is sparse, which no file of {folder} is: make it dense or not persistent")
     if held.shape != tuple(buffer.shape) or (held.dtype is not None) != buffer.is_floating_point():
         kind = "integers" if held.dtype is None else TYPE_NAMES[held.dtype]
         raise refused(f"buffer {name} is {kind} {held.shape} in {folder}, {buffer.dtype} {tuple(buffer.shape)} here")
@@ -161,8 +192,7 @@ def _buffer_in(
 
 
 def _tell_unused(names: set[str], model: nn.Module, folder: Path) -> None:
-    """But for tables that a model makes anew, which older versions of transformers wrote."""
-    own = {f"{path}.{name}" if path else name for path, m in model.named_modules() for name in m._buffers}
-    anew = {key for name in own for key in keys_of(name, model)}
-    if left := sorted(names - anew):
+    """But for buffers, among them tables that a model makes anew, which older versions of transformers wrote."""
+    own = {key for name, _ in model.named_buffers(remove_duplicate=False) for key in keys_of(name, model)}
+    if left := sorted(names - own):
         warnings.warn(str(refused(f"{folder} has {listed(left)}, which the model has no place for: left out")), stacklevel=3)

@@ -95,6 +95,20 @@ def test_setting_layers_of_an_encoder_decoder_folder_sets_both_stacks(tmp_path: 
         registry.resolve(str(tmp_path), {"objective": "causal"})
 
 
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [({"activation_function": "nope"}, "can be built: KeyError: 'nope'"), ({"n_layer": 1.5}, "is no model folder: ")],
+    ids=["when built", "when read"],
+)
+def test_values_that_are_no_model_s_are_refused_in_one_line(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
+    config_of("gpt2").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | odd))
+    with pytest.raises(ValueError, match=said) as refused:
+        registry.build(registry.resolve(str(tmp_path)))
+    assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+
+
 def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
     """Neither what it says its classes are, nor kernels that it would have fetched."""
     config_of("gpt2").save_pretrained(tmp_path)

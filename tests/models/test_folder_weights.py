@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from models import registry
 from models.folder_weights import fill_buffers, stored_tensors
 
-SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+SAFE, PICKLED, SHARD = "model.safetensors", "pytorch_model.bin", "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,16 @@ def shards(folder: Path, write: Callable[[dict[str, torch.Tensor], Path], None],
 def linked(folder: Path) -> None:
     (folder / SAFE).rename(folder.parent / "blob")
     (folder / SAFE).symlink_to(folder.parent / "blob")
+
+
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
 
 
 def without_a_shard(folder: Path) -> None:
@@ -140,6 +150,12 @@ REFUSED: list[tuple[str, Callable[[Path], object], str]] = [
     ("cut pickle", lambda f: cut(pickled(f, held(f))), "pytorch_model.bin cannot be read"),
     ("empty", lambda f: (f / SAFE).write_bytes(b""), "model.safetensors cannot be read"),
     ("Git LFS", lambda f: (f / SAFE).write_text("version https://git-lfs.github.com/spec/v1\n"), "a pointer of Git LFS"),
+    ("pipe", lambda f: piped(f / SAFE), "model.safetensors cannot be read (it is no regular file)"),
+    ("device", lambda f: endless(f / SAFE), "model.safetensors cannot be read (it is no regular file)"),
+    ("piped pickle", lambda f: piped((f / SAFE).rename(f / PICKLED)), f"{PICKLED} cannot be read (it is no regular file)"),
+    ("piped shard", lambda f: piped(shards(f, save_file, SAFE).parent / SHARD), f"{SHARD} cannot be read (it is no"),
+    ("piped index", lambda f: piped(shards(f, save_file, SAFE)), "index.json cannot be read: OSError: it is no regular file"),
+    ("endless index", lambda f: endless(shards(f, save_file, SAFE)), "index.json cannot be read: OSError: it is no regular"),
     ("no shard", without_a_shard, "00002-of-00002.safetensors cannot"),
     ("index", lambda f: shards(f, save_file, SAFE).write_text("[" * 100_000), "index.json cannot"),
     ("twice", lambda f: (shutil.copy(f / SAFE, f / "a.safetensors"), (f / SAFE).rename(f / "b.safetensors")), "is in"),

@@ -22,6 +22,7 @@ from systems.baselines import resident
 from systems.errors import UnsupportedError
 from systems.pretrained import FolderWeights, folder_weights, model_of
 from systems.pretrained.files import INDEX, SINGLE
+from systems.pretrained.model import GENERATION
 from systems.substrate import assembly
 from tests.systems.test_pretrained import FAMILIES, begin, held, same
 
@@ -89,6 +90,8 @@ REFUSED: list[tuple[str, Callable[[Path], object], str]] = [
     ("integers", lambda f: rewritten(f, **{NORM: torch.ones(32, dtype=torch.int8)}), f"{NORM} is quantized"),
     ("fp8", lambda f: rewritten(f, **{NORM: torch.ones(32).to(torch.float8_e4m3fn)}), f"{NORM} is quantized"),
     ("fp64", lambda f: rewritten(f, **{NORM: torch.ones(32).double()}), f"{NORM} is F64"),
+    ("nan", lambda f: rewritten(f, **{NORM: torch.full((32,), torch.nan)}), f"{NORM} has values in"),
+    ("infinity", lambda f: rewritten(f, **{NORM: torch.full((32,), torch.inf).half()}), "that are not finite: no training"),
     ("tied", lambda f: rewritten(f, **{"lm_head.weight": torch.ones(64, 32)}), "and lm_head.weight are one weight of the"),
     ("no bytes", lambda f: (f / SINGLE).write_bytes(b""), "model.safetensors cannot be read"),
     ("cut", lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-4]), "model.safetensors cannot be read"),
@@ -183,6 +186,80 @@ def test_a_hub_s_name_is_no_folder() -> None:
             take("facebook/opt-125m")
 
 
+@pytest.mark.parametrize("given", ["", 5, True, [], "x" * 5000, "a\0b", b"/dev/null"], ids=lambda each: repr(each)[:10])
+def test_what_names_no_folder_is_refused_and_is_not_the_current_one(given: Any, folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(folder)
+    for take in (systems.model_of, lambda name: systems.initialize(FAMILIES["gpt2"](), weights=name, device="cpu")):
+        with pytest.raises(UnsupportedError, match="is no folder, and nothing is downloaded"):
+            take(given)
+
+
+class Prefixed(nn.Module):
+    """One of its own tensors has the name that a file may give another without the prefix."""
+
+    base_model_prefix = "base"
+    base: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.base.head = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.base.head(self.base(x)))
+
+
+def test_a_name_without_its_prefix_is_not_another_tensor_s(tmp_path: Path) -> None:
+    values = {name: torch.full_like(value, number) for number, (name, value) in enumerate(Prefixed().state_dict().items())}
+    save_file(values, tmp_path / SINGLE)
+    with systems.initialize(Prefixed(), weights=tmp_path, device="cpu", host_memory="1GiB", dtype="fp32") as engine:
+        assert same(engine.state_dict(), values)
+    save_file({name: value for name, value in values.items() if "base.head" not in name}, tmp_path / SINGLE)
+    with pytest.raises(UnsupportedError, match="holds no weights for base.head.weight, base.head.bias: save"):
+        folder_weights(Prefixed(), tmp_path)
+    save_file({name.removeprefix("base."): values[name] for name in values if "base.head" not in name}, tmp_path / SINGLE)
+    with pytest.raises(UnsupportedError, match="holds no weights for base.head.weight, base.head.bias: save"):
+        folder_weights(Prefixed(), tmp_path)
+
+
+class Shared(nn.Module):
+    """A persistent buffer with two names, and a module with two."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.again = nn.Sequential(self.norm)
+        self.register_buffer("table", torch.arange(4.0))
+        self.head.register_buffer("table", self.table)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.again(self.norm(x)) * self.table)
+
+
+@pytest.mark.parametrize("kept", [("norm.", "table"), ("again.0.", "head.table")], ids=str)
+def test_a_buffer_with_several_names_is_in_the_folder_under_any(kept: tuple[str, str], tmp_path: Path) -> None:
+    module, table = kept
+    values = {name: value + 1 for name, value in Shared().state_dict().items()}
+    save_file({n: v for n, v in values.items() if n.startswith((module, "head.w", "head.b")) or n == table}, tmp_path / SINGLE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = systems.initialize(
+            Shared(), system="resident", weights=tmp_path, device="cpu", host_memory="1GiB", dtype="fp32"
+        )
+    with engine:
+        assert same(engine.state_dict(), values)
+
+
+def test_a_sparse_buffer_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_file({**model.state_dict(), "edges": torch.eye(2)}, tmp_path / SINGLE)
+    model.register_buffer("edges", torch.eye(2).to_sparse())
+    with pytest.raises(UnsupportedError, match="buffer edges is sparse"):
+        folder_weights(model, tmp_path)
+
+
 class Own(nn.Module):
     """A plain module with a persistent buffer, one that is not, and a frozen part."""
 
@@ -270,6 +347,8 @@ CONFIGS: list[tuple[str, Callable[[Path], object], str]] = [
     ("no model class", lambda f: changed(f, architectures=["Trainer"]), "has no Trainer"),
     ("size", lambda f: changed(f, n_embd="wide"), "describes no model that can be built"),
     ("huge", lambda f: changed(f, n_positions=1 << 50), "describes no model that can be built"),
+    ("generation list", lambda f: (f / GENERATION).write_text("[1]"), f"{GENERATION} is broken: it is no object of JSON"),
+    ("generation", lambda f: (f / GENERATION).write_text('{"max_new_tokens": -1}'), f"{GENERATION} is no generation config: "),
     ("quantized", lambda f: changed(f, quantization_config={"quant_method": "gptq"}), "is of a quantized model"),
 ]
 
