@@ -73,6 +73,22 @@ def deep(levels: int) -> dict[str, Any]:
     return {"deep": found}
 
 
+def doubled(levels: int) -> dict[str, Any]:
+    """Each level has the one below it twice: few objects, and JSON of 2**levels."""
+    found: Any = [1]
+    for _ in range(levels):
+        found = [found, found]
+    return {"doubled": found}
+
+
+def chained(levels: int) -> dict[str, Any]:
+    """Each is in the next one, and was seen before it."""
+    found: list[Any] = [[]]
+    for _ in range(levels):
+        found.append([found[-1]])
+    return {"chained": found}
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("tensor", {"a": [0, {"b": torch.ones(1)}]}, "client_state['a'][1]['b'] is Tensor, which JSON does not have: give"),
     ("array", {"a": np.ones(2)}, "client_state['a'] is ndarray, which JSON does not have: give .tolist() of it"),
@@ -84,6 +100,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("no mapping", [1], "client_state is list: give a dict"),
     ("circle", circle(), f"is more than {DEEPEST} deep, or in itself"),
     ("deep", deep(DEEPEST), f"is more than {DEEPEST} deep"),
+    ("doubled", doubled(DEEPEST - 5), "as JSON, 16MiB at most: keep what is large in a file"),
+    ("chained", chained(DEEPEST), f"is more than {DEEPEST} deep"),
+    ("long key", {"a": {("x" * 10_000,): 1}}, "client_state['a'] has the key ('xxx"),
     ("digits", {"a": 10**5000}, "client_state cannot be saved, which is kept as JSON"),
     ("large", {"a": "x" * checkpoint.CLIENT_STATE_BYTES}, "as JSON, 16MiB at most: keep what is large in a file"),
 ]
@@ -94,7 +113,7 @@ def test_what_is_no_json_is_refused_by_name_before_anything_is_written(state: An
     with begin("elixir") as engine:
         with pytest.raises(UnsupportedError) as refused:
             systems.save_checkpoint(engine, tmp_path / "new" / "here", client_state=state)
-        assert message in str(refused.value) and "\n" not in str(refused.value)
+        assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
         assert not any(tmp_path.iterdir())
         systems.save_checkpoint(engine, tmp_path / "here", client_state=STATE)
         before = contents(tmp_path)
@@ -102,6 +121,7 @@ def test_what_is_no_json_is_refused_by_name_before_anything_is_written(state: An
             systems.save_checkpoint(engine, tmp_path / "here", client_state=state)
         assert contents(tmp_path) == before
         steps_of(engine, 0, 1)
+    assert doubled(10) == client_state_of(client_state_tensor(doubled(10)), "it")
     assert deep(DEEPEST - 1) == client_state_of(client_state_tensor(deep(DEEPEST - 1)), "it")
 
 
