@@ -10,7 +10,7 @@ Note [Memory rules]
               ZeRO-2 with offload   all 16-bit parameters, and two buckets of gradients (overlap_comm)
               ZeRO-3 with offload   one bucket, and parameters up to stage3_max_live_parameters
               FSDP2                 the root's group and its gradient, and two blocks (one comes ahead) if a block has the peak
-    Sources: DeepSpeed 0.19.8 (its stages 1 to 3, and the' `estimate_zero2_model_states_mem_needs` and
+    Sources: DeepSpeed 0.19.8 (its stages 1 to 3, and the `estimate_zero2_model_states_mem_needs` and
     `estimate_zero3_model_states_mem_needs`, which take 16 and 18 bytes a parameter of host memory times a buffer factor of 1.5,
     and leave out buckets and activations), torch's fully_shard. They are what is known to be held: recorded runs took 3 to 18 %
     more of the host, and of the device 3 % less to 16 % more (tests/prediction/test_memory_rules.py).

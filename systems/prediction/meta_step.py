@@ -55,6 +55,11 @@ def observe(
     loss: called with (model, batch of input_ids and labels, label_count), as in Engine.forward_backward.
     Raises UnsupportedError, one line, if the model cannot run on the meta device.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be planned: {name} is sparse, and the meta device cannot say how much it holds"
+            )
     module = on_meta(model).train()
     for parameter in module.parameters():
         if parameter.dtype in COMPUTED:

@@ -193,6 +193,14 @@ class Silent(Plain):
         return {"hidden": super().forward(tokens)}
 
 
+class Sparse(Plain):
+    """An engine takes it, for it has values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(2).to_sparse())
+
+
 class Raises(Plain):
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -233,6 +241,7 @@ ODD_COUNTS: tuple[Any, ...] = ("2", [], True, 0, float("nan"))
         (config(n_head=0), {}, "cannot build GPT2LMHeadModel of this config: ZeroDivisionError"),
         (Raises(KeyError("a\nb")), {}, "Raises cannot be planned: it does not run on the meta device: KeyError"),
         (Raises(ValueError("a\nb")), {}, "Raises cannot be planned: it does not run on the meta device: ValueError: a"),
+        (Sparse(), {}, "Sparse cannot be planned: edges is sparse"),
         (Plain(), {"loss": lambda *_: 1 / 0}, "Plain cannot be planned: it does not run on the meta device: ZeroDivisionError"),
         (config(), {"recompute": (9,)}, "there is no block 9"),
         (transformers.ViTConfig(), {}, "transformers has no causal language model of type 'vit'"),
