@@ -25,6 +25,7 @@ from types import MappingProxyType
 from systems.baselines import deepspeed_zero2_offload, deepspeed_zero3_offload
 from systems.baselines.external import deepspeed_config, fsdp_memory
 from systems.baselines.external.deepspeed_config import BUCKET, MAX_LIVE, Sizes, Variant, configuration
+from systems.errors import UnsupportedError
 from systems.planning.allowance import EXACT
 from systems.planning.layout import ADAM, ModelIndex
 from systems.planning.trace import NO_UNIT
@@ -51,7 +52,7 @@ class RuledNeed:
 
 
 def ruled_needs(question: Question, observations: Observations) -> list[RuledNeed]:
-    """Of CUDA devices, and training with Adam: none for another question."""
+    """Of CUDA devices, and training with Adam: none for another question, nor of a package that does not take the model."""
     if question.allowance == EXACT or question.moments != ADAM:
         return []
     index, work = observations.of(question)
@@ -63,7 +64,10 @@ def ruled_needs(question: Question, observations: Observations) -> list[RuledNee
     for name, rule in RULES.items():
         if name == FSDP2 and question.dtype == "fp16":
             continue  # it has no loss scale there
-        host, device = rule(index, question, in_block)
+        try:
+            host, device = rule(index, question, in_block)
+        except UnsupportedError:
+            continue
         device = {kind: size for kind, size in (device | {"activations": activations}).items() if size}
         states = {"model states": host * question.ranks_on_node}
         needs = [

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import systems
 from harness import cli
+from systems.errors import UnsupportedError
 from systems.planning.allowance import CUDA
+from systems.prediction.estimate import own_loss
+from systems.prediction.forecast import Observations
 from systems.prediction.memory_rules import RULE, RULES, RuledNeed, ruled_needs
 from tests.prediction.test_forecast import observations, question
 
@@ -78,6 +84,25 @@ def test_no_rule_speaks_of_the_emulated_device_or_of_another_optimizer_than_adam
     assert ruled_needs(question(allowance=CUDA, moments=()), observations("opt-tiny")) == []
     half = ruled_needs(question(allowance=CUDA, dtype="fp16"), observations("opt-tiny"))
     assert {one.system for one in half} == set(RULES) - {"fsdp2-offload"}
+
+
+class Scaled(nn.Module):
+    """A parameter without a dimension, as a temperature is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.head(self.embedding(tokens)) * self.scale
+
+
+def test_a_package_that_does_not_take_the_model_has_no_row() -> None:
+    found = ruled_needs(question(allowance=CUDA), Observations(Scaled(), own_loss(Scaled())))
+    assert {one.system for one in found} == set(RULES) - {"fsdp2-offload"}
+    with pytest.raises(UnsupportedError, match=r"parameter scale has none: give it the shape \(1,\)"):
+        systems.initialize(Scaled(), system="fsdp2-offload", device="cpu", host_memory="1GiB")
 
 
 def test_they_are_rows_of_all_systems(capsys: pytest.CaptureFixture[str]) -> None:
