@@ -23,8 +23,9 @@ TYPE_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 class FolderWeights:
     """Fills a model's parameters by name; `Settings.initial_weights` is one of these.
 
-    Raises UnsupportedError, one line, where the files do not have all of them, or have them in another shape or as integers; a
-    tied parameter may be there under any of its names, and names may lack the prefix of transformers' base model.
+    Raises UnsupportedError, one line, where the files do not have all of them, or have them in another shape or as integers,
+    and, as each is filled, where values are not finite; a tied parameter may be there under any of its names, and names may
+    lack the prefix of transformers' base model.
 
     unused: names of tensors that no parameter takes. buffers: values of the model's persistent ones, by name.
     """
