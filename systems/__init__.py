@@ -48,7 +48,7 @@ def initialize(
     recompute: as in Settings.
     weights: a folder in transformers' format whose values the model starts with, whatever it has itself, so that it may be on
     the meta device (`model_of`): safetensors, read tensor by tensor into the master weights. What is missing there, of another
-    shape, not finite or no floating-point number is refused by name; what the model has no place for is left out with a warning.
+    shape, not finite or no floating-point number is refused by name; what the model has no place for is left out and told.
     options: the system's own, by name, e.g. {"prefetch": 4}.
 
     Several processes that torchrun starts train one model together, each on its own batches, and so do those of an initialized
