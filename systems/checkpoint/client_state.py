@@ -70,6 +70,10 @@ def _check(value: Any, where: str, depth: int) -> None:
         for number, each in enumerate(value):
             _check(each, f"{where}[{number}]", depth + 1)
     elif isinstance(value, dict):
+        if {"state", "param_groups"} <= value.keys() and value["state"]:
+            raise UnsupportedError(
+                f"{where} is an optimizer's state_dict(), whose moments the checkpoint has already: keep its 'param_groups'"
+            )
         for key, each in value.items():
             if not isinstance(key, str):
                 raise UnsupportedError(f"{where} has the key {key!r}, and those of JSON are strings: write {str(key)!r}")
