@@ -64,6 +64,8 @@ def _collect(spec: type[BaseModel], arguments: Sequence[str], positional: str | 
             if fields.get(name) in left_out:
                 raise BadInputError(f"{name} is of a run and changes nothing here: leave it out")
             if name not in fields:
+                if name in (of_others := getattr(spec, "of_others", {})):
+                    raise BadInputError(f"{name} {of_others[name]}")
                 raise BadInputError(unknown_name("flag", name, fields))
             if _is_switch(spec, fields[name]):
                 if equals:

@@ -27,7 +27,7 @@ class PlanSpec(RunSpec):
 
     system: str = Field(description="name of a system, or all: every one that makes plans, the fastest that fits first")
     ranks: int | None = Field(None, ge=1, description="data-parallel ranks; default: all devices of the profile")  # type: ignore[assignment]
-    hardware: str = Field(description="a hardware profile: a name of systems/planning/hardware, or a path ending in .json")
+    hardware: str = Field(description="a hardware profile: a name of `harness ls hardware`, or a path ending in .json")
     trace: str | None = Field(None, description=".json or .json.gz file for the simulated step, to open in ui.perfetto.dev")
 
     @model_validator(mode="after")

@@ -59,6 +59,10 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     stands_for: ClassVar[Mapping[str, str]] = MappingProxyType({"model": "weights"})
     """Flags that are needed, and the one whose value stands for each where it is left out."""
+    of_others: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"--hardware": "is of harness plan: a run takes the machine that it is on, so leave it out"}
+    )
+    """Flags that are none of these, and whose they are."""
 
     system: str = Field(description="name of a system: `harness ls systems`")
     model: str = Field(description="name of a model: `harness ls models`")

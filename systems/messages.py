@@ -22,7 +22,10 @@ ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
     """'unknown system 'elxir': did you mean elixir? (angel, elixir, ...)'."""
     names = sorted(allowed)
-    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5) or [n for n in names if given and given in n][:3]
+    # Dashes that all flags begin with make none of them alike.
+    bare = {name.lstrip("-"): name for name in names}
+    close = difflib.get_close_matches(given.lstrip("-"), bare, n=3, cutoff=0.5)
+    near = [bare[each] for each in close] or [n for n in names if given and given in n][:3]
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     if near:
         return f"unknown {kind} {given!r}: did you mean {' or '.join(near)}?"

@@ -85,6 +85,10 @@ def _check(value: Any, where: str, depth: int, known: dict[int, _Looked]) -> _Lo
     if isinstance(value, list | tuple):
         inside = [_check(each, f"{where}[{number}]", depth + 1, known) for number, each in enumerate(value)]
     elif isinstance(value, dict):
+        if {"state", "param_groups"} <= value.keys() and value["state"]:
+            raise UnsupportedError(
+                f"{where} is an optimizer's state_dict(), whose moments the checkpoint has already: keep its 'param_groups'"
+            )
         inside = []
         for key, each in value.items():
             if not isinstance(key, str):

@@ -39,7 +39,9 @@ REFUSED: Mapping[str, str] = {
 
 
 def check_offload(offload: Mapping[str, Any]) -> None:
-    """ValueError for a name that `offload` has no room for."""
+    """ValueError for a name that `offload` has no room for, and for what is no mapping of names."""
+    if not isinstance(offload, Mapping):
+        raise ValueError(f"offload is {offload!r}: give a dict, such as dict(system='elixir', device_memory='20GiB')")
     for name in offload:
         if name in SAID_ELSEWHERE:
             raise ValueError(f"offload has {name}: leave it out, the training arguments say it: {SAID_ELSEWHERE[name]}")

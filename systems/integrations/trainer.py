@@ -52,8 +52,8 @@ class OffloadTrainer(CheckpointedTrainer):
 
     def __init__(self, *args: Any, offload: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         check_version(TAKEN_OVER)
+        check_offload(offload or {})
         self.offload = dict(offload or {})
-        check_offload(self.offload)
         super().__init__(*args, **kwargs)
 
     # ---- what Trainer makes at its beginning

@@ -73,6 +73,8 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
         (("run", "--model", "opt-tiny"), "--system is missing: name of a system"),
         ((*GOOD, "--sytem", "x"), "unknown flag '--sytem': did you mean --system"),
         ((*GOOD, "--verbose"), "unknown flag '--verbose'"),
+        ((*GOOD, "--offload"), "unknown flag '--offload': there is --accumulate, --batch-size"),  # dashes are alike in all
+        ((*GOOD, "--hardware", "h100-80g-x1"), "--hardware is of harness plan: a run takes the machine that it is on"),
         ((*GOOD, "--lr"), "--lr needs a value"),
         ((*GOOD, "--option"), "--option needs a value"),
         ((*GOOD, "--steps", "3", "4"), "unexpected argument '4' after --steps"),

@@ -266,7 +266,7 @@ def broken(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("plan", "--system", "elixir", "--model", "opt-tiny"), "--hardware is missing: a hardware profile"),
+        (("plan", "--system", "elixir", "--model", "opt-tiny"), "--hardware is missing: a hardware profile: a name"),
         (("plan", "--system", "elixir", "--model", "opt-tiny", "--hardware", "h100-80g-x3"), "did you mean h100-80g-x"),
         ((*TINY, "--system", "elxir"), "unknown system 'elxir': did you mean elixir?"),
         ((*TINY, "--system", "dummy"), "dummy makes no plan that could be simulated: harness run measures it"),

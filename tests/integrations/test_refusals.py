@@ -97,6 +97,12 @@ def test_an_unknown_entry_is_refused(tmp_path: Path) -> None:
         offloaded(tmp_path, offload={"device_memry": "1GiB"})
 
 
+def test_what_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    odd: Any = "elixir"
+    with pytest.raises(ValueError, match=r"offload is 'elixir': give a dict, such as dict\(system='elixir'"):
+        offloaded(tmp_path, offload=odd)
+
+
 def test_every_argument_of_initialize_is_said_somewhere() -> None:
     names = systems.initialize.__annotations__.keys() - {"return"}
     assert {*GIVEN, *SAID_ELSEWHERE} == names

@@ -89,6 +89,14 @@ def chained(levels: int) -> dict[str, Any]:
     return {"chained": found}
 
 
+def optimizer_state() -> dict[str, Any]:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("tensor", {"a": [0, {"b": torch.ones(1)}]}, "client_state['a'][1]['b'] is Tensor, which JSON does not have: give"),
     ("array", {"a": np.ones(2)}, "client_state['a'] is ndarray, which JSON does not have: give .tolist() of it"),
@@ -96,6 +104,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("bytes", {"a": b"x"}, "client_state['a'] is bytes, which JSON does not have: give numbers, strings"),
     ("set", {"a": {1}}, "client_state['a'] is set"),
     ("object", {"a": Path("x")}, "client_state['a'] is PosixPath"),
+    ("optimizer", {"adam": optimizer_state()}, "client_state['adam'] is an optimizer's state_dict(), whose moments the"),
     ("key", {"milestones": {30: 1}}, "client_state['milestones'] has the key 30, and those of JSON are strings: write '30'"),
     ("no mapping", [1], "client_state is list: give a dict"),
     ("circle", circle(), f"is more than {DEEPEST} deep, or in itself"),

@@ -41,6 +41,7 @@ SETUPS = [
 
 
 OFFLOADS_ALL = {"random", "random write-back", "h3t"}  # the optimizer of every segment is on the host
+PLACES_SOME = {name for name in SYSTEMS if name.split()[0] in ("angel-ptm", "elixir", "patrickstar")}  # of some on the device
 
 
 def engine_of(setup: Setup, system: str, budget: int, **more: Any) -> Engine:
@@ -199,7 +200,8 @@ def test_every_segment_has_one_authoritative_copy_after_every_step(system: str, 
             tiers.update(s.tier for s in ours.store.segments if s.state is not None)
 
         run_steps(engine, setup, after)
-    assert (tiers == {Tier.HOST}) == (system in OFFLOADS_ALL)
+        told = getattr(ours.strategy.statistics(), "optimizer_share_on_device", None)  # by a strategy that no list here has
+    assert (tiers == {Tier.HOST}) == (system in OFFLOADS_ALL or (system not in PLACES_SOME and told == 0))
 
 
 STOPS = ["before", "forward", "backward"]

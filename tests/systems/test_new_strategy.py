@@ -35,6 +35,7 @@ BROKEN = {
 TRAINED = ("--model", "opt-tiny", "--device", "cpu", "--device-memory", "6MiB", "--steps", "3", "--warmup", "1")
 PLANNED = ("--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device-memory", "6MiB")
 LEAST = 120  # tests of a new strategy
+INHERITED = [f"tests/systems/test_{name}.py" for name in ("memory", "numerics", "poison")]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -66,6 +67,14 @@ class Tree:
     def trains(self, system: str) -> bool:
         ran = self.run("harness", "run", "--system", system, *TRAINED, "--results", str(self.root / "results"))
         return ran.returncode == 0 and json.loads(ran.stdout.splitlines()[-1])["status"] == "ok"
+
+
+def test_a_copy_of_the_template_passes_what_it_inherits(tmp_path: Path) -> None:
+    """It updates everything on the host, as no strategy of an own folder does at each of these budgets."""
+    tree = Tree(tmp_path / "tree")
+    tree.add("streamed.py", (ROOT / "tests" / "strategies" / "template_strategy.py").read_text())
+    passed = tree.run("pytest", "-q", "-p", "no:cacheprovider", "-k", "streamed", *INHERITED)
+    assert passed.returncode == 0 and int(passed.stdout.split(" passed")[0].split()[-1]) >= 10, passed.stdout[-2000:]
 
 
 @pytest.mark.parametrize("file", ["newcomer.py", "newcomer/__init__.py"], ids=["file", "package"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from systems.errors import UnsupportedError
 from systems.system import Engine
 from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_small import WIDTH, build, next_token_loss, tokens
@@ -193,6 +194,15 @@ def test_values_for_a_model_on_the_meta_device_are_asked_for_by_name(system: str
     lazy = train(start(SYSTEMS[system], model, settings(initial_weights=fill)), tokens(STEPS, 1))
     assert sorted(asked) == sorted(truth)
     assert_equal(custom_run(), lazy)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_model_without_values_is_told_to_give_weights(system: str) -> None:
+    """Named is the argument that the caller has; a checkpoint that would be loaded next does not stand for it."""
+    with torch.device("meta"):
+        model = build("opt")
+    with pytest.raises(UnsupportedError, match="has no values .* give a folder that has them with `weights`, also where"):
+        start(SYSTEMS[system], model, settings())
 
 
 def assert_same(values: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:

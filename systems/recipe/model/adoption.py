@@ -54,7 +54,10 @@ def initial_values(found: FoundModel, settings: Settings) -> Callable[[int, torc
     if given is None:
         for name, parameter in zip(names, found.parameters, strict=True):
             if parameter.is_meta:
-                raise UnsupportedError(f"parameter {name} has no values (meta device) and no initial_weights were given")
+                raise UnsupportedError(
+                    f"parameter {name} has no values (it is on the meta device): give a folder that has them with `weights`, "
+                    "also where a checkpoint is loaded afterwards, or a model with values"
+                )
 
     def fill(number: int, out: torch.Tensor) -> None:
         parameter = found.parameters[number]
