@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,8 +94,6 @@ class Settings:
             raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
         if isinstance(self.recompute, str):
             _one_of("recompute", self.recompute, ("none", "full"))
-        elif not isinstance(self.recompute, Collection):
-            raise ValueError(f"recompute is {self.recompute!r}: give 'none', 'full' or a tuple of blocks, such as (0, 1)")
 
     @property
     def ranks_here(self) -> int:

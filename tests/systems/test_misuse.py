@@ -372,7 +372,7 @@ def test_the_public_function_says_what_is_wrong_in_one_line() -> None:
         ({"clip": -1.0}, "clip is -1.0"),
         ({"clip": None}, "clip is None"),
         ({"recompute": "some"}, "recompute is 'some': give 'none' or 'full'"),
-        *[({"recompute": each}, f"recompute is {each!r}: give 'none', 'full' or a tuple") for each in (True, None, 3, 0.5)],
+        *[({"recompute": each}, f"recompute is {each!r}: give 'none', 'full' or numbers") for each in (True, None, 3, 0.5)],
         ({"options": ["prefetch=4"]}, "options is list: give a dict"),
         ({"model": 5}, "model is int: give a torch.nn.Module"),
     ],
