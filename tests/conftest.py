@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import random
 import tempfile
 from collections.abc import Iterator
 
@@ -23,6 +25,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random runs")
     group.addoption("--draws", type=int, help="how many random runs to draw, each from a seed of its own")
     group.addoption("--seed", type=int, default=0, help="of the first of them; the next one has the next seed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `one_in(n)` so many of its sets of arguments are not slow, drawn by its name: of many tests each
+    strategy has some, and a test has the same ones every time."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") and not item.get_closest_marker("slow"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, group in groups.items():
+        mark = group[0].get_closest_marker("one_in")
+        assert mark is not None
+        often = random.Random(name).sample(range(len(group)), math.ceil(len(group) / mark.args[0]))
+        for number in set(range(len(group))).difference(often):
+            group[number].add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -46,6 +46,7 @@ def sizes(parameters: int) -> Sizes:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(2)
 def test_what_the_run_asks_for_is_said(name: str) -> None:
     adam = AdamSettings(lr=3e-4, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
     settings = Settings(device="cuda", dtype="bf16", accumulate=3, clip=0.7, adam=adam)

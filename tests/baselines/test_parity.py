@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.baselines.conftest import BF16, EXACT, FP32, FROZEN, reference
+from tests.baselines.conftest import BF16, EXACT, FP32, FROZEN, cases, reference
 from tests.baselines.training import STEPS, Job, Result
 
 pytestmark = pytest.mark.timeout(1500)  # the first use of a package builds its extensions, which takes minutes
@@ -27,14 +27,14 @@ def _largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize("job", EVERY, ids=_name)
+@pytest.mark.parametrize("job", cases(EVERY), ids=_name)
 def test_parameters_start_as_everywhere(job: Job, trained: Trained) -> None:
     ours, theirs = trained(job).start, trained(reference(job)).start
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.parametrize("job", [*FP32, *FROZEN], ids=_name)
+@pytest.mark.parametrize("job", cases([*FP32, *FROZEN]), ids=_name)
 def test_fp32_is_the_reference(job: Job, trained: Trained) -> None:
     """Losses, norms with two micro-batches, clipping and recomputation. Parameters to a share of lr: Adam divides by
     roots near zero."""
@@ -46,14 +46,14 @@ def test_fp32_is_the_reference(job: Job, trained: Trained) -> None:
     assert _largest_difference(ours.end, theirs.end) < 5e-5
 
 
-@pytest.mark.parametrize("job", EVERY, ids=_name)
+@pytest.mark.parametrize("job", cases(EVERY), ids=_name)
 def test_a_state_dict_is_the_model_s(job: Job, trained: Trained) -> None:
     result = trained(job)
     assert list(result.exported) == result.names == list(result.end)
     assert _largest_difference(result.exported, result.end) == 0.0
 
 
-@pytest.mark.parametrize("job", BF16, ids=_name)
+@pytest.mark.parametrize("job", cases(BF16), ids=_name)
 def test_bf16_agrees(job: Job, trained: Trained) -> None:
     ours, theirs = trained(job), trained(reference(job))
     assert ours.losses == pytest.approx(theirs.losses, abs=2e-2)
@@ -62,7 +62,7 @@ def test_bf16_agrees(job: Job, trained: Trained) -> None:
         assert norm is None or norm == pytest.approx(other, rel=2e-2)
 
 
-@pytest.mark.parametrize("job", EVERY, ids=_name)
+@pytest.mark.parametrize("job", cases(EVERY), ids=_name)
 def test_a_rate_of_zero_changes_nothing(job: Job, trained: Trained) -> None:
     """So it reached every optimizer there is. Without decay in it, which is multiplied with the rate too."""
     result = trained(job)
@@ -70,13 +70,13 @@ def test_a_rate_of_zero_changes_nothing(job: Job, trained: Trained) -> None:
     assert _largest_difference(result.end, result.start) > 1e-4
 
 
-@pytest.mark.parametrize("job", EVERY, ids=_name)
+@pytest.mark.parametrize("job", cases(EVERY), ids=_name)
 def test_values_written_back_are_computed_with(job: Job, trained: Trained) -> None:
     result, first = trained(job), trained(reference(job))
     assert result.written_loss == pytest.approx(first.written_loss, abs=1e-5 if job.dtype == "fp32" else 1e-2)
 
 
-@pytest.mark.parametrize("job", EVERY, ids=_name)
+@pytest.mark.parametrize("job", cases(EVERY), ids=_name)
 def test_the_record_names_the_real_package(job: Job, trained: Trained) -> None:
     statistics = trained(job).statistics
     package = "deepspeed" if job.system.startswith("deepspeed") else "torch"
@@ -85,7 +85,7 @@ def test_the_record_names_the_real_package(job: Job, trained: Trained) -> None:
     assert any("one memory" in note for note in statistics["notes"])
 
 
-@pytest.mark.parametrize("job", [job for job in FP32 if job.system in EXACT], ids=_name)
+@pytest.mark.parametrize("job", cases(job for job in FP32 if job.system in EXACT), ids=_name)
 def test_deepspeed_ran_what_its_name_says(job: Job, trained: Trained) -> None:
     statistics = trained(job).statistics
     zero, resolved = statistics["config"]["zero_optimization"], statistics["resolved"]
@@ -99,7 +99,7 @@ def test_deepspeed_ran_what_its_name_says(job: Job, trained: Trained) -> None:
     assert ("offload_optimizer" in zero, "offload_param" in zero) == (offloads, job.system == "deepspeed-zero3-offload")
 
 
-@pytest.mark.parametrize("job", EVERY, ids=_name)
+@pytest.mark.parametrize("job", cases(EVERY), ids=_name)
 def test_unknown_is_left_out_and_not_zero(job: Job, trained: Trained) -> None:
     result = trained(job)
     assert result.memory["device_peak_bytes"] is None

@@ -58,6 +58,7 @@ def test_listing_them_imports_no_package() -> None:
 
 
 @pytest.mark.parametrize("system", ["deepspeed-zero3-offload", "deepspeed-zero2", "deepspeed-twinflow"])
+@pytest.mark.one_in(2)
 def test_a_missing_package_is_unavailable(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(UnavailableError, match=r"deepspeed does not load \(ModuleNotFoundError.*pip install") as caught:

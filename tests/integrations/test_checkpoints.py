@@ -180,6 +180,7 @@ def test_what_was_saved_before_there_were_client_states_goes_on(saved: tuple[Pat
 
 
 @pytest.mark.parametrize("kind", ["cosine_with_restarts", "reduce_lr_on_plateau", "inverse_sqrt"])
+@pytest.mark.one_in(3)
 def test_a_schedule_goes_on(tmp_path: Path, kind: str) -> None:
     given: dict[str, Any] = {"lr_scheduler_type": kind, "save_strategy": "steps", "save_steps": 4, "warmup_steps": 0}
     if kind == "reduce_lr_on_plateau":

@@ -51,6 +51,7 @@ def assert_near(logs: list[dict[str, float]], theirs: list[dict[str, float]]) ->
     ],
     ids=["resident", "elixir", "patrickstar"],
 )
+@pytest.mark.one_in(3)
 def test_a_run_is_that_of_an_own_loop(tmp_path: Path, offload: Mapping[str, Any]) -> None:
     """Two epochs with a short last window each, a binding clip, dropout, a schedule, and evaluations between."""
     trainer = offloaded(tmp_path, offload=offload)
@@ -82,6 +83,7 @@ def test_a_norm_that_is_late_is_logged_at_its_step(tmp_path: Path) -> None:
     ],
     ids=["clip", "no clip", "label smoothing", "not averaged", "mean loss"],
 )
+@pytest.mark.one_in(5)
 def test_a_run_is_that_of_trainer(tmp_path: Path, build: Any, given: dict[str, Any]) -> None:
     """Losses scaled by labels or micro-batches, and norms before clipping, as transformers has them."""
     theirs = trainer_of(Trainer, build(), arguments(tmp_path, **given))

@@ -31,6 +31,7 @@ def expect(counted: FlopCount, *, other: int, whole_scores: int, causal_scores: 
         ("bert-13b", 1, 512, {}),
     ],
 )
+@pytest.mark.one_in(2)
 def test_bert(name: str, batch: int, seq: int, overrides: dict[str, object]) -> None:
     """A token and block: 4 h^2 of attention, 2 h f of feed-forward; head: h^2 and h v. Every token sees every token."""
     s: Any = registry.resolve(name, overrides)
@@ -52,6 +53,7 @@ def test_bert(name: str, batch: int, seq: int, overrides: dict[str, object]) -> 
         pytest.param("t5-58b", 1, 512, {}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(2)
 def test_t5(name: str, batch: int, seq: int, overrides: dict[str, object]) -> None:
     """a is the width of all heads. Encoder block: 4 h a and feed-forward; a decoder's has a second attention."""
     s: Any = registry.resolve(name, overrides)

@@ -46,6 +46,7 @@ TINY = ("opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny")
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+@pytest.mark.one_in(3)
 def test_parameter_counts_are_the_published_ones(name: str, parameters: int, on_meta: Callable[..., nn.Module]) -> None:
     assert sum(p.numel() for p in on_meta(name).parameters()) == parameters
 
@@ -127,6 +128,7 @@ SOME_LAYERS = 4
         *(pytest.param(name, None, marks=pytest.mark.slow) for name in registry.names() if name not in PUBLISHED),
     ],
 )
+@pytest.mark.one_in(2)
 def test_every_size_builds_without_memory(name: str, layers: int | None, on_meta: Callable[..., nn.Module]) -> None:
     given = {} if layers is None else {"num_layers": min(layers, registry.resolve(name).num_layers)}
     shape, module = registry.resolve(name, given), on_meta(name, **given)

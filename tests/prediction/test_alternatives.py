@@ -37,6 +37,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("about", QUESTIONS, ids=range(len(QUESTIONS)))
 @pytest.mark.parametrize("system", [*STRATEGIES, "resident"])
+@pytest.mark.one_in(18)
 def test_each_helps_and_has_the_step_that_is_said(system: str, about: Question) -> None:
     found, better = asked(system, about)
     assert len(better) <= MOST
@@ -72,6 +73,7 @@ def test_nothing_is_named_where_the_device_computes_all_the_time() -> None:
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_what_may_help_is_an_option_with_another_value(system: str) -> None:
     options = registry.get(system).Options
     may_help: Any = options.may_help  # type: ignore[attr-defined]

@@ -42,6 +42,7 @@ def opt_tiny(**given: Any) -> Estimate:
 
 @pytest.mark.parametrize("system", ["all", "elixir", "resident", "deepspeed-zero3-offload"])
 @pytest.mark.parametrize("budget", ["6MiB", "300KiB"])
+@pytest.mark.one_in(7)
 def test_it_says_what_harness_plan_says(system: str, budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--system", system, "--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device", "cpu"]
     code = cli.main([*words, "--device-memory", budget, "--batch-size", "2", "--seq-len", "32"])
@@ -250,6 +251,7 @@ ODD_COUNTS: tuple[Any, ...] = ("2", [], True, 0, float("nan"))
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
+@pytest.mark.one_in(2)
 def test_bad_input_is_one_line(model: Any, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said) as raised:
         systems.estimate(model, **(SMALL | given))
@@ -264,6 +266,7 @@ def test_a_config_that_says_no_number_of_positions_has_no_bound(positions: Any) 
 
 
 @pytest.mark.parametrize("blocks", [[1], (1,), {1}, range(1, 2)], ids=repr)
+@pytest.mark.one_in(2)
 def test_blocks_to_recompute_come_in_anything(blocks: Any) -> None:
     found = [systems.estimate(config(), recompute=each, **SMALL) for each in (blocks, (1,), "none")]
     assert str(found[0]) == str(found[1]) != str(found[2])

@@ -59,6 +59,7 @@ def asked(system: str, model: str, about: Question, *, layers: int | None = None
 @pytest.mark.parametrize(
     ("system", "budget", "accumulate"), in_turn(STRATEGIES, [(8 * MIB, 1), (14 * MIB, 2), (64 * MIB, 1)])
 )
+@pytest.mark.one_in(4)
 def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget: int, accumulate: int) -> None:
     """The very plan with the very trace; and the forecast, made before anything ran, is of the same size."""
     shape = models_registry.resolve("opt-tiny")
@@ -104,6 +105,7 @@ OFFLOADING = list(every.with_option("activations", "host", every.STRATEGIES))
 
 
 @pytest.mark.parametrize("system", OFFLOADING)
+@pytest.mark.one_in(3)
 def test_inputs_that_wait_on_the_host_are_in_the_forecast(system: str) -> None:
     """Their traffic to the byte, their pages on the host, and less on the device than without."""
     layers, accumulate, budget = 3, 2, 24 * MIB
@@ -161,6 +163,7 @@ def test_what_offload_needs_by_hand() -> None:
 
 
 @pytest.mark.parametrize("system", [*STRATEGIES, "resident"])
+@pytest.mark.one_in(3)
 def test_the_least_device_is_the_least(system: str) -> None:
     about = question(batch_size=2, seq_len=64)
     least = asked(system, "opt-tiny", about).least_device_bytes
@@ -193,6 +196,7 @@ class WideHead(nn.Module):
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_the_least_device_is_the_least_where_the_loss_sets_it(system: str, layers: int) -> None:
     chosen, seen = registry.get(system), Observations(WideHead(layers), token_loss)
     about = question(batch_size=4, seq_len=32)
@@ -212,6 +216,7 @@ H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "off
         [*(("h3t", o) for o in H3T_OPTIONS), ("elixir", {}), ("patrickstar", {})], [(1, "full", 12 * MIB), (4, "none", GIB)]
     ),
 )
+@pytest.mark.one_in(6)
 def test_any_plan_fits_where_the_best_one_does(
     system: str, given: Mapping[str, Any], ranks: int, recompute: Any, host: int
 ) -> None:
@@ -231,6 +236,7 @@ def test_any_plan_fits_where_the_best_one_does(
 
 
 @pytest.mark.parametrize("system", [*STRATEGIES, "resident"])
+@pytest.mark.one_in(5)
 def test_what_is_said_to_help_helps_and_no_larger_batch_would(system: str) -> None:
     options = registry.get(system).Options()
     chosen, seen = registry.get(system), observations("opt-tiny")
@@ -267,6 +273,7 @@ def test_more_ranks_need_less_of_each_host() -> None:
 
 @pytest.mark.parametrize(("system", "rule"), [(s, r) for s in STRATEGIES for r in UpdateRule])
 @pytest.mark.parametrize("name", ["h100-80g-x1", "h3t-a100-40g-x64", "hai-pcie-a100-40g-x8"])
+@pytest.mark.one_in(4)
 def test_more_bandwidth_never_slows_a_shipped_plan(system: str, rule: UpdateRule, name: str) -> None:
     profile = hardware.load(name)
     chosen = registry.get(system)
@@ -288,6 +295,7 @@ def test_more_bandwidth_never_slows_a_shipped_plan(system: str, rule: UpdateRule
 
 @pytest.mark.parametrize("system", ["elixir", "patrickstar"])
 @pytest.mark.parametrize("name", ["h200-141g-x2", "hai-pcie-a100-40g-x8", "h3t-a100-40g-x64"])
+@pytest.mark.one_in(2)
 def test_several_ranks_need_no_more_of_a_device_than_one(system: str, name: str) -> None:
     """Where the loss or an embedding sets it: whatever a communication group has is gone by then."""
     about = question(name, device_memory=GIB, batch_size=1, seq_len=256, recompute="full")
@@ -341,6 +349,7 @@ def test_what_the_host_cannot_hold_is_planned_on_the_device_as_it_is_run(system:
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_what_stays_on_the_device_has_no_slot_in_the_forecast(system: str) -> None:
     """The host's part is that of a run to the byte, in parameters and, before a plan takes states to the device, in all."""
     chosen, model = registry.get(system), models_registry.build(models_registry.resolve("opt-tiny"))
@@ -376,6 +385,7 @@ SLAB = Allowance(reserve_share=0.08, slack_share=0.03, slack_of_reserve=0.75, gr
     ("system", "budget", "options"),
     [("elixir", 10, {}), ("elixir", 10, {"cache": None}), ("h3t", 8, {}), ("patrickstar", 8, {}), ("patrickstar", 16, {})],
 )
+@pytest.mark.one_in(2)
 def test_slab_and_activations_fit_side_by_side(system: str, budget: int, options: dict[str, Any]) -> None:
     """A pool that gives room up while logits are there keeps it all the same where it is one slab: most of the budget is
     activations here, and without a second look patrickstar's first plan passes it by a fifth."""

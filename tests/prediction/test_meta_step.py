@@ -63,6 +63,7 @@ STEPS = [*in_turn(TINY, [("bf16", "full", 2), ("fp32", "none", 1)]), ("opt-tiny"
 
 
 @pytest.mark.parametrize(("name", "dtype", "recompute", "accumulate"), STEPS)
+@pytest.mark.one_in(2)
 def test_the_observed_step_is_the_traced_one(name: str, dtype: DType, recompute: Any, accumulate: int) -> None:
     shape = models_registry.resolve(name, {"num_layers": 3 if name == "albert-tiny" else 2})  # it has three groups
     layout, trace = traced(shape, dtype, recompute, accumulate)
@@ -81,6 +82,7 @@ def test_the_observed_step_is_the_traced_one(name: str, dtype: DType, recompute:
 
 @pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.one_in(2)
 def test_flops_are_those_of_the_one_count(name: str, recompute: Any) -> None:
     """A fused attention's backward makes the scores once more: half a forward of them, which the count leaves out."""
     shape = models_registry.resolve(name)

@@ -102,6 +102,7 @@ def test_one_thread_is_torchrun_s_choice_and_not_the_user_s(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("group", "system"), [("own", "elixir"), ("none", "elixir"), ("own", "torch-ddp"), ("none", "fsdp2-offload")]
 )
+@pytest.mark.one_in(4)
 def test_engines_of_torchrun(group: str, system: str, tmp_path: Path) -> None:
     """The bits of one rank that accumulates, also of engines after and beside each other, or torch's of the same. Groups end
     with who made them.

@@ -85,6 +85,7 @@ def test_any_mix_of_switches_changes_no_bit(name: str, seed: int, share: float) 
 
 
 @pytest.mark.parametrize("solver", ["best", "on", "off", "greedy", "manual", "random"])
+@pytest.mark.one_in(2)
 def test_every_solver_trains_within_its_budget(solver: str) -> None:
     setup = Setup("opt", clip=0.5)
     budget = int(0.5 * (reference(setup).memory.device_peak_bytes or 0))
@@ -105,6 +106,7 @@ def predicted_peak(run: Run) -> int:
 @pytest.mark.parametrize(
     "setup", [Setup("gpt2", accumulate=2), Setup("opt", sharing="half-frozen"), Setup("opt", dtype="bf16")]
 )
+@pytest.mark.one_in(2)
 def test_micro_batches_frozen_and_tied_parameters(setup: Setup) -> None:
     budget = int(0.55 * (reference(setup).memory.device_peak_bytes or 0))
     for solver in ("best", "drawn"):

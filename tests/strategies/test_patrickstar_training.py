@@ -90,6 +90,7 @@ def mark_last_step(step: int, engine: Any) -> None:
 @pytest.mark.parametrize(
     ("setup", "variant"), in_turn(SETUPS, [("base",), ("spongebob",), ("static-partition",), ("osc",)], each=2)
 )
+@pytest.mark.one_in(2)
 def test_half_of_residents_memory_gives_its_bits(setup: str, variant: Variant) -> None:
     given = dict(SETUPS[setup])
     expected = reference("opt", setup)
@@ -154,6 +155,7 @@ def registered(name: str, system: str, budget: int | None, accumulate: int, clip
     ("accumulate", "clip"), [pytest.param(1, 0.0, id="plain"), pytest.param(2, 1.0, id="clipped", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", ["opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny"])
+@pytest.mark.one_in(2)
 def test_every_family_at_half_of_residents_memory(name: str, accumulate: int, clip: float) -> None:
     expected = registered(name, "resident", None, accumulate, clip)
     budget = (expected.memory.device_peak_bytes or 0) // 2
@@ -212,6 +214,7 @@ def plain_reference(case: str) -> Run:
 
 @pytest.mark.parametrize("variant", ["base", pytest.param("spongebob", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_user_models_at_half_of_residents_memory(case: str, variant: Variant) -> None:
     expected = plain_reference(case)
     budget = int(0.5 * (expected.memory.device_peak_bytes or 0))

@@ -48,6 +48,7 @@ def random_state(numel: int, seed: int, gradient: torch.dtype = torch.float32, *
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("numel", [1, 7, 1023, 1025, 4097, 40_000])
+@pytest.mark.one_in(2)
 def test_c24_agrees_with_torch_optim_over_200_steps(decoupled: bool, numel: int) -> None:
     torch.set_num_threads(1)  # a threaded sqrt of 4097 elements waits 8 ms for its second thread on a busy machine
     kernels = [cpu_kernel(threads=1), cpu_kernel(threads=8), TorchKernel()]

@@ -45,6 +45,7 @@ def small_reference(model: str, accumulate: int = 1) -> Run:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_the_bits_are_those_of_resident(case: str) -> None:
     options = RandomOptions(in_place=True, chunk_parameters=7)
     asked = settings(dtype="bf16", clip=1.0, log_events=True)
@@ -56,6 +57,7 @@ def test_the_bits_are_those_of_resident(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(2)
 def test_nothing_is_used_after_its_release(case: str) -> None:
     engine = start(RANDOM, build(case), settings(dtype="bf16", clip=1.0), OPTIONS)
     evict_at_once(engine)

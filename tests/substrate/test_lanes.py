@@ -469,6 +469,7 @@ time.sleep(0.1)  # the first one has begun
         pytest.param(1000.0, 1000.0, 2, id="one never ends"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_program_may_end_without_closing_what_works(seconds: float, pause: float, jobs: int) -> None:
     """A thread that Python ends inside a library would end the process by a signal."""
     script = PROGRAM.format(seconds=seconds, pause=pause, jobs=jobs)

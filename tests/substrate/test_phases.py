@@ -109,6 +109,7 @@ HARD: tuple[tuple[Any, BaseModel, Setup, Callable[[Any], None]], ...] = (
 
 
 @pytest.mark.parametrize("case", HARD, ids=lambda case: f"{case[0].name}-{case[2].accumulate}")
+@pytest.mark.one_in(2)
 def test_a_phased_step_is_a_step_like_any_other(case: tuple[Any, BaseModel, Setup, Callable[[Any], None]]) -> None:
     """The same bits and the same traffic; every operation of its lanes was in a phase, and they add up to its time."""
     system, options, setup, disturb = case

@@ -40,6 +40,7 @@ def started(system: str) -> Engine:
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_within_a_summon_that_writes_nothing_else_is_done(system: str) -> None:
     engine = started(system)
     one_step(engine, BATCH, squared_error)
@@ -89,6 +90,7 @@ def in_a_child(work: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(3)
 def test_a_forked_process_is_told_and_ends(system: str) -> None:
     engine = started(system)
     losses = [one_step(engine, BATCH, squared_error)]

@@ -78,6 +78,7 @@ def check_log(engine: Any) -> None:
     ],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_equals_resident(system: str, setup: Setup, level: str) -> None:
     chosen, options = ON_HOST[system]
     run = setup.run(chosen, budget_of(setup, level), options, log_events=True)
@@ -131,6 +132,7 @@ def of_a_family(name: str, system: str, accumulate: int) -> Run:
         for accumulate in (1, 2)
     ],
 )
+@pytest.mark.one_in(2)
 def test_every_family_with_dropout(name: str, accumulate: int) -> None:
     run = of_a_family(name, "patrickstar", accumulate)
     assert_equal(of_a_family(name, "resident", accumulate), run)
@@ -311,6 +313,7 @@ class DropoutBlock(Block):
 
 
 @pytest.mark.parametrize("system", ON_HOST)
+@pytest.mark.one_in(2)
 def test_evaluation_and_a_forward_that_nobody_uses(system: str) -> None:
     runs = []
     for chosen, options in ((RESIDENT, None), ON_HOST[system]):
@@ -340,6 +343,7 @@ class OnPurposeError(Exception):
 
 
 @pytest.mark.parametrize(("system", "where"), in_turn(ON_HOST, [("forward",), ("backward",)]))
+@pytest.mark.one_in(4)
 def test_an_exception_leaves_no_slot_in_use(system: str, where: str) -> None:
     def fail(*_: Any) -> None:
         raise OnPurposeError

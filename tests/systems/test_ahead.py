@@ -84,6 +84,7 @@ def counted(run: Run) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("system", "dtype", "accumulate"), in_turn(STRATEGIES, [("fp32", 1), ("bf16", 2), ("fp16", 1)], each=2), ids=str
 )
+@pytest.mark.one_in(5)
 def test_they_do_by_default_and_change_no_bit(system: str, dtype: str, accumulate: int) -> None:
     given: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "clip": 1e6}
     run = trained(STRATEGIES[system], jitter=sleeps(1, 2e-4), **given)
@@ -98,6 +99,7 @@ def test_they_do_by_default_and_change_no_bit(system: str, dtype: str, accumulat
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_the_two_versions_count_in_turn(system: str) -> None:
     seen: list[dict[int, int]] = []
 
@@ -127,6 +129,7 @@ class WithIdle(nn.Module):
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(2)
 def test_what_gets_no_gradient_is_whole_in_either_version(system: str, accumulate: int) -> None:
     """A block's weight that sleeps, in a bundle with one that does not: its state goes along."""
     runs = []
@@ -144,6 +147,7 @@ def test_what_gets_no_gradient_is_whole_in_either_version(system: str, accumulat
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_accumulators_are_cleared_behind_both_versions(system: str) -> None:
     """The next micro-batch adds to the one that counts by then, and the update read by way of the other."""
     model = build("stack")
@@ -159,6 +163,7 @@ def test_accumulators_are_cleared_behind_both_versions(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_a_model_has_its_values_back_whichever_version_counted(system: str) -> None:
     runs = []
     for chosen in (RESIDENT, STRATEGIES[system]):
@@ -186,6 +191,7 @@ def large_in(step: int) -> Callable[[Any, list[int]], None]:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(2)
 def test_a_step_that_is_clipped_against_expectation(system: str, accumulate: int) -> None:
     """The factor was assumed. What was updated with it is dropped, and the next steps are expected to be clipped too."""
     given: dict[str, Any] = {"clip": 10 * max(usual_norms()), "spoil": large_in(3), "accumulate": accumulate}
@@ -197,6 +203,7 @@ def test_a_step_that_is_clipped_against_expectation(system: str, accumulate: int
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_where_every_step_is_clipped_nothing_runs_ahead(system: str) -> None:
     run = trained(STRATEGIES[system], clip=min(usual_norms()) / 2)
     assert_equal(trained(RESIDENT, clip=min(usual_norms()) / 2), run)
@@ -205,6 +212,7 @@ def test_where_every_step_is_clipped_nothing_runs_ahead(system: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "block", "accumulate"), in_turn(STRATEGIES, [(0, 1), (2, 2), (3, 1)], each=2), ids=str)
+@pytest.mark.one_in(5)
 def test_an_overflow_in_any_bundle_drops_them(system: str, block: int, accumulate: int) -> None:
     def spoil(model: Any, current: list[int]) -> None:
         model.blocks[block].up.weight.register_hook(lambda g: g * (torch.inf if current[0] in (3, 4) else 1.0))
@@ -216,6 +224,7 @@ def test_an_overflow_in_any_bundle_drops_them(system: str, block: int, accumulat
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(2)
 def test_hyperparameters_that_change_behind_backward(system: str, accumulate: int) -> None:
     """What was read when the first update ran ahead is not what step() finds."""
 
@@ -229,6 +238,7 @@ def test_hyperparameters_that_change_behind_backward(system: str, accumulate: in
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(2)
 def test_hyperparameters_that_change_once_nothing_that_ran_ahead_is_left(system: str, accumulate: int) -> None:
     """All was dropped, as where the host's memory was needed; what the groups said before it ran ahead holds no more."""
     dropped: list[int] = []
@@ -245,6 +255,7 @@ def test_hyperparameters_that_change_once_nothing_that_ran_ahead_is_left(system:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(3)
 def test_a_gradient_that_comes_after_its_bundle_was_updated(system: str, accumulate: int) -> None:
     """As nobody foresees: the mechanism is handed more of the last block's gradient once all of backward is over."""
     late: list[int] = []
@@ -268,6 +279,7 @@ def test_a_gradient_that_comes_after_its_bundle_was_updated(system: str, accumul
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(2)
 def test_who_looks_between_backward_and_step_sees_the_weights_before_it(system: str, accumulate: int) -> None:
     seen: dict[str, list[float]] = {"resident": [], system: []}
     for name, chosen in (("resident", RESIDENT), (system, STRATEGIES[system])):
@@ -283,6 +295,7 @@ def test_who_looks_between_backward_and_step_sees_the_weights_before_it(system: 
 @pytest.mark.parametrize(
     ("system", "pages", "accumulate"), in_turn(STRATEGIES, [(8, 1), (16, 1), (40, 2), (90, 1)], each=2), ids=str
 )
+@pytest.mark.one_in(4)
 def test_the_host_s_budget_holds(system: str, pages: int, accumulate: int) -> None:
     budget = host_need(STRATEGIES[system], build("stack"), accumulate=accumulate, device_memory=TIGHT) + 4096 * pages
     run = trained(STRATEGIES[system], host_memory=budget, accumulate=accumulate)
@@ -302,6 +315,7 @@ def test_a_host_without_any_room_is_told_of_once(system: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "longer"), [("elixir", 32), ("patrickstar", 32), ("elixir", 48), ("patrickstar", 64)])
+@pytest.mark.one_in(3)
 def test_states_that_come_home_find_room(system: str, longer: int) -> None:
     """Second versions lie where states on the device have left their place at home; a longer batch sends those back."""
     lengths = (8, 8, 8, 8, longer, longer, 8, 8)
@@ -361,6 +375,7 @@ ROWS = list(zip(cycle(STRATEGIES), FUNCTIONS * 2, [1, 2] * 3, strict=False))
 
 
 @pytest.mark.parametrize(("system", "function", "accumulate"), ROWS, ids=lambda each: getattr(each, "__qualname__", None))
+@pytest.mark.one_in(6)
 def test_ctrl_c_while_second_versions_come_and_go(system: str, function: Any, accumulate: int) -> None:
     """At one event after another: the bits of a step or of none, and every byte of the host is somebody's."""
     expected, batches = trained(RESIDENT, accumulate=accumulate), list(tokens(STEPS, accumulate))
@@ -385,6 +400,7 @@ def test_ctrl_c_while_second_versions_come_and_go(system: str, function: Any, ac
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(2)
 def test_ctrl_c_as_a_bundle_lies_in_its_first_version_again(system: str, accumulate: int) -> None:
     """And nobody has been told yet that this one counts."""
     expected, batches = trained(RESIDENT, accumulate=accumulate), list(tokens(STEPS, accumulate))
@@ -421,6 +437,7 @@ def test_the_mechanism_is_told_what_the_strategy_was(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_ctrl_c_as_a_step_is_done_drops_no_update(system: str) -> None:
     """What ran ahead may still be queued by then, and it counts."""
     pause = [0.0]

@@ -58,6 +58,7 @@ def test_memory_is_looked_at_before_anything_is_built(system: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("system", find())
+@pytest.mark.one_in(3)
 def test_cuda_that_is_not_there_is_told_in_words(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch built without it raises AssertionError at the first question about a device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -135,6 +135,7 @@ def test_a_step_that_an_evaluation_could_not_leave_is_refused(system: str) -> No
 
 
 @pytest.mark.parametrize(("system", "end"), in_turn(SYSTEMS, [("step",), ("discard",)]))
+@pytest.mark.one_in(2)
 def test_a_loss_belongs_to_its_step(system: str, end: str) -> None:
     """Gone backward through after it, at once or beside another forward pass, it is refused, and the next step is right."""
     engine, plain = begin(system), begin("resident")

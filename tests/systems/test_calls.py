@@ -86,6 +86,7 @@ def left(engine: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_a_call_past_the_engine_is_one_of_the_engine_s(system: str) -> None:
     """However it is made and with whatever of autograd: right, within the budget, and nothing of training changes."""
     plain, losses = parts(), []
@@ -114,6 +115,7 @@ class BrokenError(Exception):
 
 
 @pytest.mark.parametrize(("system", "broken"), in_turn(ALL, [(BrokenError,), (KeyboardInterrupt,)]))
+@pytest.mark.one_in(2)
 def test_nothing_is_left_of_a_call_that_breaks_off(system: str, broken: type[BaseException]) -> None:
     """At any depth, in the forward itself and in hooks before and after it; in no step, and in one."""
     model: Any = parts()
@@ -180,6 +182,7 @@ def with_a_module_s_own_output(system: str) -> Run:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_a_module_called_within_a_step_is_part_of_it(system: str) -> None:
     """A loss may be made of what the engine returned and of a module's own output."""
     assert_equal(with_a_module_s_own_output("resident"), with_a_module_s_own_output(system))
@@ -217,6 +220,7 @@ def saved(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(("take", "recompute"), in_turn([copy.deepcopy, saved, copied_forward], [("none",), ("full",)]))
+@pytest.mark.one_in(2)
 def test_a_copy_of_resident_s_model_is_the_model(take: Callable[[nn.Module], Any], recompute: str) -> None:
     """Whole, with a `forward` that a module was given itself; it can be compiled, trained and given to another engine."""
     model: Any = parts()
@@ -244,6 +248,7 @@ def scaled(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_a_block_s_own_forward_is_there_after_the_engine(system: str) -> None:
     model: Any = parts()
     own = model.encoder.blocks[1].forward = functools.partial(scaled, model.tail)
@@ -268,6 +273,7 @@ def generated(model: Any, use_cache: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_generate_finds_room_and_the_same_tokens(system: str) -> None:
     expected, model = [generated(gpt2(), use_cache) for use_cache in (True, False)], gpt2()
     with started(system, model, budget=230_000) as engine:

@@ -124,6 +124,7 @@ SAMPLE = PRODUCT[::7]  # 7 and the 12 of a system have no divisor in common: eac
 
 
 @pytest.mark.parametrize(("system", "case", "accumulate"), SAMPLE)
+@pytest.mark.one_in(3)
 def test_a_module_that_casts_itself_trains(system: str, case: str, accumulate: int) -> None:
     check_net(system, case, accumulate, "bf16")
 
@@ -230,6 +231,7 @@ def check_switch(system: str, accumulate: int, count: int, share: float) -> None
 
 
 @pytest.mark.parametrize(("system", "accumulate"), [(system, 1 + number % 2) for number, system in enumerate(SYSTEMS)])
+@pytest.mark.one_in(4)
 def test_a_switch_model_trains_in_bf16(system: str, accumulate: int) -> None:
     check_switch(system, accumulate, 3, 0.7)
 

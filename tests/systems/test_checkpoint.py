@@ -85,6 +85,7 @@ PAIRS += [("resident", name, {"accumulate": 2}) for name in OTHERS]
 
 
 @pytest.mark.parametrize(("before", "after", "given"), PAIRS, ids=str)
+@pytest.mark.one_in(7)
 def test_training_goes_on_as_if_it_had_not_stopped(before: str, after: str, given: dict[str, Any], tmp_path: Path) -> None:
     engine = begin(before, **given)
     losses = steps_of(engine, 0, BEFORE)
@@ -287,6 +288,7 @@ BROKEN: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+@pytest.mark.one_in(2)
 def test_what_is_broken_is_named_and_nothing_changes(spoil: Any, message: str, good: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(good, folder)

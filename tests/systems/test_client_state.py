@@ -40,6 +40,7 @@ def test_json_comes_back_as_it_was(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(6)
 def test_a_checkpoint_gives_it_back_under_any_system(system: str, tmp_path: Path) -> None:
     for saves, loads in ((system, "resident"), ("resident", system)):
         with begin(saves) as engine:
@@ -118,6 +119,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("state", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+@pytest.mark.one_in(2)
 def test_what_is_no_json_is_refused_by_name_before_anything_is_written(state: Any, message: str, tmp_path: Path) -> None:
     with begin("elixir") as engine:
         with pytest.raises(UnsupportedError) as refused:
@@ -146,6 +148,7 @@ BROKEN: list[tuple[str, torch.Tensor]] = [
 
 
 @pytest.mark.parametrize("tensor", [case[1] for case in BROKEN], ids=[case[0] for case in BROKEN])
+@pytest.mark.one_in(2)
 def test_one_that_is_broken_is_refused_and_nothing_changes(tensor: torch.Tensor, tmp_path: Path) -> None:
     with begin("elixir") as engine:
         systems.save_checkpoint(engine, tmp_path / "here", client_state=STATE)
@@ -179,6 +182,7 @@ def of_rank(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("system", ["resident", "elixir", "angel-ptm"])
 @pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.one_in(2)
 def test_each_rank_has_its_own_and_other_numbers_of_ranks_the_first_s(system: str, alike: bool, tmp_path: Path) -> None:
     def save(engine: Engine) -> None:
         train(engine, "stack", 0, 1, 2)

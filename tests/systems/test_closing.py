@@ -50,6 +50,7 @@ def evaluated(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("system", "dtype", "unfinished"), in_turn(SYSTEMS, [("fp32", "nothing"), ("bf16", "backward")]))
+@pytest.mark.one_in(3)
 def test_the_model_has_its_values_again(system: str, dtype: str, unfinished: str) -> None:
     """What an unfinished step left in the slots is dropped; the host's account is empty; the model can be trained on."""
     model = build("stack")
@@ -93,6 +94,7 @@ def test_values_outlive_the_engine() -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_a_closed_engine_is_kept_by_nobody(system: str) -> None:
     """Neither by the model nor by an optimizer whose moments went with it. The parameters can be swapped meanwhile."""
     model = build("stack")
@@ -241,6 +243,7 @@ def test_values_on_a_device_that_the_host_has_no_room_for(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("place", [(Calls, "attach"), (ParameterWatch, "accept"), (casts, "_Conversion")])
+@pytest.mark.one_in(2)
 def test_a_start_that_fails_after_the_values_were_taken(
     system: str, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

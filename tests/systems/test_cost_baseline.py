@@ -231,6 +231,7 @@ each = pytest.mark.parametrize("setup", compared(RECORDED, STRATEGIES), ids="-".
 
 
 @each
+@pytest.mark.one_in(4)
 def test_a_steady_step_moves_the_bytes_it_did(setup: Setup) -> None:
     assert bytes_of(costs_of(*setup)) == bytes_of(RECORDED[setup]), REMEDY
 

@@ -196,6 +196,7 @@ each = pytest.mark.parametrize(("system", "level"), [(s, level) for s in STRATEG
 
 
 @each
+@pytest.mark.one_in(5)
 def test_bytes_a_lane_are_those_of_layout_and_plan(system: str, level: str) -> None:
     """What the host updates goes there once as a gradient and comes back once as parameters: 2 bytes each way, no more."""
     step = steady(system, level)

@@ -82,6 +82,7 @@ def leave_one_out(step: int, model: Route) -> None:
 
 
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(2)
 def test_a_block_left_out_of_odd_steps(system: str) -> None:
     """C02. Whatever departs from the plan in force is counted."""
     steps = len(ODD)
@@ -104,6 +105,7 @@ def swap(step: int, model: Route) -> None:
 
 
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(2)
 def test_two_blocks_swap_places(system: str) -> None:
     """C02's second half: from a step on for good. One fallback, one new trace, then planned steps again."""
     run = run_routes(MANAGED[system], swap, SWAP + 4, device_memory=TIGHT)
@@ -119,6 +121,7 @@ def change_heads(step: int, model: Route) -> None:
 
 
 @pytest.mark.parametrize(("system", "budget"), in_turn(MANAGED, [(TIGHT,), (AMPLE,)]))
+@pytest.mark.one_in(2)
 def test_two_heads_in_turn_and_one_module_never(system: str, budget: int) -> None:
     """C07. A parameter without a gradient is not stepped and not decayed, and its chunk is let go all the same."""
     run = run_routes(MANAGED[system], change_heads, 9, device_memory=budget)
@@ -160,6 +163,7 @@ def idle_run(system: Any, budget: int) -> Run:
 
 
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(2)
 def test_a_parameter_without_a_gradient_in_a_block_that_has_some(system: str) -> None:
     """Its slot goes to the host with the block's gradients: it has its parameters again when the step is over, also where it
     is a page of its own, so that its states can move to the device afterwards."""
@@ -219,6 +223,7 @@ def looking_run(system: Any, budget: int) -> Run:
 
 
 @pytest.mark.parametrize(("system", "budget"), in_turn(MANAGED, [(TIGHT,), (AMPLE,)]))
+@pytest.mark.one_in(2)
 def test_a_forward_pass_between_backward_and_step(system: str, budget: int) -> None:
     """With gradients enabled and never used: it brings parameters to the device that the step then outdates."""
     assert_equal(looking_run(RESIDENT, AMPLE), looking_run(MANAGED[system], budget))
@@ -272,6 +277,7 @@ def evaluating_resident() -> Run:
 
 
 @pytest.mark.parametrize(("system", "budget"), in_turn(MANAGED, [(TIGHT + 20_000,), (TIGHT + 50_000,), (AMPLE,)], each=2))
+@pytest.mark.one_in(5)
 def test_evaluation_is_no_part_of_training(system: str, budget: int) -> None:
     resident: list[tuple[frozenset[int], int]] = []
 
@@ -353,6 +359,7 @@ def least_bytes_for(length: int) -> int:
         pytest.param("elixir", (64, 8, 8, 120), id="first larger"),
     ],
 )
+@pytest.mark.one_in(5)
 def test_longer_sequences_than_the_first_evict_instead_of_failing(system: str, lengths: tuple[int, ...]) -> None:
     """C04: the budget just holds the longest if nothing but what is in use stays, which is how it is found."""
     expected = lengths_of_resident(lengths)

@@ -95,6 +95,7 @@ def with_disk(setup: Setup, system: str, level: str, folder: Path, **more: Any) 
     ],
     ids=str,
 )
+@pytest.mark.one_in(7)
 def test_no_bit_changes_and_budgets_hold(setup: Setup, system: str, level: str, tmp_path: Path) -> None:
     engine = with_disk(setup, system, level, tmp_path)
     layout = managed(engine).layout

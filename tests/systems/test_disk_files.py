@@ -73,6 +73,7 @@ def short_of_host(seed: int, disk: Path, page: str = "64KiB") -> Any:
 
 
 @pytest.mark.parametrize("page", ["16KiB", "64KiB", "100000"])
+@pytest.mark.one_in(3)
 def test_sizes_of_all_kinds_and_two_engines_in_one_folder(page: str, tmp_path: Path) -> None:
     """Side by side, a step of each in turn: neither sees the other's values."""
     engines = [short_of_host(seed, tmp_path, page) for seed in (0, 1)]
@@ -127,6 +128,7 @@ step(engine, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda each: each.name)
+@pytest.mark.one_in(3)
 def test_nothing_is_left_of_a_process_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
     """So the next run finds nothing that it had to tell from its own."""
     (tmp_path / "of somebody else").write_text("kept")

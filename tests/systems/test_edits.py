@@ -125,6 +125,7 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize(("system", "edit", "then"), SAMPLE)
+@pytest.mark.one_in(2)
 def test_an_edit_through_data_is_refused_at_the_next_call(system: str, edit: str, then: str) -> None:
     engine = started(system)
     steps(engine)
@@ -182,6 +183,7 @@ def nothing(model: Any) -> None:
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_what_changes_nothing_is_let_through(system: str) -> None:
     engine = started(system)
     steps(engine)
@@ -254,6 +256,7 @@ def turn(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("system", "told"), in_turn(ALL, [(False,), (True,)]))
+@pytest.mark.one_in(2)
 def test_closing_gives_the_trained_values_whatever_was_edited(system: str, told: bool) -> None:
     """In the middle of a step, too. It is said, once; what was said by a failure before stands."""
     expected = started("resident", dtype="bf16")

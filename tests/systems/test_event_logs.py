@@ -54,6 +54,7 @@ def _waits(tickets: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", LOGGED)
+@pytest.mark.one_in(4)
 def test_a_steady_step_issues_what_it_did(name: str) -> None:
     assert log_of(name) == (GOLDEN / f"{name}.txt").read_text()
 

@@ -109,6 +109,7 @@ def batches() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_a_state_dict_is_what_the_model_would_give_and_changes_nothing(system: str) -> None:
     straight, engine = begin(system, odd()), begin(system, odd())
     parameters = list(engine.module._parameters.values()), list(engine.module.named_parameters())
@@ -135,6 +136,7 @@ def test_a_state_dict_is_what_the_model_would_give_and_changes_nothing(system: s
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_a_state_dict_in_another_dtype(system: str) -> None:
     chosen, options = SYSTEMS[system]
     with start(chosen, build("gpt2"), settings(dtype="bf16"), options) as engine:
@@ -296,6 +298,7 @@ FAMILIES = {
 @pytest.mark.parametrize(
     ("family", "system"), [("gpt2", system) for system in SYSTEMS] + [(each, "elixir") for each in FAMILIES if each != "gpt2"]
 )
+@pytest.mark.one_in(4)
 def test_a_saved_folder_is_read_by_from_pretrained(family: str, system: str, tmp_path: Path) -> None:
     kind, config, inputs = FAMILIES[family]
     torch.manual_seed(0)

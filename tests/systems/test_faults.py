@@ -113,6 +113,7 @@ PLACES = (fail_in_forward, fail_before_a_unit, fail_after_a_unit, fail_in_backwa
     covered({"system": list(SYSTEMS), "place": PLACES, "accumulate": (1, 2)}),
     ids=lambda value: getattr(value, "__name__", None),
 )
+@pytest.mark.one_in(6)
 def test_an_exception_costs_its_step_and_nothing_else(system: str, place: Callable[[Engine], Any], accumulate: int) -> None:
     """In the warm-up step, in a planned one, and twice in a row; with two micro-batches in the second of them."""
     engine = started(system, accumulate, log_events=True)
@@ -203,6 +204,7 @@ def check_accounts(engine: Engine) -> None:
         *(pytest.param(*row, 2, marks=pytest.mark.slow) for row in product(MANAGED, [1, 2])),
     ],
 )
+@pytest.mark.one_in(4)
 def test_an_allocation_that_fails_once_is_made_again(system: str, accumulate: int, further: int) -> None:
     """One allocation in each step, then one further on, to the last: something is evicted, it is tried anew, no bit changes."""
     tried, number = 0, 0
@@ -225,6 +227,7 @@ def test_an_allocation_that_fails_once_is_made_again(system: str, accumulate: in
 
 @pytest.mark.parametrize("first", [2, 9])
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(2)
 def test_an_allocation_that_keeps_failing_is_said_and_forgotten(system: str, first: int) -> None:
     engine = started(system)
     faults = Faults(engine)
@@ -256,6 +259,7 @@ def test_an_allocation_that_keeps_failing_is_said_and_forgotten(system: str, fir
 @pytest.mark.parametrize("kind", [LaneKind.H2D, LaneKind.D2H, LaneKind.CPU], ids=lambda k: k.value)
 @pytest.mark.parametrize("steps", [0, 1], ids=["before there is a plan", "under a plan"])
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(2)
 def test_a_failed_copy_or_update_is_raised_and_close_is_clean(system: str, steps: int, kind: LaneKind) -> None:
     """Before there is a plan: optimizer state that moves to the device at the end of the step waits for what failed."""
     threads = set(threading.enumerate())
@@ -336,6 +340,7 @@ def steps_and_drain(engine: Engine, batch: torch.Tensor) -> None:
 @pytest.mark.parametrize("issued", [False, True], ids=["before it is issued", "before it left its ticket"])
 @pytest.mark.parametrize("label", ["fetch bundle", "offload bundle", "update bundle"])
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(3)
 def test_an_interrupt_in_an_operation(system: str, label: str, issued: bool) -> None:
     """Parameters are as before the step, or, once one was updated, the engine says that they are not."""
     engine = started(system)

@@ -73,6 +73,7 @@ def each_way() -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "system"), each_way())
+@pytest.mark.one_in(3)
 def test_a_compiled_forward_is_refused(way: str, system: str) -> None:
     """On the emulated device torch would compile nothing, and say nothing."""
     torch._dynamo.reset()
@@ -83,6 +84,7 @@ def test_a_compiled_forward_is_refused(way: str, system: str) -> None:
 
 
 @pytest.mark.parametrize("system", OURS)
+@pytest.mark.one_in(2)
 def test_what_is_not_of_the_model_may_be_compiled(system: str) -> None:
     double = compiled(lambda x: 2 * x)
     with started(system) as engine, started(system) as other:

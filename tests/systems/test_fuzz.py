@@ -30,6 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of a checkpoint at the model's input
+@pytest.mark.one_in(3)
 def test_a_random_loop_equals_resident(seed: int, record_property: Any) -> None:
     """The properties are for the summary: tests/systems/conftest.py."""
     record_property("strategy", draw(seed).parts[0].system)

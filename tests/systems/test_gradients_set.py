@@ -42,6 +42,7 @@ def refused(engine: Engine, *attempts: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(ALL, [(1,), (2,)]))
+@pytest.mark.one_in(2)
 def test_a_gradient_that_is_set_past_the_engine_is_refused(system: str, accumulate: int) -> None:
     """And changes nothing: what follows is as if nobody had tried."""
     runs = []
@@ -63,6 +64,7 @@ def test_a_gradient_that_is_set_past_the_engine_is_refused(system: str, accumula
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_clearing_what_is_not_there_changes_nothing(system: str) -> None:
     runs = []
     for chosen in ("resident", system):
@@ -78,6 +80,7 @@ def test_clearing_what_is_not_there_changes_nothing(system: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(ALL, [(2,), (1,)]))
+@pytest.mark.one_in(2)
 def test_a_hook_may_put_another_gradient_in_its_place(system: str, accumulate: int) -> None:
     """One that was registered before initialize sees the gradient as it comes; None drops it."""
 

@@ -188,6 +188,7 @@ def reference(*kinds: str) -> Run:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_nothing_is_used_after_its_release(kind: str) -> None:
     kinds = (kind, "edited-output", kind)
     engine = start(RANDOM, hiding(*kinds), settings())
@@ -202,6 +203,7 @@ def test_what_is_kept_at_a_later_call_is_found() -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(4)
 def test_every_system_equals_resident(system: str) -> None:
     chosen, options = SYSTEMS[system]
     kinds = tuple(kind for kind in KINDS if system != "h3t" or kind not in EDITED)
@@ -260,6 +262,7 @@ class UnseenStack(Stack):
 
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(3)
 def test_what_cannot_be_seen_is_refused_with_the_reason(system: str, how: str) -> None:
     """In little room and in ample: in the forward where that shows it, else in the backward; and the next step is right."""
     chosen, options = SYSTEMS[system]

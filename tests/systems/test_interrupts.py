@@ -45,6 +45,7 @@ def course(accumulate: int) -> Course:
 
 
 @pytest.mark.parametrize(("number", "system"), list(enumerate(SYSTEMS)), ids=list(SYSTEMS))
+@pytest.mark.one_in(4)
 def test_ctrl_c_anywhere_in_a_step(number: int, system: str) -> None:
     """Some places of each, other ones for each system."""
     luck = random.Random(number)

@@ -117,6 +117,7 @@ def expected(steps: tuple[tuple[int, ...], ...]) -> Run:
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_there_is_room_for_a_batch_larger_than_any_before(system: str) -> None:
     """Without what is tested, the two that fill the device pass the budget by more than a quarter at the longest."""
     steps = ((8,), (8,), (64,), (16,), (128,), (128,), (8,))
@@ -127,6 +128,7 @@ def test_there_is_room_for_a_batch_larger_than_any_before(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_a_later_micro_batch_may_be_the_large_one(system: str) -> None:
     """What was large in one pass of a step leaves no room in another."""
     steps = ((8, 8), (8, 8), (8, 128), (8, 128), (128, 8), (128, 128), (8, 8))
@@ -157,6 +159,7 @@ EVALUATED = 3  # the step with an evaluation, the second that goes by the plan
         ),
     ],
 )
+@pytest.mark.one_in(5)
 def test_there_is_room_for_an_evaluation_larger_than_any_step(system: str, in_step: bool) -> None:
     """The plan rests meanwhile, and holds again in the next step."""
     devices: list[SlabDevice] = []

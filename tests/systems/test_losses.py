@@ -146,6 +146,7 @@ WORK = list(product(HEADS, ["none", "full"], [1, 2], ["fp32", "bf16"]))
 
 
 @pytest.mark.parametrize(("system", "head", "recompute", "accumulate", "dtype"), in_turn(SYSTEMS, WORK, each=3))
+@pytest.mark.one_in(19)
 def test_every_strategy_has_resident_s_bits(system: str, head: str, recompute: str, accumulate: int, dtype: str) -> None:
     expected = reference(head, recompute, accumulate, dtype)
     chosen, options = SYSTEMS[system]
@@ -167,6 +168,7 @@ def test_an_evaluation_has_the_value_that_the_model_has_itself(system: str) -> N
 
 
 @pytest.mark.parametrize(("strategy", "head", "recompute"), in_turn(STRATEGIES, list(product(HEADS, ["none", "full"])), each=2))
+@pytest.mark.one_in(8)
 def test_two_ranks_have_the_bits_of_one_that_accumulates(strategy: str, head: str, recompute: str) -> None:
     expected, models, batches = reference(head, recompute, 2), [made(head), made(head)], tokens(STEPS, 2)
     asked = settings(ranks=2, recompute=recompute, clip=0.5)
@@ -246,6 +248,7 @@ def asked(gib: int) -> Question:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_llama_3b_trains_with_8k_tokens_where_its_own_loss_has_no_room(strategy: str) -> None:
     """Its logits are 2 GB in bf16 and 4 in fp32, of which transformers' loss and its gradient have three."""
     system = registry.get(strategy)
@@ -294,6 +297,7 @@ def small(chunk: int, system: Any, options: Any, budget: int) -> Run:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(7)
 def test_a_budget_that_all_logits_exceed_is_enough(system: str) -> None:
     """16 MiB of logits, and as much again for each that the loss makes of them; 2 MiB of embeddings."""
     chosen, options = SYSTEMS[system]

@@ -74,6 +74,7 @@ def run_steps(engine: Engine, setup: Setup, after: Callable[[int], None], steps:
     ],
     ids=str,
 )
+@pytest.mark.one_in(4)
 def test_live_bytes_stay_within_the_budget_and_the_prediction(system: str, setup: Setup, level: str) -> None:
     budget = budget_of(setup, level)
     with engine_of(setup, system, budget, log_events=True) as engine:
@@ -103,6 +104,7 @@ def test_live_bytes_stay_within_the_budget_and_the_prediction(system: str, setup
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(2)
 def test_a_plan_for_an_odd_model_is_kept_to_the_byte(case: str) -> None:
     """Unused parameters, several calls, late gradients: after one step it is known when each gradient is complete."""
     model = models_plain.build(case)
@@ -188,6 +190,7 @@ def pool_bytes(engine: ManagedEngine) -> int:
     [("elixir", SETUPS[0], "above"), *in_turn(SYSTEMS, [(SETUPS[0], "tight"), (SETUPS[1], "half")])],
     ids=str,
 )
+@pytest.mark.one_in(4)
 def test_every_segment_has_one_authoritative_copy_after_every_step(system: str, setup: Setup, level: str) -> None:
     tiers: set[Tier] = set()
     with engine_of(setup, system, budget_of(setup, level)) as engine:
@@ -225,6 +228,7 @@ def traced_maps(monkeypatch: pytest.MonkeyPatch) -> Sequence[weakref.ref[mmap.mm
 
 
 @pytest.mark.parametrize(("system", "stop"), STOPPED)
+@pytest.mark.one_in(6)
 def test_close_leaves_nothing(system: str, stop: str, traced_maps: Sequence[weakref.ref[mmap.mmap]]) -> None:
     """Whatever the engine was doing. The closed engine itself is kept: it must not keep the memory."""
     threads = set(threading.enumerate())
@@ -293,6 +297,7 @@ def test_what_was_asked_for_and_does_not_fit_ends_the_run(options: dict[str, Any
 
 
 @pytest.mark.parametrize(("system", "setup"), in_turn(MANAGED, [(setup,) for setup in SETUPS[:3]]), ids=str)
+@pytest.mark.one_in(2)
 def test_granules_as_on_cuda_keep_to_the_limit(system: str, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small granules and a slab a plan: what the pool takes of the device, holes included, not only what lives in it."""
     grown: list[tuple[int, int, bool]] = []  # bytes reserved, the limit, whether something could still have been evicted

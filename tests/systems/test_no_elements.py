@@ -67,6 +67,7 @@ def trained(system: Any, model: str, size: int, accumulate: int) -> list[Run]:
 @pytest.mark.parametrize("system", MANAGED)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 2), (3, 1)])
+@pytest.mark.one_in(6)
 def test_few_elements_or_none(system: str, model: str, size: int, accumulate: int) -> None:
     expected = trained(RESIDENT, model, size, accumulate)
     for one, other in zip(expected, trained(MANAGED[system], model, size, accumulate), strict=True):

@@ -110,6 +110,7 @@ def assert_same_weights(model: Any, expected: dict[str, torch.Tensor]) -> None:
     in_turn(WAYS, SETUPS, each=2),
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
+@pytest.mark.one_in(7)
 def test_no_bit_changes_and_the_host_has_nothing_of_what_stays(system: str, setup: Setup, more: dict[str, Any]) -> None:
     """And the budgets hold until the engine is closed and has given all weights back."""
     (chosen, options), model, given = WAYS[system], setup.build(), asked(setup, more)
@@ -164,6 +165,7 @@ def trained(engine: Any, setup: Setup) -> Run:
 @pytest.mark.parametrize("room", [0, -1, None], ids=["exact", "a page too little", "none on this machine"])
 @pytest.mark.parametrize("sharing", ["tied", "half-frozen"])
 @pytest.mark.parametrize("system", ["elixir write-back", "patrickstar", "random write-back"])
+@pytest.mark.one_in(7)
 def test_a_host_that_has_nothing(system: str, sharing: Any, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the model is on the device, frozen parts too. Closing takes what the values need, or says that there is not so
     much: then it is clean, and the model without weights says why."""

@@ -70,6 +70,7 @@ def close_to(one: State, other: State, tolerance: float = 1e-6) -> bool:
 
 
 @pytest.mark.parametrize(("system", "how"), in_turn(SYSTEMS, [("load_state_dict",), ("initialize",)]))
+@pytest.mark.one_in(2)
 def test_from_torch_to_an_engine_and_back(system: str, how: str) -> None:
     """Two steps in plain PyTorch, two in an engine: as near to four in PyTorch as an engine's own four would be."""
     model, optimizer = trained(2)
@@ -112,6 +113,7 @@ def one_after_the_other(*names: str) -> tuple[list[float], dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(3)
 def test_through_torch_and_into_another_engine_no_bit_changes(system: str) -> None:
     """bf16 weights: torch itself would cast the moments to that. Pickled between; resident without a break is the same."""
     expected = one_after_the_other("resident")
@@ -125,6 +127,7 @@ def test_through_torch_and_into_another_engine_no_bit_changes(system: str) -> No
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(4)
 def test_a_schedule_goes_on_from_a_checkpoint_as_the_readme_says(system: str, tmp_path: Path) -> None:
     """Rates that the schedule makes of the last ones, and betas that the loop has changed: no bit differs."""
     runs: list[tuple[list[float], dict[str, torch.Tensor]]] = []

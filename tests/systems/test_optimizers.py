@@ -92,6 +92,7 @@ def expected_of(name: str, setup: Setup) -> Run:
     in_turn(SYSTEMS, [(name, setup) for setup in SETUPS for name in OWN], each=3),
     ids=str,
 )
+@pytest.mark.one_in(7)
 def test_every_strategy_has_the_bits_of_resident(system: str, name: str, setup: Setup) -> None:
     chosen, options = SYSTEMS[system]
     run = setup.run(chosen, budget_of(setup, "half"), options, optimizer=OWN[name])
@@ -107,6 +108,7 @@ def test_optimizers_differ() -> None:
 
 
 @pytest.mark.parametrize(("system", "name"), in_turn(STRATEGIES, [(name,) for name in OWN], each=2))
+@pytest.mark.one_in(3)
 def test_updates_run_ahead_of_the_norm(system: str, name: str) -> None:
     given: dict[str, Any] = {"clip": 1e6, "optimizer": OWN[name], "accumulate": 2 if name == "nesterov" else 1}
     run = trained_ahead(STRATEGIES[system], jitter=sleeps(1, 2e-4), **given)
@@ -118,6 +120,7 @@ def test_updates_run_ahead_of_the_norm(system: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.one_in(2)
 def test_what_ran_ahead_in_vain_is_dropped(name: str) -> None:
     """The norm is above the limit in every step, and the update is taken again with the right factor."""
     given: dict[str, Any] = {"clip": 1e-3, "optimizer": OWN[name]}
@@ -125,6 +128,7 @@ def test_what_ran_ahead_in_vain_is_dropped(name: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "name"), in_turn(ON_DISK, [(name,) for name in OWN], each=2))
+@pytest.mark.one_in(6)
 def test_states_on_a_disk(system: str, name: str, tmp_path: Path) -> None:
     setup = SETUPS[1]
     chosen, options = STRATEGIES[system], waiting(STRATEGIES[system].Options())
@@ -154,6 +158,7 @@ def residents_on_two_ranks(name: str) -> Run:
 
 
 @pytest.mark.parametrize(("system", "name"), in_turn(["resident", *STRATEGIES], [(name,) for name in OWN], each=2))
+@pytest.mark.one_in(9)
 def test_two_ranks_have_the_bits_of_one(system: str, name: str) -> None:
     accumulate = 2 if name in ("momentum", "lion") and system != "resident" else 1
     expected = copy.copy(on_one_rank(name) if accumulate == 1 else residents_on_two_ranks(name))
@@ -215,6 +220,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.one_in(2)
 def test_resident_is_torch_s_own_to_1e_6(name: str) -> None:
     """20 steps, two groups, a rate that falls. Lion's reference is the paper's algorithm."""
     plain, ours, ids = build("stack"), build("stack"), tokens(20, 1)
@@ -245,6 +251,7 @@ def test_our_lion_steps_by_itself_with_the_engine_s_bits() -> None:
 
 
 @pytest.mark.parametrize(("system", "name"), in_turn(["resident", *SYSTEMS], [(name,) for name in OWN], each=2))
+@pytest.mark.one_in(3)
 def test_from_torch_to_an_engine_and_back(system: str, name: str) -> None:
     """Two steps in plain PyTorch and two in an engine are as four in PyTorch, by the way of the optimizer's own state_dict."""
     hyper = OWN[name]
@@ -297,6 +304,7 @@ def unbroken(name: str) -> tuple[list[float], dict[str, torch.Tensor], Any]:
 
 
 @pytest.mark.parametrize(("system", "name"), in_turn(SYSTEMS, [(name,) for name in OWN], each=2))
+@pytest.mark.one_in(8)
 def test_a_checkpoint_goes_on_under_another_system(system: str, name: str, tmp_path: Path) -> None:
     for number, (one, other) in enumerate((("resident", system), (system, "resident"))):
         losses = []
@@ -417,6 +425,7 @@ def test_host_memory_is_what_the_states_take(system: str, name: str) -> None:
     ("system", "disk", "name"),
     in_turn([(n, disk) for n in STRATEGIES for disk in (False, True) if n in ON_DISK or not disk], [(n,) for n in OWN], each=2),
 )
+@pytest.mark.one_in(10)
 def test_a_run_takes_what_its_plan_says(system: str, disk: bool, name: str, tmp_path: Path) -> None:
     """Host, disk, and no more of the device; second versions included."""
     chosen, setup = STRATEGIES[system], SETUPS[0]

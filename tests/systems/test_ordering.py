@@ -84,6 +84,7 @@ LOGGED = in_turn(
 
 
 @pytest.mark.parametrize(("system", "level", "jitter", "setup"), LOGGED, ids=name_of)
+@pytest.mark.one_in(4)
 def test_no_race_in_what_was_issued(system: str, level: str, jitter: bool, setup: Setup) -> None:
     run, operations = logged(setup, system, level, jitter)
     lanes = {o.lane for o in operations}

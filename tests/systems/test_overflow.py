@@ -99,6 +99,7 @@ def run_with_one_bad_step(system: str, dtype: str, accumulate: int, value: float
 @pytest.mark.parametrize(
     ("system", "dtype", "accumulate"), in_turn(MANAGED, list(product(["fp32", "bf16", "fp16"], [1, 2])), each=2)
 )
+@pytest.mark.one_in(2)
 def test_a_bad_step_changes_nothing_and_is_counted(system: str, dtype: str, accumulate: int) -> None:
     expected = run_with_one_bad_step("resident", dtype, accumulate)
     run = run_with_one_bad_step(system, dtype, accumulate)
@@ -109,6 +110,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(system: str, dtype: str, accu
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_nan_is_as_bad_as_infinity(system: str) -> None:
     run = run_with_one_bad_step(system, "bf16", 1, torch.nan)
     assert run.skipped == [False, False, True, False]
@@ -127,6 +129,7 @@ def test_fp16_lowers_its_loss_scale_and_goes_on(system: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "dtype"), in_turn(SYSTEMS, [("fp16",), ("bf16",)]))
+@pytest.mark.one_in(2)
 def test_too_many_bad_steps_in_a_row_end_the_run(system: str, dtype: str) -> None:
     model, bad = build("stack"), [False]
     with start(SYSTEMS[system], model, settings(dtype=dtype, clip=1.0)) as engine:

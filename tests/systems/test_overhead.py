@@ -38,6 +38,7 @@ class Chain(nn.Module):
     in_turn(MANAGED, [(200_000,), (1 << 30,)]),
     ids=lambda value: value if isinstance(value, str) else "moving" if value == 200_000 else "all fits",
 )
+@pytest.mark.one_in(2)
 def test_a_unit_event_is_short(system: str, budget: int, record_property: Any) -> None:
     """The middle event's time on the caller's thread, in planned steps; waits for copies and evictions are in it."""
     torch.manual_seed(0)

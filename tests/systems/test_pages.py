@@ -47,6 +47,7 @@ ROWS += [(s, LITTLE, GIVEN[n % 2]) for n, s in enumerate(MANAGED) if s not in {r
 
 
 @pytest.mark.parametrize(("system", "budget", "given"), ROWS, ids=str)
+@pytest.mark.one_in(4)
 def test_pages_equal_resident(system: str, budget: int, given: dict[str, Any]) -> None:
     """Pages of 7 lines cut the matrices, and hold several of the small tensors; the embedding is shared."""
     ids = tokens(3, given.get("accumulate", 1))
@@ -74,6 +75,7 @@ def test_any_size_of_page(page: int) -> None:
 
 
 @pytest.mark.parametrize("model", ["called-twice", "late-leaf", "rounds", "silent", "unused-output"])
+@pytest.mark.one_in(3)
 def test_parameters_whose_gradients_are_late_or_missing(model: str) -> None:
     """Of a bundle with some gradients all segments are settled: none is left with a gradient in its slot."""
     ids = tokens(4, 1)
@@ -128,6 +130,7 @@ def work_of_a_step(page: int, accumulate: int, system: str, monkeypatch: pytest.
     ("system", "accumulate"),
     [*((name, 1 + (name in TWICE)) for name in STRATEGIES), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in TWICE)],
 )
+@pytest.mark.one_in(3)
 def test_pages_cost_no_more_than_chunks(system: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (few, chunks), (many, pages) = (work_of_a_step(page, accumulate, system, monkeypatch) for page in (100_000, 3))
     assert few < 20 and many > 1000

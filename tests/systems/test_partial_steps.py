@@ -37,6 +37,7 @@ def epochs(system: str, micro_batches: int, **given: Any) -> Run:
 
 
 @pytest.mark.parametrize(("system", "micro_batches", "dtype"), in_turn(MANAGED, [(4, "fp32"), (5, "bf16")]))
+@pytest.mark.one_in(2)
 def test_the_last_window_of_an_epoch(system: str, micro_batches: int, dtype: str) -> None:
     expected, run = of_resident(micro_batches, dtype), epochs(system, micro_batches, dtype=dtype)
     assert_equal(expected, run)
@@ -45,6 +46,7 @@ def test_the_last_window_of_an_epoch(system: str, micro_batches: int, dtype: str
 
 
 @pytest.mark.parametrize("system", [name for name in MANAGED if not name.startswith("random")])
+@pytest.mark.one_in(2)
 def test_the_plan_stays_in_force(system: str) -> None:
     """What it has at rest is there again, so that the step after a partial one moves what it moved before."""
     engine = begin(system, accumulate=2)
@@ -77,6 +79,7 @@ def without_drops() -> Run:
 @pytest.mark.parametrize(
     ("system", "done"), in_turn(SYSTEMS, [("one and a forward",), ("all",), ("forward",), ("one of two",)])
 )
+@pytest.mark.one_in(2)
 def test_micro_batches_can_be_dropped(system: str, done: str) -> None:
     """In the first step and in a planned one; what follows is what follows without them."""
     engine, losses = begin(system, accumulate=2), []

@@ -126,6 +126,7 @@ def total(model: nn.Module) -> float:
 @pytest.mark.parametrize(  # the hook keeps copies
     ("system", "budget"), in_turn(MANAGED, [(2 * TIGHT,), (300_000,), (1 << 30,)], each=2)
 )
+@pytest.mark.one_in(2)
 def test_reads_between_steps_are_true_or_nan(system: str, budget: int) -> None:
     """Or refused; never zero, empty or old: between steps, after step() and in a user's hook, parameter by parameter."""
     torch.manual_seed(0)

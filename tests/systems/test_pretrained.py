@@ -94,6 +94,7 @@ def train(engine: Engine) -> None:
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "several"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_what_came_in_goes_out_bit_for_bit(
     family: str, dtype: str, sharded: bool, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_what_came_in_goes_out_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(5)
 def test_every_system_takes_and_trains_them_as_the_reference(
     system: str, dtype: str, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def test_every_system_takes_and_trains_them_as_the_reference(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "t5"])
+@pytest.mark.one_in(3)
 def test_tied_weights_are_trained_as_one(family: str, saved: Callable[..., Path], tmp_path: Path) -> None:
     folder = saved(family)
     found = []
@@ -225,6 +228,7 @@ def on_ranks(size: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[int], A
 
 
 @pytest.mark.parametrize("system", ["resident", "elixir", "angel-ptm"])
+@pytest.mark.one_in(2)
 def test_ranks_take_one_folder(
     system: str, saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

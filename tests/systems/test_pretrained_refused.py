@@ -139,6 +139,7 @@ def folder(good: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("spoil", "said"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+@pytest.mark.one_in(2)
 def test_weights_are_refused_by_name_and_the_model_stays(spoil: Callable[[Path], object], said: str, folder: Path) -> None:
     torch.manual_seed(1)
     model = FAMILIES["gpt2"]()

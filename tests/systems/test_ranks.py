@@ -135,6 +135,7 @@ def resident(model: str, size: int, accumulate: int, dtype: str, clip: float, re
 
 
 @pytest.mark.parametrize(("model", "size"), [("opt", 2), ("gpt2", 3), ("stack", 2), ("stack", 4)])
+@pytest.mark.one_in(2)
 def test_resident_on_ranks_is_one_rank_that_accumulates(model: str, size: int) -> None:
     found = on_ranks(RESIDENT, model, size, clip=0.5)
     assert_is_one_rank(on_one_rank(model, size, 0.5, "fp32"), found)
@@ -154,6 +155,7 @@ PAIRS += list(zip(STRATEGIES, ("opt", "gpt2", "opt", "gpt2"), (3, 2, 2, 3), stri
 
 
 @pytest.mark.parametrize(("strategy", "model", "size"), PAIRS)
+@pytest.mark.one_in(10)
 def test_strategy_on_ranks_is_one_rank_that_accumulates(strategy: str, model: str, size: int) -> None:
     found = trained(strategy, model, size)
     assert_is_one_rank(on_one_rank(model, size, 0.5, "fp32"), found)
@@ -209,12 +211,14 @@ ASKED = {
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", ASKED)
+@pytest.mark.one_in(19)
 def test_ranks_have_the_reference_s_bits(strategy: str, case: str) -> None:
     assert_the_reference_s_bits(strategy, ASKED[case], {})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("asked", [Asked("stack", 3), Asked("frozen-middle", 2, 2, "bf16")])
+@pytest.mark.one_in(3)
 def test_updates_need_not_wait_for_the_norm(strategy: str, asked: Asked) -> None:
     assert_the_reference_s_bits(strategy, asked, {"nonfinite": "stop"})
 
@@ -228,6 +232,7 @@ def test_updates_need_not_wait_for_the_norm(strategy: str, asked: Asked) -> None
         ("patrickstar", {"activations": "host"}),
     ],
 )
+@pytest.mark.one_in(4)
 def test_options_on_ranks(strategy: str, options: dict[str, Any]) -> None:
     assert_the_reference_s_bits(strategy, Asked("gpt2", 2, 2, "bf16", recompute="full"), options)
 
@@ -256,6 +261,7 @@ def assert_the_reference_s_bits(strategy: str, asked: Asked, options: dict[str, 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(strategy: str) -> None:
     """And what follows is as if all had overflowed."""
 
@@ -275,6 +281,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_evaluation_between_steps(strategy: str) -> None:
     seen: list[torch.Tensor] = []
 
@@ -313,6 +320,7 @@ def idle_in_part(module: Any, block: int = 1) -> None:
 @pytest.mark.parametrize("nonfinite", ["skip", "stop"])
 @pytest.mark.parametrize("change", [leave_out, idle])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_ranks_whose_first_steps_differ_are_told_so(strategy: str, change: Callable[[Any], None], nonfinite: str) -> None:
     """There is no plan that could be kept to."""
 
@@ -327,6 +335,7 @@ def test_ranks_whose_first_steps_differ_are_told_so(strategy: str, change: Calla
 
 @pytest.mark.parametrize(("nonfinite", "at"), [("skip", 0), ("skip", 1), ("stop", 2)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(10)
 def test_a_parameter_idle_on_one_rank_gets_the_others_gradients(strategy: str, nonfinite: str, at: int) -> None:
     """Where updates do not wait for the norm, they wait to hear of it."""
 
@@ -344,6 +353,7 @@ def test_a_parameter_idle_on_one_rank_gets_the_others_gradients(strategy: str, n
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_a_phased_step_tells_of_collectives(strategy: str) -> None:
     """Its last step; the bits are those of any other."""
     asked = settings(ranks=2, clip=0.5, device_memory=tight("stack", 2))

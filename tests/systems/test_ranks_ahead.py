@@ -88,6 +88,7 @@ def assert_same(system: str, **given: Any) -> list[Run]:
 @pytest.mark.parametrize(
     ("system", "dtype", "accumulate"), in_turn(STRATEGIES, [("fp32", 1), ("bf16", 2), ("fp16", 1)], each=2), ids=str
 )
+@pytest.mark.one_in(8)
 def test_they_do_by_default_and_change_no_bit(system: str, dtype: str, accumulate: int) -> None:
     found = assert_same(system, dtype=dtype, accumulate=accumulate, clip=1e6)
     assert all(counted(run) == (0, 0) for run in found)
@@ -112,6 +113,7 @@ def gradient_times(factor: float) -> Change:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(4)
 def test_a_step_that_is_clipped_for_what_one_rank_got(system: str, accumulate: int) -> None:
     found = assert_same(system, accumulate=accumulate, clip=10 * max(usual_norms()), before=gradient_times(1e4))
     assert [each.clip_factor < 1 for each in found[0].engine.outcomes] == [step == 3 for step in range(STEPS)]
@@ -119,6 +121,7 @@ def test_a_step_that_is_clipped_for_what_one_rank_got(system: str, accumulate: i
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(4)
 def test_an_overflow_on_one_rank_drops_them_on_all(system: str, accumulate: int) -> None:
     found = assert_same(system, accumulate=accumulate, before=gradient_times(torch.inf))
     assert all(run.skipped == [step == 3 for step in range(STEPS)] for run in found)
@@ -137,6 +140,7 @@ def asleep_but_in(awake: Callable[[int, int], bool]) -> Change:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(4)
 def test_a_parameter_that_gets_a_gradient_on_one_rank_alone(system: str, accumulate: int) -> None:
     """In one step, after it had none on any: the others' updates ran ahead without it, and are dropped."""
     found = assert_same(system, accumulate=accumulate, before=asleep_but_in(lambda rank, step: (rank, step) == (1, 4)))
@@ -145,6 +149,7 @@ def test_a_parameter_that_gets_a_gradient_on_one_rank_alone(system: str, accumul
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_a_parameter_that_never_gets_one_on_one_rank(system: str) -> None:
     """There its bundle waits to hear of it, and nothing is dropped."""
     found = assert_same(system, before=asleep_but_in(lambda rank, step: rank == 0))
@@ -154,6 +159,7 @@ def test_a_parameter_that_never_gets_one_on_one_rank(system: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(4)
 def test_hyperparameters_that_change_behind_backward(system: str, accumulate: int) -> None:
     def change(engine: Any, rank: int, step: int) -> None:
         engine.set_lr(1e-3 if step == 3 else 1e-4)
@@ -163,6 +169,7 @@ def test_hyperparameters_that_change_behind_backward(system: str, accumulate: in
 
 
 @pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_a_host_that_has_room_on_one_rank_alone(system: str) -> None:
     """What ran ahead on the one counts, and the other waits: each has the update of its own shards."""
 
@@ -178,6 +185,7 @@ def test_a_host_that_has_room_on_one_rank_alone(system: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "accumulate"), in_turn(STRATEGIES, [(1,), (2,)]))
+@pytest.mark.one_in(4)
 def test_memory_that_one_rank_wants_back(system: str, accumulate: int) -> None:
     """Between backward and step(), as where states come home: its updates wait then, the other's count."""
 

@@ -56,6 +56,7 @@ PAIRS = [*zip(TIGHT, itertools.cycle(OPTIONS), strict=False), *((TIGHT[0], each)
 
 
 @pytest.mark.parametrize(("asked", "options"), PAIRS, ids=str)
+@pytest.mark.one_in(7)
 def test_moves_and_gathers_have_the_reference_s_bits_and_do_as_planned(asked: Asked, options: dict[str, Any]) -> None:
     if "nonfinite" in options:
         asked = asked._replace(clip=0.0)
@@ -65,6 +66,7 @@ def test_moves_and_gathers_have_the_reference_s_bits_and_do_as_planned(asked: As
 
 
 @pytest.mark.parametrize("asked", [TIGHT[0], TIGHT[2], TIGHT[5]], ids=str)
+@pytest.mark.one_in(2)
 def test_ranks_that_move_pages_are_one_rank_that_accumulates(asked: Asked) -> None:
     found = on_ranks(ANGEL, asked.model, asked.size, options={"cache": "0"}, clip=0.5, device_memory=budget(asked))
     assert_is_one_rank(on_one_rank(asked.model, asked.size, 0.5, "fp32"), found)

@@ -67,6 +67,7 @@ def on_each(system: Any, size: int = 2, options: dict[str, Any] | None = None, *
     + [(RESIDENT, place) for place in [*OF_ALL, *OF_RESIDENT]],
     ids=lambda value: value[1] if isinstance(value, tuple) else value.name,
 )
+@pytest.mark.one_in(4)
 def test_one_rank_s_refusal_is_everybody_s(system: Any, place: Place, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it comes."""
     owner, name = place

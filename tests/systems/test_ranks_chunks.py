@@ -55,6 +55,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "size", "share"), CASES)
+@pytest.mark.one_in(7)
 def test_the_bits_of_one_rank_the_predicted_peak_and_the_layout_s_bytes(model: str, size: int, share: float) -> None:
     """Where all states are on the device, and where a unit's gradients come twice, the peak is a bound, as on one rank."""
     found = on_ranks(PATRICKSTAR, model, size, clip=0.5, device_memory=tight(model, size, share), log_events=True)
@@ -102,6 +103,7 @@ def some_rest_as_shards(found: list[Run]) -> None:
         Asked("never-called", 2, share=SOME),
     ],
 )
+@pytest.mark.one_in(9)
 def test_gradients_take_the_place_of_what_rests_as_a_shard(asked: Asked, nonfinite: str) -> None:
     """With resident's bits on the same ranks, no range, the predicted peak, and a last step that is its plan's to the byte."""
     whole = resident(asked.model, asked.size, asked.accumulate, asked.dtype, asked.clip, asked.recompute)
@@ -115,6 +117,7 @@ def test_gradients_take_the_place_of_what_rests_as_a_shard(asked: Asked, nonfini
 
 
 @pytest.mark.parametrize("asked", [Asked("stack", 3, 2, clip=0.5), Asked("gpt2", 2, 2, "bf16"), Asked("never-called", 4, 2)])
+@pytest.mark.one_in(3)
 def test_micro_batches_are_added_up_chunk_by_chunk(asked: Asked) -> None:
     whole = resident(asked.model, asked.size, asked.accumulate, asked.dtype, asked.clip, asked.recompute)
     for mine in trained(PATRICKSTAR, asked, {}, int(0.6 * (whole[0].memory.device_peak_bytes or 0))):
@@ -125,6 +128,7 @@ def test_micro_batches_are_added_up_chunk_by_chunk(asked: Asked) -> None:
 
 @pytest.mark.parametrize(("nonfinite", "at"), [("skip", 0), ("skip", 1), ("stop", 2)])
 @pytest.mark.parametrize("block", [0, 1, 3])
+@pytest.mark.one_in(4)
 def test_what_is_idle_on_one_rank_is_zero_over_its_parameters(block: int, nonfinite: str, at: int) -> None:
     """In the copy of what rests as a shard."""
 

@@ -108,6 +108,7 @@ def without(*blocks: int) -> Way:
     ids=str,
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(20)
 def test_blocks_left_out_on_one_rank(strategy: str, skipped: tuple[int, ...], accumulate: int, nonfinite: str) -> None:
     found = check(strategy, without(*skipped), options={"nonfinite": nonfinite}, accumulate=accumulate)
     for run in found:
@@ -118,6 +119,7 @@ def test_blocks_left_out_on_one_rank(strategy: str, skipped: tuple[int, ...], ac
 
 @pytest.mark.parametrize("skipped", [(0,), (1, 2), ALL], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(12)
 def test_blocks_whose_outputs_are_not_used_on_one_rank(strategy: str, skipped: tuple[int, ...]) -> None:
     """Their backward never comes there."""
     for run in check(strategy, without(*skipped), model=Unused):
@@ -162,6 +164,7 @@ def nested(rank: int, step: int) -> Sequence[int]:
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(14)
 def test_a_block_within_another_on_one_rank(strategy: str, share: float) -> None:
     """What the plan drops meanwhile, and cannot, goes as the outer one ends: the others fetch it again together."""
     check(strategy, nested, share, model=Within)
@@ -175,6 +178,7 @@ def at_odds(rank: int, step: int) -> Sequence[int]:
 
 @pytest.mark.parametrize(("model", "accumulate"), [(Route, 2), (Unused, 1)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(8)
 def test_each_rank_leaves_out_others(strategy: str, model: Callable[[], Route], accumulate: int) -> None:
     """C02, C06: what ran on no rank is not stepped, what ran on some gets the others' zeros."""
     for run in check(strategy, at_odds, size=3, model=model, accumulate=accumulate, clip=0.5):
@@ -186,6 +190,7 @@ def only_now_and_then(rank: int, step: int) -> Sequence[int]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_a_block_left_out_on_all_ranks_leaves_the_plan_in_force(strategy: str) -> None:
     """Which has a place for it when it comes again, on one of them alone."""
     for run in check(strategy, lambda rank, step: ALL if step in (4, 5) and rank else only_now_and_then(rank, step)):
@@ -194,6 +199,7 @@ def test_a_block_left_out_on_all_ranks_leaves_the_plan_in_force(strategy: str) -
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (3, 2, 1, 0), (0, 1, 1, 2, 3), (0, 1, 2, 3, 0, 2)], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(15)
 def test_another_order_on_all_ranks(strategy: str, order: tuple[int, ...]) -> None:
     """Swapped and repeated blocks: a new plan is made for them."""
     for run in check(strategy, lambda rank, step: ALL if step < 2 else order, share=0.85):
@@ -203,6 +209,7 @@ def test_another_order_on_all_ranks(strategy: str, order: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (3, 2, 1, 0), (0, 1, 2, 3, 0, 2)], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(8)
 def test_another_order_on_one_rank_alone_is_right_or_told(strategy: str, order: tuple[int, ...]) -> None:
     """Where all that it takes is there it needs nobody; else ranks are told which of them are where."""
     try:
@@ -213,6 +220,7 @@ def test_another_order_on_one_rank_alone_is_right_or_told(strategy: str, order: 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_a_block_repeated_on_one_rank_that_is_there(strategy: str) -> None:
     """Nobody has to bring it together."""
     check(strategy, lambda rank, step: (0, 1, 2, 3, 3) if rank and step > 2 else ALL, share=4.0)
@@ -229,6 +237,7 @@ class HeadFirst(Route):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_an_evaluation_or_a_discard_where_one_rank_left_the_last_blocks_out(strategy: str) -> None:
     """What it left out is passed before anything else moves bundles."""
 
@@ -258,6 +267,7 @@ def reached_from(owner: Any) -> int:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_a_long_run_of_unlike_steps_keeps_no_more_than_its_plans_need(strategy: str) -> None:
     """Each step is another one, on each rank, and its batch of another size."""
     steps = 40

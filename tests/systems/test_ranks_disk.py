@@ -43,6 +43,7 @@ def given(asked: Asked) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("strategy", "asked"), PAIRS)
 @pytest.mark.parametrize("with_disk", [True, False], ids=["disk", "none"])
+@pytest.mark.one_in(11)
 def test_no_bit_changes_where_the_host_is_short(strategy: str, asked: Asked, with_disk: bool, tmp_path: Path) -> None:
     """What has no room goes to the disk, or stays on the device for good where there is none."""
     more: dict[str, Any] = {**given(asked), "host_memory": short_of_host(strategy, asked, 0.8)}

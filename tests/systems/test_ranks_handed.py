@@ -109,6 +109,7 @@ def edited_on_one_rank() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_what_rank_0_edits_is_taken_over_on_all(system: str) -> None:
     """Parameters and buffers; the next step is as if one rank had edited them. What the others edit is dropped."""
 
@@ -166,6 +167,7 @@ CLOSED = [*((name, 1_500_000) for name in STRATEGIES), *((name, AMPLE) for name 
 
 
 @pytest.mark.parametrize(("system", "memory"), CLOSED)
+@pytest.mark.one_in(8)
 def test_values_at_close_are_whole_on_every_rank(system: str, memory: int) -> None:
     """In the engine's dtype, also of what was updated on the device alone."""
     models, kept = list[nn.Module](), list[dict[str, torch.Tensor]]()
@@ -225,6 +227,7 @@ def test_no_room_on_one_rank_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(3)
 def test_rank_0_alone_writes_what_transformers_reads(system: str, tmp_path: Path) -> None:
     def work(engine: Engine, optimizer: Any) -> dict[str, torch.Tensor]:
         one_step(engine, tokens(4, 1)[0])
@@ -251,6 +254,7 @@ def test_what_rank_0_cannot_write_is_told_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_an_optimizer_s_state_is_whole_on_every_rank_and_goes_back(system: str) -> None:
     def work(engine: Engine, optimizer: Any) -> tuple[Any, Any, Any]:
         step(engine)

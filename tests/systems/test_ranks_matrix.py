@@ -65,6 +65,7 @@ FACTORS: Mapping[str, Any] = {"strategy": tuple(STRATEGIES), "model": MODELS, "s
 
 
 @pytest.mark.parametrize(("strategy", "model", "size"), covered(FACTORS))
+@pytest.mark.one_in(20)
 def test_half_of_resident_s_memory_holds_the_bits_of_one_rank(strategy: str, model: str, size: int) -> None:
     last, budget = Last(), half(model)
     found = on_ranks(

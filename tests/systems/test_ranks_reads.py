@@ -80,6 +80,7 @@ def drawn(luck: random.Random) -> list[Read]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(10)
 def test_what_all_ranks_read_alike_all_plan_for(strategy: str, seed: int) -> None:
     """In the middle of a plan, without one, and in an evaluation first."""
     reads = drawn(random.Random(f"alike {seed} {strategy}"))
@@ -101,6 +102,7 @@ def named(reads: list[Read]) -> set[str]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(14)
 def test_what_one_rank_alone_reads_is_told_with_rank_module_and_parameter(strategy: str, seed: int) -> None:
     """Whenever it does so first, in a step: every rank is told, by the next collective or as the step ends. But for what lies
     beside a weight that it reads anyway, as a neighbour may: that changes no collective.

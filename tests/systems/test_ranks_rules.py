@@ -66,6 +66,7 @@ def with_longer_batches(engine: Any, rank: int) -> Run:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_a_batch_may_be_longer_on_one_rank(strategy: str) -> None:
     """All make room for it, and plan for it alike."""
     expected = each_rank(RESIDENT, "gpt2", with_longer_batches)
@@ -78,6 +79,7 @@ def test_a_batch_may_be_longer_on_one_rank(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(4)
 def test_a_batch_that_does_not_fit_names_its_rank(strategy: str) -> None:
     def work(engine: Any, rank: int) -> None:
         for step in range(4):
@@ -150,6 +152,7 @@ def test_free_memory_is_joined_by_the_order_of_frees_alone() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_draining_is_each_rank_s_own(strategy: str) -> None:
     """With updates that do not wait for the norm too."""
 
@@ -180,6 +183,7 @@ def write_poison(engine: Any, rank: int) -> None:
     ("harm", "told"), [(edit, "rank 1: .*head.bias"), (write_poison, "rank 1: a released parameter was written")]
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(5)
 def test_what_one_rank_finds_all_are_told(strategy: str, harm: Work, told: str, nonfinite: str) -> None:
     """Nobody waits for the one that does not come."""
 
@@ -282,6 +286,7 @@ def test_what_waits_for_a_collective_that_nobody_comes_to_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_an_engine_closes_where_another_rank_is_gone(strategy: str) -> None:
     """A lane's thread is inside a collective that nobody ends; memory is free all the same, and no step may follow."""
     gone = threading.Event()
@@ -316,5 +321,6 @@ def _fail(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 7, *LEFT_OUT, *MANY_LOOPS])
+@pytest.mark.one_in(8)
 def test_a_random_loop_of_several_ranks_equals_resident(seed: int) -> None:
     rank_loops.check(seed)

@@ -161,6 +161,7 @@ def budget_of(run: Run, share: float) -> int:
 
 @pytest.mark.parametrize(("accumulate", "dtype"), [(1, "fp32"), (2, "bf16")])
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.one_in(4)
 def test_nothing_that_another_reads_is_used_after_its_release(name: str, accumulate: int, dtype: str) -> None:
     asked = settings(accumulate=accumulate, dtype=dtype, clip=1.0)
     engine = start(RANDOM, built(name), asked)
@@ -170,6 +171,7 @@ def test_nothing_that_another_reads_is_used_after_its_release(name: str, accumul
 
 @pytest.mark.parametrize("name", ["tied-by-hand", "handed"])
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(3)
 def test_every_system_equals_resident(system: str, name: str) -> None:
     """In little room; and with room for all the same is found: that does not depend on what happens to be there."""
     chosen, options = SYSTEMS[system]
@@ -226,6 +228,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(2)
 def test_a_module_around_units_reads_for_the_model(system: str) -> None:
     def run(chosen: Any, options: Any, budget: int) -> tuple[Run, list[torch.Tensor]]:
         torch.manual_seed(0)

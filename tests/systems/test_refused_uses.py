@@ -103,6 +103,7 @@ def test_a_module_under_a_transform_is_refused(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_within_inference_mode_nothing_is_initialized_and_all_else_is_as_outside(system: str, tmp_path: Path) -> None:
     with torch.inference_mode(), pytest.raises(UnsupportedError, match=r"torch\.inference_mode\(\) is on"):
         started(system)

@@ -119,6 +119,7 @@ def trained(engine: Engine, count: int = 3) -> Run:
     ("system", "around"),
     [*((system, around) for system in ALL for around in (several, functional)), *(("resident", f) for f in FOLLOWED)],
 )
+@pytest.mark.one_in(2)
 def test_what_is_followed(system: str, around: Around) -> None:
     expected = trained(started("resident", around, "none"))
     assert_equal(expected, trained(started(system, around)))

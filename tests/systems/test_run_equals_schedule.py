@@ -169,6 +169,7 @@ PRODUCT = list(filter(possible, rows_of(FACTORS | ONE)))
 
 
 @pytest.mark.parametrize("row", COVER, ids=name_of)
+@pytest.mark.one_in(12)
 def test_the_run_is_what_the_schedule_says(row: Mapping[str, Any], tmp_path: Path) -> None:
     check(case_of(row), tmp_path)
 

@@ -115,6 +115,7 @@ FACTORS: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=name_of)
+@pytest.mark.one_in(8)
 def test_the_run_is_what_the_schedule_and_the_forecast_say(row: Mapping[str, Any]) -> None:
     system, size, budget = STRATEGIES[row["system"]], row["size"], row["budget"] * MIB
     options = system.Options(nonfinite=row["nonfinite"], run_ahead=False)

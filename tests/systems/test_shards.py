@@ -136,6 +136,7 @@ CASES = {
 
 @pytest.mark.parametrize("nonfinite", ["skip", "stop"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(10)
 def test_shards_have_the_reference_s_bits_and_do_as_planned(case: str, nonfinite: str) -> None:
     asked = CASES[case]._replace(clip=0.0) if nonfinite == "stop" else CASES[case]
     for run in trained(elixir(), asked, zero_3(asked, nonfinite=nonfinite)):
@@ -149,6 +150,7 @@ def test_shards_have_the_reference_s_bits_and_do_as_planned(case: str, nonfinite
 @pytest.mark.parametrize(
     "asked", [Asked("stack", 3, clip=0.5, share=0.42), Asked("gpt2", 2, 2, "bf16"), Asked("frozen-middle", 2, share=0.66)]
 )
+@pytest.mark.one_in(8)
 def test_states_that_the_device_has_room_for_rest_there_as_shards(strategy: str, asked: Asked) -> None:
     """Whatever else comes and goes beside them. share: of the reference's peak, for some states but not all."""
     budget = int(asked.share * (reference(asked)[0].memory.device_peak_bytes or 0))
@@ -174,6 +176,7 @@ def test_with_room_for_all_of_it_every_bundle_stays_whole(asked: Asked) -> None:
 @pytest.mark.parametrize(
     "asked", [Asked("stack", 2), Asked("gpt2", 3, 2, "bf16"), Asked("frozen-middle", 3), Asked("called-twice", 2, 2)]
 )
+@pytest.mark.one_in(7)
 def test_without_scatter_every_rank_has_all_and_makes_the_same_updates(asked: Asked, nonfinite: str) -> None:
     """[F, F, inf], DDP: each gradient is reduced and gathered, and 12 bytes a parameter of states are on every device."""
     options = {"offload": False, "scatter": False, "nonfinite": nonfinite}
@@ -236,6 +239,7 @@ class Left(InTwo):
         Asked("called-twice", 3, share=0.65),
     ],
 )
+@pytest.mark.one_in(12)
 def test_a_shard_comes_and_goes_apart_from_the_rest(asked: Asked, strategy: type[InTwo], variant: str) -> None:
     budget = int(asked.share * (reference(asked)[0].memory.device_peak_bytes or 0))
     cache = (
@@ -259,6 +263,7 @@ def test_one_rank_has_no_part_of_a_bundle_to_move_or_to_leave() -> None:
 
 @pytest.mark.parametrize("asked", [Asked("stack", 2, clip=0.5), Asked("gpt2", 3, 2, "bf16"), Asked("frozen-middle", 2)])
 @pytest.mark.parametrize("solver", ["off", "drawn"])
+@pytest.mark.one_in(6)
 def test_h3t_rests_as_shards_where_it_does_not_prefetch_lazily(asked: Asked, solver: str) -> None:
     """Moved at a step's end, gathered for forward, and, partitioned, shrunk in between and gathered once more."""
     for run in trained(STRATEGIES["h3t"], asked, {"solver": solver}):

@@ -66,6 +66,7 @@ TOWERS = list(product(["off", "reentrant", "non-reentrant"], [1, 2]))
 
 
 @pytest.mark.parametrize(("system", "checkpointing", "rounds"), in_turn(MANAGED, TOWERS, each=2))
+@pytest.mark.one_in(5)
 def test_tied_weights_in_towers_called_once_and_twice(system: str, checkpointing: str, rounds: int) -> None:
     """C14. The gradient of the tied weight is the sum over its uses; a step updates it once."""
     expected = towers(checkpointing, rounds)
@@ -121,6 +122,7 @@ def test_the_norm_is_the_oracle_s(sharing: str, accumulate: int) -> None:
 
 
 @pytest.mark.parametrize(("system", "sharing", "accumulate"), in_turn(MANAGED, SCALED))
+@pytest.mark.one_in(3)
 def test_the_norm_and_the_factor_are_told(system: str, sharing: str, accumulate: int) -> None:
     """C27. One layer's gradient is scaled by 1e4; weights are on both tiers; tied weights count once."""
     expected = with_one_large_gradient(sharing, accumulate)
@@ -154,6 +156,7 @@ def custom() -> nn.Module:
 
 
 @pytest.mark.parametrize(("system", "dtype"), in_turn(SYSTEMS, [("fp32",), ("bf16",)]))
+@pytest.mark.one_in(2)
 def test_a_user_s_initial_values_arrive_bit_for_bit(system: str, dtype: str) -> None:
     truth = {n: p.detach().clone() for n, p in custom().named_parameters()}
     itemsize = 4 if dtype == "fp32" else 2
@@ -180,6 +183,7 @@ def custom_run() -> Run:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_values_for_a_model_on_the_meta_device_are_asked_for_by_name(system: str) -> None:
     """The same as for a model that has them: filled in once a parameter, tied ones under their first name."""
     truth = {n: p.detach().clone() for n, p in custom().named_parameters()}
@@ -237,6 +241,7 @@ def halved_on_the_way(system: str) -> Run:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.one_in(2)
 def test_values_written_under_summon_are_trained_on(system: str) -> None:
     """Whatever is on the device at the time; without write=True a change is dropped."""
     assert_equal(halved_on_the_way("resident"), halved_on_the_way(system))

@@ -156,6 +156,7 @@ ROWS = [row for row in product(SYSTEMS, [1, 2]) if not row[0].endswith("stop") o
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)), ids=["-".join(map(str, row)) for row in ROWS])
+@pytest.mark.one_in(5)
 def test_ctrl_c_at_a_line(row: int) -> None:
     """A few lines of each, other ones for each system."""
     system, accumulate = ROWS[row]
@@ -167,6 +168,7 @@ def test_ctrl_c_at_a_line(row: int) -> None:
     ("system", "what", "late"),
     in_turn([name for name in SYSTEMS if name != "resident"], [("issue", False), ("issue", True), ("allocate", False)]),
 )
+@pytest.mark.one_in(3)
 def test_an_operation_or_an_allocation_that_fails(system: str, what: str, late: bool) -> None:
     """In the first step, whose end brings optimizer states to the device, early and late."""
     accumulate = 1 + (late and not system.endswith("stop"))

@@ -101,6 +101,7 @@ def open_range_bytes(run: Run) -> int:
     in_turn(KEEPING, [(setup,) for setup in (*SETUPS, Setup("gpt2", "none", 1, "half-frozen"))], each=3),
     ids=name_of,
 )
+@pytest.mark.one_in(6)
 def test_with_resident_s_memory_nothing_moves_after_the_warm_up(system: str, setup: Setup) -> None:
     theirs = reference(setup).memory.device_peak_bytes or 0
     ample = setup.run(SYSTEMS[system][0], options=SYSTEMS[system][1])
@@ -113,6 +114,7 @@ def test_with_resident_s_memory_nothing_moves_after_the_warm_up(system: str, set
 
 
 @pytest.mark.parametrize(("system", "setup"), in_turn(KEEPING, [(setup,) for setup in SETUPS], each=2), ids=name_of)
+@pytest.mark.one_in(2)
 def test_a_master_shard_spares_every_write_but_the_gradient(system: str, setup: Setup) -> None:
     found = steady(setup, system, budget_of(setup, "tight"))
     assert found.d2h == found.gradient_bytes > 0
@@ -121,6 +123,7 @@ def test_a_master_shard_spares_every_write_but_the_gradient(system: str, setup: 
 
 
 @setups()
+@pytest.mark.one_in(3)
 def test_h3t_moves_gradients_what_it_fetches_and_hidden_states(setup: Setup) -> None:
     """The host holds a master shard, so nothing else is written; a hidden state crosses once a direction and micro-batch."""
     found = steady(setup, "h3t", budget_of(setup, "tight"))
@@ -134,6 +137,7 @@ def test_h3t_moves_gradients_what_it_fetches_and_hidden_states(setup: Setup) -> 
 
 
 @pytest.mark.parametrize(("setup", "share"), [*zip(SETUPS, (0.3, 0.2, 0.15, 0.35), strict=True)], ids=name_of)
+@pytest.mark.one_in(2)
 def test_without_one_evictions_are_written_back(setup: Setup, share: float) -> None:
     """share: of resident's peak, so little that parameters have to go during forward."""
     found = steady(setup, "elixir write-back", int(share * (reference(setup).memory.device_peak_bytes or 0)))

@@ -37,6 +37,7 @@ def host_bytes(setup: Setup, system: str) -> int:
     in_turn(ALL, [(setup,) for setup in SETUPS]),
     ids=lambda value: value if isinstance(value, str) else f"{value.model}-{value.accumulate}-{value.sharing}",
 )
+@pytest.mark.one_in(3)
 def test_losses_and_states_are_the_references(system: str, setup: Setup) -> None:
     chosen, options = ALL[system]
     host = int(host_bytes(setup, system) * 0.7)
@@ -46,6 +47,7 @@ def test_losses_and_states_are_the_references(system: str, setup: Setup) -> None
 
 
 @pytest.mark.parametrize("system", ALL)
+@pytest.mark.one_in(2)
 def test_what_stays_on_the_device_never_moves(system: str) -> None:
     setup = Setup("opt", "full")
     chosen, options = ALL[system]

@@ -51,6 +51,7 @@ def reference(case: str, accumulate: int, dtype: str, clip: float = 1.0) -> Run:
         for other, way in enumerate([(1, "bf16"), (2, "fp32")])
     ],
 )
+@pytest.mark.one_in(7)
 def test_nothing_is_used_after_its_release(case: str, accumulate: int, dtype: str) -> None:
     engine = start(RANDOM, build(case), settings(accumulate=accumulate, dtype=dtype, clip=1.0))
     evict_at_once(engine)
@@ -61,6 +62,7 @@ def test_nothing_is_used_after_its_release(case: str, accumulate: int, dtype: st
 
 @pytest.mark.parametrize("share", [0.45, pytest.param(1.1, marks=pytest.mark.slow), pytest.param(0.7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(4)
 def test_elixir_equals_resident(case: str, share: float) -> None:
     check(elixir(), case, share)
 
@@ -70,6 +72,7 @@ def test_elixir_equals_resident(case: str, share: float) -> None:
     "case",
     [pytest.param(case, marks=() if case in OFTEN else pytest.mark.slow) for case in CASES if case != "in-place"],
 )
+@pytest.mark.one_in(3)
 def test_h3t_equals_resident(case: str, share: float) -> None:
     check(h3t(), case, share)
 
@@ -86,6 +89,7 @@ OTHERS = [name for name in STRATEGIES if name not in ("elixir", "h3t")]
         for number, case in enumerate(CASES)
     ],
 )
+@pytest.mark.one_in(4)
 def test_every_other_strategy_equals_resident(system: str, case: str, share: float) -> None:
     check(STRATEGIES[system], case, share)
 
@@ -121,6 +125,7 @@ def under_autocast(system: str, around: str, budget: int) -> Run:
 
 
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(3)
 def test_autocast_keeps_no_copy_of_a_weight(system: str) -> None:
     """Around each step or around all of them: torch would otherwise compute with weights of an earlier step."""
 
@@ -132,6 +137,7 @@ def test_autocast_keeps_no_copy_of_a_weight(system: str) -> None:
 
 @pytest.mark.parametrize("chunk", ["smallest", "whole model"])
 @pytest.mark.parametrize("case", ["shared-weight", "root-owner", "frozen-middle", "rounds"])
+@pytest.mark.one_in(2)
 def test_chunks_of_any_size(case: str, chunk: str) -> None:
     """Field case C15: a tiny limit puts every parameter into a chunk of its own, tied ones included, once."""
     size = 256 if chunk == "smallest" else 1 << 20
@@ -165,6 +171,7 @@ def assert_kept_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+@pytest.mark.one_in(2)
 def test_recomputation_leaves_no_trace(system: Any, recompute: Any) -> None:
     """What a block counts, averages and draws is what it does without, however often it is run again."""
     model = build("stateful")
@@ -237,6 +244,7 @@ def losses_of_t5(system: str, recompute: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("system", ["resident", "elixir", "h3t"])
+@pytest.mark.one_in(3)
 def test_keys_and_values_that_are_kept_are_added_once(system: str) -> None:
     """T5's cross attention finds its keys in a cache when it is run again, if they are there; use_cache is the default."""
     assert losses_of_t5(system, "none" if system == "h3t" else "full") == losses_of_t5("resident", "none")

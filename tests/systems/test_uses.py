@@ -133,6 +133,7 @@ def trained(system: Any, pairs: Pairs, *, evicting: bool = False, **given: Any) 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(8)
 def test_what_is_said_is_there_though_nothing_shows_it(system: str, seed: int) -> None:
     pairs = drawn((system, seed))
     given: dict[str, Any] = {"accumulate": 1 + seed % 2, "recompute": "full" if seed else "none"}
@@ -160,6 +161,7 @@ def test_what_is_not_said_and_does_not_show_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(3)
 def test_it_is_planned_from_the_first_step_on(strategy: str) -> None:
     pairs = [("plain", "head.weight"), ("mine", "blocks.0.up.weight"), ("around", "own")]
     expected = trained(RESIDENT, pairs)
@@ -190,6 +192,7 @@ class Penalised(Stack):
 
 @pytest.mark.parametrize("by", ["a module", "the root"])
 @pytest.mark.parametrize("system", MANAGED)
+@pytest.mark.one_in(2)
 def test_all_weights_may_be_another_module_s(system: str, by: str) -> None:
     """So that none is a block's alone."""
 
@@ -235,6 +238,7 @@ def on_two_ranks(system: Any, said: Sequence[Pairs], expected: Run | None = None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(2)
 def test_two_ranks_that_say_the_same_have_the_bits_of_one(strategy: str) -> None:
     pairs = drawn(("ranks", strategy))
     expected = trained(RESIDENT, pairs, accumulate=2)
