@@ -26,6 +26,7 @@ from systems.messages import one_line
 from systems.prediction.language_models import model_classes, objective_of
 from systems.pretrained import FolderWeights, parameters_on_meta
 from systems.recipe.model.blocks import find_blocks
+from systems.state_dicts import buffers_by_every_name
 
 # Our names for what transformers' configs call by several.
 _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -175,13 +176,9 @@ def _build_folder(shape: ExternalShape) -> nn.Module:
     except Exception as error:
         why = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(f"--model {shape.name}: its config.json describes no model that can be built: {why}") from error
-    if _has_persistent_buffers(model):
+    if any(True for _ in buffers_by_every_name(model)):
         fill_buffers(model, stored_tensors(Path(shape.name)) or {})
     return model
-
-
-def _has_persistent_buffers(model: nn.Module) -> bool:
-    return any(m._buffers.keys() - m._non_persistent_buffers_set for m in model.modules())
 
 
 def _folder_weights(shape: ExternalShape, seed: int) -> FillWeights:

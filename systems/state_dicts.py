@@ -1,4 +1,4 @@
-"""A model's state dict while an engine has its weights: refused, but to the engine's own export."""
+"""A model's state dict: its buffers, and how it is refused while an engine has the weights, but to the engine's own export."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from systems.errors import UnsupportedError
@@ -18,6 +19,14 @@ COPY = (
 )
 
 GROUPS = " (of an optimizer's groups, take all but 'params')"
+
+
+def buffers_by_every_name(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent ones, in the order of a state dict; one that has several names comes under each."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def refuse_state_dict(model: nn.Module, why: str = f"{COPY}the model's state_dict()") -> Callable[[], None]:

@@ -11,6 +11,7 @@ import torch
 from systems.errors import UnsupportedError
 from systems.messages import one_line
 from systems.ranks.ranks import Ranks
+from systems.state_dicts import buffers_by_every_name
 
 Part = str  # of a parameter: its value, or a moment by the name that the optimizer has for it
 VALUE = "value"
@@ -129,11 +130,9 @@ def unsound(part: Part, values: torch.Tensor) -> str | None:
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """By name; one that has several is there under the first."""
     found: dict[str, torch.Tensor] = {}
-    for path, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            there = any(buffer is other for other in found.values())
-            if name not in owner._non_persistent_buffers_set and not there:
-                found[f"{path}.{name}" if path else name] = buffer
+    for name, buffer in buffers_by_every_name(module):
+        if not any(buffer is other for other in found.values()):
+            found[name] = buffer
     return found
 
 

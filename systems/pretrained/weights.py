@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from systems.pretrained.files import FLOATS, Stored, folder_of, refused, stored_tensors
+from systems.state_dicts import buffers_by_every_name
 
 NAMED = 3  # of a list in a message
 _T = TypeVar("_T", bound=torch.Tensor)
@@ -168,13 +169,7 @@ def _check_one_value(keys: list[str], stored: Mapping[str, Stored], folder: Path
 
 def _persistent(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     """Every persistent buffer with all its names."""
-    named = model.named_buffers(remove_duplicate=False)
-    return _by_names((name, buffer) for name, buffer in named if _is_persistent(model, name))
-
-
-def _is_persistent(model: nn.Module, name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
-    return attribute not in model.get_submodule(path)._non_persistent_buffers_set
+    return _by_names(buffers_by_every_name(model))
 
 
 def _buffer_in(

@@ -36,16 +36,14 @@ def summed(gradients: Mapping[int, torch.Tensor], ranks: Ranks, like: Sequence[t
 def _buckets(numbers: Sequence[int], like: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     """In order, of one type and device each and of at most BUCKET_BYTES, or one parameter that is larger."""
     bucket: list[int] = []
-    room = 0
+    taken = 0
     for number in numbers:
         mine = like[number]
-        alike = bool(bucket) and (mine.dtype, mine.device) == (like[bucket[0]].dtype, like[bucket[0]].device)
-        if bucket and not (alike and mine.nbytes <= room):
+        first = like[bucket[0]] if bucket else mine
+        if bucket and (taken + mine.nbytes > BUCKET_BYTES or (mine.dtype, mine.device) != (first.dtype, first.device)):
             yield bucket
-            bucket = []
-        if not bucket:
-            room = BUCKET_BYTES
+            bucket, taken = [], 0
         bucket.append(number)
-        room -= mine.nbytes
+        taken += mine.nbytes
     if bucket:
         yield bucket

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,30 +140,33 @@ def test_other_groups_are_refused(saved: tuple[Path, Ran], tmp_path: Path) -> No
         trainer.train(resume_from_checkpoint=str(saved[0] / "checkpoint-4"))
 
 
-def test_a_schedule_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    model = opt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-    schedule.odd = {1, 2}  # type: ignore[attr-defined]
-    args = arguments(tmp_path, save_strategy="steps", save_steps=1)
-    kind = type(offloaded(tmp_path))
-    with (
-        trainer_of(kind, model, args, offload=OFFLOAD, optimizers=(optimizer, schedule)) as trainer,
-        pytest.raises(UnsupportedError, match=r"client_state\['schedule'\]\['odd'\] is set, which JSON does not have"),
-    ):
-        trainer.train()
+def odd_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    schedule.odd = {1, 2}
+    return schedule
 
 
-def test_a_schedule_whose_keys_json_would_change_is_refused(tmp_path: Path) -> None:
-    """Its milestones are counted by numbers: as strings they would never be met."""
+def milestones(optimizer: torch.optim.Optimizer) -> Any:
+    """Counted by numbers: as strings, which JSON makes of keys, they would never be met."""
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "told"),
+    [
+        (odd_schedule, r"client_state\['schedule'\]\['odd'\] is set, which JSON does not have"),
+        (milestones, r"client_state\['schedule'\]\['milestones'\] has the key 1"),
+    ],
+)
+def test_a_schedule_that_json_does_not_hold_is_refused(scheduled: Callable[..., Any], told: str, tmp_path: Path) -> None:
     model = opt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
     args = arguments(tmp_path, save_strategy="steps", save_steps=1)
-    kind = type(offloaded(tmp_path))
     with (
-        trainer_of(kind, model, args, offload=OFFLOAD, optimizers=(optimizer, schedule)) as trainer,
-        pytest.raises(UnsupportedError, match=r"client_state\['schedule'\]\['milestones'\] has the key 1"),
+        trainer_of(
+            type(offloaded(tmp_path)), model, args, offload=OFFLOAD, optimizers=(optimizer, scheduled(optimizer))
+        ) as trainer,
+        pytest.raises(UnsupportedError, match=told),
     ):
         trainer.train()
 

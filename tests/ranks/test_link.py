@@ -14,8 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from systems.device import device as devices
+from systems.device.emulated import EmulatedDevice
+from systems.device.lanes.lane import LinkLane
+from systems.device.watch.events import EventLog
+from systems.ranks.gloo import GlooLink
 from systems.ranks.link import Alone, Link, RanksDifferError, shard_of
 from systems.ranks.loopback import as_threads
+from systems.ranks.nccl import NcclLink
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.staging import Staging
 from systems.ranks.staging_size import PIECES
@@ -248,3 +254,22 @@ def test_processes_that_wait_for_each_other_for_ever_end(tmp_path: Path, capfd: 
         of_processes(2, tmp_path, what)
     told = "ranks wait for each other: rank 0 in 'two' (number 1 of link); rank 1 in 'one' (number 2 of control)"
     assert told in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("queues", [True, False])
+def test_who_issues_a_collective_carries_it_out_if_its_link_queues(queues: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other may keep whoever comes to it waiting for other ranks."""
+    taken: list[bool] = []
+
+    class Lane(LinkLane):
+        def __init__(self, *args: Any, in_caller: bool, **more: Any) -> None:
+            taken.append(in_caller)
+            super().__init__(*args, in_caller=in_caller, **more)
+
+    monkeypatch.setattr(devices, "LinkLane", Lane)
+    ranks = SingleRank()
+    ranks.link.queues = queues
+    device = EmulatedDevice(1 << 20, EventLog(keep=False))
+    devices.join_ranks(device, ranks)
+    device.close()
+    assert taken == [queues] and NcclLink.queues and not GlooLink.queues
