@@ -58,11 +58,11 @@ class GlooLink(Link):
         for whole in wholes:
             for piece in self.pieces(whole):
                 here = piece.together().cpu()
-                coming = piece.coming if whole.is_cpu else torch.empty_like(here)
+                came = piece.came if whole.is_cpu else torch.empty_like(here)
                 with with_peers(tag):
-                    dist.all_to_all_single(coming, here, group=self._group)
-                if coming is not piece.coming:
-                    piece.coming.copy_(coming)
+                    dist.all_to_all_single(came, here, group=self._group)
+                if came is not piece.came:
+                    piece.came.copy_(came)
                 piece.add_up()
 
 

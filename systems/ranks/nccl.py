@@ -56,7 +56,9 @@ class NcclLink(Link):
             _reduce_scatter(self.own(whole), whole, group=self._group)
             return
         for piece in self.pieces(whole):
-            dist.all_to_all(list(piece.coming), list(piece.part), group=self._group)
+            coming, going = list(piece.coming), list(piece.part)
+            coming[self.rank] = going[self.rank] = whole[:0]  # no rank sends itself anything
+            dist.all_to_all(coming, going, group=self._group)
             piece.add_up()
 
     def abandon(self) -> None:

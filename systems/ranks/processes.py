@@ -18,6 +18,8 @@ from systems.ranks.ranks import Ranks
 from systems.ranks.stuck import STUCK_S, Board, StuckWatch, Waits, end_process
 
 TIMEOUT_S = 1800.0  # for a rank that others wait for: it may save, or compile
+FRAME_BYTES = 8192  # of what a rank tells, sent with its length; what is longer needs a second collective
+LENGTH_BYTES = 8
 
 Device = Literal["cuda", "cpu"]
 
@@ -107,14 +109,19 @@ class Processes(Ranks):
 
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         with self._waits.of("control", about):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            gather_on_host(sizes, torch.tensor([len(told)]), self._control, about)
-            longest = max(int(size) for size in sizes)
-            mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
-            mine[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else mine[:0]
-            found = [torch.empty_like(mine) for _ in range(self.size)]
-            gather_on_host(found, mine, self._control, about)
-        return [each[: int(size)].numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+            first = self._gather(FRAME_BYTES, len(told).to_bytes(LENGTH_BYTES, "little") + told, about)
+            lengths = [int.from_bytes(each[:LENGTH_BYTES], "little") for each in first]
+            begun = FRAME_BYTES - LENGTH_BYTES
+            more = max(lengths) - begun
+            rest = self._gather(more, told[begun:], about) if more > 0 else [b""] * self.size
+        return [(each[LENGTH_BYTES:] + behind)[:length] for each, behind, length in zip(first, rest, lengths, strict=True)]
+
+    def _gather(self, nbytes: int, told: bytes, about: str) -> list[bytes]:
+        """What each rank tells, cut or filled up to as many bytes."""
+        mine = torch.frombuffer(bytearray(told[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        gather_on_host(found, mine, self._control, about)
+        return [each.numpy().tobytes() for each in found]
 
     def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
         """Not told as waiting: all ranks have come, and who neither gives nor gets goes on to wait for the next thing."""

@@ -1,7 +1,7 @@
 """Room for the pieces of an ordered sum, made once, so that a reduction allocates nothing.
 
-One piece of what comes from all ranks; one of what goes out to them, where a library takes it row behind row alone; and where
-there are more than two, one for the sum in fp32, which is no larger.
+One piece of what comes from the other ranks; where a library takes rows behind each other alone, of what goes out too, with the
+own row among both; and where there are more than two ranks, of the sum in fp32.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ ALIGN = 256
 
 
 class Staged(NamedTuple):
-    """part: [ranks, elements], what goes to each, a row of its own each. coming: [ranks, elements], from each. into: where the
-    own sum belongs. outgoing: as part; None without room for it. total: [elements], fp32; None for two ranks.
+    """part: [ranks, elements], what goes to each, a row of its own each. coming: by rank, where its row belongs; the own one is
+    there. into: where the own sum belongs, which is the own row. came, outgoing: [ranks, elements], where a library puts all
+    rows, and takes them from; without that way there is nothing in them. total: [elements], fp32; None for two ranks.
     """
 
     part: torch.Tensor
-    coming: torch.Tensor
+    coming: Sequence[torch.Tensor]
     into: torch.Tensor
-    outgoing: torch.Tensor | None
+    came: torch.Tensor
+    outgoing: torch.Tensor
     total: torch.Tensor | None
 
     def together(self) -> torch.Tensor:
         """What goes out, row behind row."""
-        assert self.outgoing is not None, "this staging has no room to bring it together"
         return self.outgoing.copy_(self.part)
 
     def add_up(self) -> None:
@@ -36,25 +37,28 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """nbytes: of all of it, the same on all ranks; from each piece a rank has at least 256 bytes. size: of the ranks. together:
-    with room for what goes out.
+    """nbytes: of all of it, the same on all ranks; a row of a piece has at least 256 bytes. size: of the ranks. together: for a
+    library that takes rows behind each other.
     """
 
     def __init__(self, nbytes: int, device: torch.device, size: int, *, together: bool = True) -> None:
-        count = 1 + together + (size > 2)
-        self._size, self._together, self._each = size, together, max(nbytes // count // size // ALIGN, 1) * ALIGN
-        self._rooms = [torch.empty(size * self._each, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._size, self._together = size, together
+        self._rows = size if together else size - 1, size if together else 0, 2 if size > 2 else 0
+        self._each = max(nbytes // sum(self._rows) // ALIGN, 1) * ALIGN
+        self._rooms = [torch.empty(count * self._each, dtype=torch.uint8, device=device) for count in self._rows]
         self.device = self._rooms[0].device
 
     def pieces(self, whole: torch.Tensor, rank: int) -> Iterator[Staged]:
         """Of a flat tensor that all ranks share evenly, of at least 16 bits an element."""
-        shards = whole.view(self._size, -1)
-        rows = [room.view(whole.dtype) for room in self._rooms[: 1 + self._together]]
-        sums = [room.view(torch.float32) for room in self._rooms[len(rows) :]]
+        shards, total = whole.view(self._size, -1), self._rooms[2].view(torch.float32)
+        rooms = [(room.view(whole.dtype), count) for room, count in zip(self._rooms[:2], self._rows, strict=False)]
         for part in shards.split(self._each // whole.element_size(), dim=1):
-            coming, *outgoing = (room[: part.numel()].view(part.shape) for room in rows)
-            total = [room[: part.shape[1]] for room in sums]
-            yield Staged(part, coming, part[rank], next(iter(outgoing), None), next(iter(total), None))
+            numel, into = part.shape[1], part[rank]
+            came, goes = (room[: count * numel].view(count, numel) for room, count in rooms)
+            rows = list(came)
+            if not self._together:
+                rows.insert(rank, into)
+            yield Staged(part, rows, into, came, goes, total[:numel] if len(total) else None)
 
 
 def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, into: torch.Tensor, total: torch.Tensor | None) -> None:

@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-PIECES = 3  # at most
-MOST_BYTES = PIECES * (16 << 20)  # larger pieces are not summed faster
+MOST_BYTES = 64 << 20  # between two ranks one piece of a bundle as large as is gathered at once (planning/policy/chunks.py)

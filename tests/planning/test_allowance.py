@@ -43,7 +43,7 @@ def test_what_reductions_have_is_taken_from_all_else(pool: int, largest: int, ot
     several = CUDA.on(3)
     staging = several.staging(budget)
     left = budget - staging
-    assert staging == min(budget // 8, 48 << 20)
+    assert staging == min(budget // 8, 64 << 20)
     assert several.plannable(budget) == CUDA.plannable(left)
     assert several.slab(pool, largest, budget) == CUDA.slab(pool, largest, left)
     assert several.beside(others, budget) == CUDA.beside(others, left)

@@ -22,11 +22,12 @@ from systems.ranks.gloo import GlooLink
 from systems.ranks.link import Alone, Link, RanksDifferError, shard_of
 from systems.ranks.loopback import as_threads
 from systems.ranks.nccl import NcclLink
+from systems.ranks.processes import FRAME_BYTES
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.staging import Staging
-from systems.ranks.staging_size import PIECES
 
 ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = (0, 1, *range(FRAME_BYTES // 2 - 30, FRAME_BYTES // 2, 5), *range(FRAME_BYTES - 60, FRAME_BYTES + 10, 10))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,7 +76,7 @@ def test_the_room_of_a_reduction_bounds_its_pieces_and_not_its_bits(
     wholes = [values_of(rank, size * shard, dtype) for rank in range(size)]
     stagings = [Staging(nbytes, torch.device("cpu"), size, together=together) for _ in range(size)]
     taken = sum(room.nbytes for room in stagings[0]._rooms)
-    assert taken <= max(nbytes, PIECES * size * 256)
+    assert taken <= max(nbytes, (2 * size + 2) * 256)
     ways = [staging.pieces(whole, rank) for rank, (staging, whole) in enumerate(zip(stagings, wholes, strict=True))]
     for pieces in zip(*ways, strict=True):
         for rank, piece in enumerate(pieces):
@@ -158,13 +159,14 @@ dist.destroy_process_group()
 
 def test_processes_have_the_same_bits(tmp_path: Path) -> None:
     numel = 3 * 70_000
-    what = f"[both(ranks, {numel}, dtype) for dtype in DTYPES] + [ranks.exchange('a', 'x' * ranks.rank), {BROUGHT}]"
+    told = "[ranks.exchange('a', 'x' * length * ranks.rank) for length in LENGTHS]"
+    what = f"[both(ranks, {numel}, dtype) for dtype in DTYPES] + [{told}, {BROUGHT}]"
     found = of_processes(3, tmp_path, what)
     assert_brought([each for *_, each in found])
     for *sums, told, _ in found:
         for dtype, total in zip(DTYPES, sums, strict=True):
             assert torch.equal(total, expected_sum(3, numel, dtype))
-        assert told == ["", "x", "xx"]
+        assert told == [["", "x" * length, "xx" * length] for length in LENGTHS]
 
 
 def brought(ranks: Ranks, onto: int | None) -> torch.Tensor | None:

@@ -13,6 +13,9 @@ from systems.planning.layout import FlatSpace, ModelIndex, Parameter, align_elem
 from systems.planning.policy.packing import ChunkRange, candidate_sizes
 from systems.planning.strategy import PlanningContext
 
+GATHERED_BYTES = 128 << 20  # a collective keeps the host for 0.4 to 0.7 ms, in which GPUs of one host move about that much
+GATHERED_SHARE = 64  # of the device's budget at most
+
 Run = tuple[Parameter, ...]
 Piece = tuple[FlatSpace, Run]  # what a segment holds
 
@@ -50,8 +53,8 @@ class Chunks:
 
 
 class ChunkCutter:
-    """groups: what is cut. whole: the runs that set the range of sizes where the user says nothing: from a quarter of the
-    largest to all of it. A subclass may leave groups out of the chunks (`cuts`) and have more sizes tested (`more_sizes`).
+    """groups: what is cut. whole: the runs that set the range of sizes where the user says nothing: from a part of the largest
+    (`least`) to all of it. A subclass may leave groups out of the chunks (`cuts`) and have more sizes tested (`more_sizes`).
     """
 
     def __init__(
@@ -122,5 +125,15 @@ class ChunkCutter:
     def range(self) -> tuple[int, int]:
         """Smallest and largest size to test."""
         largest = max((sum(map(self.size, run)) for run in self._whole), default=self.align)
-        low = max([-(-largest // 4), *(self.size(p) for run in self._whole for p in run)])
+        low = max([self.least(largest), *(self.size(p) for run in self._whole for p in run)])
         return self._given.within(low, largest, self.context.itemsize)
+
+    def least(self, whole: int) -> int:
+        """What is gathered at once, unless the user says so: a quarter of a block of this size. Several ranks gather as much
+        of it as a collective is worth, where the device has room for many of them.
+        """
+        quarter, context = -(-whole // 4), self.context
+        if context.ranks == 1:
+            return quarter
+        worth = min(GATHERED_BYTES, context.device_budget // GATHERED_SHARE) // context.itemsize
+        return max(quarter, min(whole, worth))

@@ -25,7 +25,8 @@ Where this departs from the paper, and why
   block would keep that block's gradients on the device from one use to the other. So does one that is larger than a
   chunk.
 * Without a range given, sizes from a quarter of the largest block (but no less than its largest parameter) to the whole
-  block are tested; among equals the larger wins, for longer transfers.
+  block are tested; among equals the larger wins, for longer transfers. Of several ranks small blocks are gathered whole:
+  `ChunkCutter.least` in `systems/planning/policy/chunks.py`.
 * A small group is only fused for good if that takes at most a sixteenth of the device budget.
 * Optimizer states of the first units live on the device while there is memory beside working set and prefetches, since
   they save the most host bandwidth. Their updates run there. The paper leaves the optimizer's placement to O_FLAG

@@ -77,7 +77,7 @@ class PatrickStarChunker(ChunkCutter):
         largest = max((self.size(p) for run in self._whole for p in run), default=self.align)
         if ranks * largest > 2 * block:
             largest = 0
-        low, high = max(-(-block // (4 * ranks)), largest), max(block // ranks, largest * 3 // 2)
+        low, high = max(-(-self.least(block) // ranks), largest), max(block // ranks, largest * 3 // 2)
         return self._given.within(low, high, self.context.itemsize)
 
     def _build(self, index: ModelIndex) -> tuple[Layout, Mapping[str, Any]]:
