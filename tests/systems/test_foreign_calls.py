@@ -61,6 +61,7 @@ WAYS: dict[str, Callable[[Engine, Any], Any]] = {
     "model": lambda engine, model: compiled(model),
     "model in place": lambda engine, model: model.compile(backend="eager"),
     "block": lambda engine, model: model.blocks.__setitem__(1, compiled(model.blocks[1])),
+    "block's forward": lambda engine, model: setattr(model.blocks[1], "forward", compiled(model.blocks[1].forward)),
     "block in place": lambda engine, model: model.blocks[1].compile(backend="eager"),
 }
 

@@ -108,7 +108,7 @@ def test_nothing_works_after_close(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("how", ["model", "module", "in place", "block in place"])
+@pytest.mark.parametrize("how", ["model", "module", "in place", "block in place", "forward"])
 def test_a_compiled_model_is_refused(system: str, how: str) -> None:
     model: Any = build("stack")
     if how == "model":
@@ -117,6 +117,8 @@ def test_a_compiled_model_is_refused(system: str, how: str) -> None:
         model.head = torch.compile(model.head, backend="eager")
     elif how == "in place":
         model.compile(backend="eager")
+    elif how == "forward":
+        model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
     else:
         model.blocks[1].compile(backend="eager")
     with pytest.raises(UnsupportedError, match=r"torch\.compile fixes the addresses of weights"):

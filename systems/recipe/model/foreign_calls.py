@@ -37,9 +37,16 @@ def _refuse() -> None:
     raise UnsupportedError(COMPILED)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """It, its call, or a `forward` of its own."""
+    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+
+
 def refuse_compiled(module: nn.Module, *_: Any) -> None:
     """A forward pre-hook: UnsupportedError if this call is compiled, or called from what is."""
-    if torch.compiler.is_compiling() or module._compiled_call_impl is not None or callable(get_eval_frame_callback()):
+    if torch.compiler.is_compiling() or is_compiled(module) or callable(get_eval_frame_callback()):
         _refuse()
 
 

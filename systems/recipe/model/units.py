@@ -23,6 +23,7 @@ from torch import nn
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 from systems.recipe.model.blocks import find_blocks, has_forward
+from systems.recipe.model.foreign_calls import is_compiled
 from systems.recipe.model.shared_memory import refuse_shared_memory
 from systems.recipe.model.taken import is_taken
 from systems.recipe.model.uses import refuse_strange_uses, used_by
@@ -121,7 +122,7 @@ def _refuse_modules(model: nn.Module) -> None:
                 f"{f'module {name}' if name else 'the model'} was given to an engine before, which has its values: close "
                 "that one, or build the model anew if it ended in an error"
             )
-        if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_compiled(module):
             what = f"module {name}" if name else "the model"
             raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
