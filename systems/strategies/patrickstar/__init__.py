@@ -30,8 +30,8 @@ Where this departs from the paper, and why
   allocated; `utilization` counts it as the paper does. Of a communication group all chunks are as long as the fullest, and
   its parameters are spread over them as evenly as their order allows.
 * Without a range given, sizes from a quarter of the largest block to the whole block are tested. The paper's 128 to 512 Mi
-  elements are for models whose blocks are that large. Of several ranks that is a group's, and small blocks are gathered whole:
-  Note [Chunks of several ranks] in `chunks.py`, which says too what lies out of chunks there.
+  elements are for models whose blocks are that large. Of several ranks that is a group's, small blocks are gathered whole, and
+  what lies out of chunks there, Note [Chunks of several ranks] in `chunks.py` says.
 * The serial broadcasts and reductions of 6.2, in which one chunk is the buffer, are not built: here a collective has no
   buffer beside the group, whose chunks are gathered and reduced where they lie.
 * Gradients take the place of parameters that are updated on the host, and of several ranks that rest on the device as a
