@@ -75,7 +75,7 @@ class ResidentEngine(SteppingEngine):
         with keeping_values(model):
             try:
                 with side_by_side(ranks, "what an engine is built of"):
-                    self._build(find_units(model, TORCH_DTYPE[settings.dtype]))
+                    self._build(find_units(model, TORCH_DTYPE[settings.dtype], compiles=settings.device == "cuda"))
                 self._alike.check()
             except BaseException:
                 self._cleanup.close()

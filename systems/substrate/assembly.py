@@ -135,7 +135,7 @@ class Assembly:
     ) -> None:
         """Steps 1 to 5."""
         settings, cleanup = self._settings, self._cleanup
-        self.found = found = find_units(self._model, self._dtype)
+        self.found = found = find_units(self._model, self._dtype, compiles=settings.device == "cuda")
         refuse_mixed_dtypes(found, settings.dtype)
         self.device = make_device(self._log)
         self._files = cleanup.enter_context(ExitStack())  # closed once all lanes are at rest

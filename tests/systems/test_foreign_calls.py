@@ -80,7 +80,7 @@ def test_a_compiled_forward_is_refused(way: str, system: str) -> None:
     torch._dynamo.reset()
     with started(system) as engine:
         forward = WAYS[way](engine, engine.module)
-        with pytest.raises(UnsupportedError, match="torch.compile fixes the addresses of weights"):
+        with pytest.raises(UnsupportedError, match="torch.compile hides modules from the engine"):
             steps(engine, forward)
 
 

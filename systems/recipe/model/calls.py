@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from systems.recipe.model.blocks import has_forward
+from systems.recipe.model.foreign_calls import ORIGINAL
 from systems.recipe.model.units import ROOT, FoundModel
 
 NO_UNIT = -1
@@ -176,6 +177,7 @@ class _Forward:
 
     def __init__(self, calls: Calls, module: nn.Module, begin: Before, end: After) -> None:
         functools.update_wrapper(self, module.forward)
+        vars(self).pop(ORIGINAL, None)  # what is compiled is called by this, which is not
         self._calls, self._module, self._begin, self._end, self._inner = calls, module, begin, end, module.forward
         self._own = module.__dict__.get("forward")
 

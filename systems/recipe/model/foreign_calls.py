@@ -1,10 +1,13 @@
 """Calls that go around an engine, and how they are refused: a compiled or transformed forward, a backward pass that it did not
 begin.
 
-Note [How a compiled forward is seen]
-    torch.compile fixes the addresses of weights that an engine moves. While a forward is traced, `is_compiling` says so. The
-    emulated device counts bytes by a dispatch mode, under which torch compiles nothing and says nothing: then the forward runs
-    as it is, with the compiler's frame callback set.
+Note [Compiled forwards]
+    A module's `forward` that was compiled before it came to an engine is called like any other, in the module's hooks: torch
+    guards what weights are like, not where they lie, so that they may move. What is compiled around hooks hides a unit from
+    the engine and is refused: while it is traced `is_compiling` says so. The emulated device counts bytes by a dispatch mode,
+    under which torch compiles nothing and says nothing: a forward runs as it is, with the compiler's frame callback set.
+    There, compiled forwards are refused altogether. A CUDA device is under such a mode while reads are watched, and the
+    stance "force_eager" says what then happens anyway, for good code objects are not given up by that.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ FOREIGN_BACKWARD = (
     "loss.backward() or torch.autograd.grad; a loss goes through one engine, so detach what another engine's model made"
 )
 COMPILED = (
-    "torch.compile fixes the addresses of weights: leave the model, its modules and the engine uncompiled, and compile what is "
-    "not of the model"
+    "torch.compile hides modules from the engine: compile neither the model, its modules nor the engine, but what is not of "
+    "the model, or on a CUDA device the forward of blocks, before initialize: block.forward = torch.compile(block.forward)"
 )
+ORIGINAL = "_torchdynamo_orig_callable"  # what torch's wrapper of a compiled function has
 
 STALE_LOSS = (
     "this loss was made in a step that is over, of weights that have changed since: go backward before step() or discard(), or "
@@ -38,15 +42,19 @@ def _refuse() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """It, its call, or a `forward` of its own."""
-    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    """It, or its call with all hooks."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """A `forward` of its own that was compiled."""
+    return hasattr(module.__dict__.get("forward"), ORIGINAL)
 
 
 def refuse_compiled(module: nn.Module, *_: Any) -> None:
     """A forward pre-hook: UnsupportedError if this call is compiled, or called from what is."""
-    if torch.compiler.is_compiling() or is_compiled(module) or callable(get_eval_frame_callback()):
+    seen = is_compiled(module) or has_compiled_forward(module)  # around the engine's own: see `_Forward` in calls.py
+    if seen or torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
         _refuse()
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
 from systems.recipe.model.blocks import find_blocks, has_forward
-from systems.recipe.model.foreign_calls import is_compiled
+from systems.recipe.model.foreign_calls import COMPILED, has_compiled_forward, is_compiled
 from systems.recipe.model.shared_memory import refuse_shared_memory
 from systems.recipe.model.taken import is_taken
 from systems.recipe.model.uses import refuse_strange_uses, used_by
@@ -59,14 +59,15 @@ def _owned(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _owned(child)
 
 
-def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel:
+def find_units(model: nn.Module, dtype: torch.dtype | None = None, *, compiles: bool = True) -> FoundModel:
     """Raises UnsupportedError for a model that cannot be managed: compiled, sparse, sharing memory, or taken already.
 
-    dtype: that weights will be computed in, where frozen ones that do not fit it may be carried along.
+    dtype: that weights will be computed in, where frozen ones that do not fit it may be carried along. compiles: where it will
+    run compiled forwards of modules can.
     """
     if torch.is_inference_mode_enabled():
         raise UnsupportedError("torch.inference_mode() is on, and what is made within it never trains: call initialize outside")
-    _refuse_modules(model)
+    _refuse_modules(model, compiles=compiles)
     parameters, owners = _named(model)
     mixed = _several_dtypes(parameters)
     carried = {p for p in parameters if not p.requires_grad and not _is_weight(p, dtype if mixed else None)}
@@ -115,7 +116,7 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None) -> FoundModel
     )
 
 
-def _refuse_modules(model: nn.Module) -> None:
+def _refuse_modules(model: nn.Module, *, compiles: bool) -> None:
     for name, module in model.named_modules():
         if is_taken(module):
             raise UnsupportedError(
@@ -123,8 +124,12 @@ def _refuse_modules(model: nn.Module) -> None:
                 "that one, or build the model anew if it ended in an error"
             )
         if is_compiled(module):
-            what = f"module {name}" if name else "the model"
-            raise UnsupportedError(f"torch.compile fixes the addresses of weights: pass {what} before compiling it")
+            raise UnsupportedError(f"{f'module {name}' if name else 'the model'} is compiled: {COMPILED}")
+        if not compiles and has_compiled_forward(module):
+            raise UnsupportedError(
+                f"the forward of {f'module {name}' if name else 'the model'} is compiled, and the emulated device, which sees "
+                "every operation, would run it as it is: leave it uncompiled here; a CUDA device takes it"
+            )
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             what = f"module {name}" if name else "the model"
             raise UnsupportedError(f"{what} is scripted or traced and takes no hooks: pass the module that it was made of")
