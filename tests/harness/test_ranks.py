@@ -136,6 +136,7 @@ def test_figures_of_hosts_and_devices() -> None:
     assert ranks.together(by_rank) == {"device_peak_bytes": 5, "host_peak_bytes": 21, "disk_direct": False}
 
 
+@pytest.mark.slow
 def test_baselines_of_torch_are_compared_on_ranks(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same work, with each device's and the host's budget; what a package does not tell of its links stays unknown."""
     flags = ["--model", "opt-tiny", "--device", "cpu", "--dtype", "fp32", "--steps", "3", "--clip", "0.5", "--ranks", "2"]
@@ -185,6 +186,7 @@ def _as_program(word: str, programs: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-m", programs[word]] if word in programs else [word]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_document(tmp_path: Path, mark: str) -> None:
     """One starts its ranks itself, of the other each command starts its own; the first one prints and keeps."""
     found = []

@@ -49,6 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
 
 
 @pytest.mark.parametrize("step", [2, 3], ids=["within an epoch", "between epochs"])
+@pytest.mark.one_in(2)
 def test_a_run_goes_on_in_a_fresh_process(saved: tuple[Path, Ran], tmp_path: Path, step: int) -> None:
     folder, whole = saved
     command = [sys.executable, "-m", "tests.integrations.training", str(tmp_path), str(folder / f"checkpoint-{step}")]

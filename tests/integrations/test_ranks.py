@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.integrations.training")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     """Norms and weights to the bit, though the two saved and went on; all that is logged as transformers' own Trainer does
     on two ranks, which evaluates other batches than on one.

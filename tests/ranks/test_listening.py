@@ -63,7 +63,7 @@ def in_torchrun(folder: Path, system: str, interface: str | None, **given: objec
     return [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("system", ["elixir", "torch-ddp"])
+@pytest.mark.parametrize("system", ["elixir", pytest.param("torch-ddp", marks=pytest.mark.slow)])
 def test_ranks_of_torchrun_on_one_host_listen_on_its_loopback(system: str, tmp_path: Path) -> None:
     given = {"device_memory": "2MiB"} if system == "elixir" else {}
     for told in in_torchrun(tmp_path, system, None, **given):
@@ -71,6 +71,7 @@ def test_ranks_of_torchrun_on_one_host_listen_on_its_loopback(system: str, tmp_p
         assert all(is_here_alone(each) for each in told["listens"] + told["talks"]), told
 
 
+@pytest.mark.slow
 def test_an_interface_that_the_user_names_is_listened_on(tmp_path: Path) -> None:
     """So what is seen above is what the variable rules."""
     found = other_interface()

@@ -13,7 +13,7 @@ from systems.planning.layout import FlatSpace, ModelIndex, Parameter, align_elem
 from systems.planning.policy.packing import ChunkRange, candidate_sizes
 from systems.planning.strategy import PlanningContext
 
-GATHERED_BYTES = 128 << 20  # a collective keeps the host for 0.4 to 0.7 ms, in which GPUs of one host move about that much
+GATHERED_BYTES = 128 << 20  # about what GPUs of one host move while a gather and a reduction keep the host, 0.2 and 1 ms
 GATHERED_SHARE = 64  # of the device's budget at most
 
 Run = tuple[Parameter, ...]

@@ -53,8 +53,8 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 def refuse_compiled(module: nn.Module, *_: Any) -> None:
     """A forward pre-hook: UnsupportedError if this call is compiled, or called from what is."""
-    seen = is_compiled(module) or has_compiled_forward(module)  # around the engine's own: see `_Forward` in calls.py
-    if seen or torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
+    around = hasattr(module.__dict__.get("forward"), ORIGINAL)  # the engine's own, since: see `_Forward` in calls.py
+    if around or torch.compiler.is_compiling() or module._compiled_call_impl is not None or callable(get_eval_frame_callback()):
         _refuse()
 
 
