@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_document_s_programs_run(tmp_path: Path) -> None:
     """One behind the other, in one process, and a third that goes on from the last checkpoint."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainer.md").read_text(), flags=re.DOTALL)
