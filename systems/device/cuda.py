@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -80,13 +80,7 @@ class CudaDevice(Device):
         self._read_watch, self._watches = ReadWatch(check), watches
 
     def metered(self) -> AbstractContextManager[object]:
-        return self._watched() if self._watches() else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """See Note [Compiled forwards] in recipe/model/foreign_calls.py."""
-        with torch.compiler.set_stance("force_eager"), self._read_watch:
-            yield
+        return self._read_watch.uncompiled() if self._watches() else contextlib.nullcontext()
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Through a pinned piece at a time: a copy to plain memory runs at a tenth of the link's speed."""

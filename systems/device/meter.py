@@ -7,8 +7,9 @@ kernel takes and frees inside one operation is not seen.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -176,6 +177,12 @@ class ReadWatch(TorchDispatchMode):
         if _reads_bytes(func):
             self._check(func, [*_tensors(args), *_tensors(kwargs.values())])
         return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """It is told of all operations within: see Note [Compiled forwards] in recipe/model/foreign_calls.py."""
+        with torch.compiler.set_stance("force_eager"), self:
+            yield
 
 
 @cache

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ import torch
 from models import registry as models_registry
 from models.loss import token_loss
 from systems import registry
+from systems.device.cuda import CudaDevice
 from systems.device.emulated import EmulatedDevice
-from systems.device.meter import Check, ReadWatch
 from systems.errors import UnsupportedError
 from systems.settings import DType, Settings
 from systems.substrate import assembly
@@ -25,18 +23,10 @@ BLOCKS = SHAPE.num_layers
 
 
 class WatchedDevice(EmulatedDevice):
-    """Operations are seen while reads are watched alone, as on a CUDA device: so nothing counts activations."""
+    """Operations are seen as on a CUDA device, while reads are watched alone: so nothing counts activations."""
 
-    def guard(self, make_room: Callable[[Callable[[], bool]], bool], check: Check, watches: Callable[[], bool]) -> None:
-        self._read_watch, self._watches = ReadWatch(check), watches
-
-    def metered(self) -> AbstractContextManager[object]:
-        return self._watched() if self._watches() else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        with torch.compiler.set_stance("force_eager"), self._read_watch:
-            yield
+    guard: Any = CudaDevice.guard
+    metered: Any = CudaDevice.metered
 
 
 class Counting:

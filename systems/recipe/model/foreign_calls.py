@@ -6,8 +6,8 @@ Note [Compiled forwards]
     guards what weights are like, not where they lie, so that they may move. What is compiled around hooks hides a unit from
     the engine and is refused: while it is traced `is_compiling` says so. The emulated device counts bytes by a dispatch mode,
     under which torch compiles nothing and says nothing: a forward runs as it is, with the compiler's frame callback set.
-    There, compiled forwards are refused altogether. A CUDA device is under such a mode while reads are watched, and the
-    stance "force_eager" says what then happens anyway, for good code objects are not given up by that.
+    There, compiled forwards are refused altogether. A CUDA device is under such a mode while reads are watched, and asks torch
+    for what is uncompiled then: of what it meets under a mode unasked, torch may compile nothing later either.
 """
 
 from __future__ import annotations
