@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class StrategyOptions(BaseModel):
@@ -29,6 +29,22 @@ class StrategyOptions(BaseModel):
         }
     )
     """Options by name: a value that shortens some models' steps, or makes them fit, and what it costs. A plan tries them."""
+    rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    """By value of `variant`, where a strategy has several: the options that it sets, which cannot be given otherwise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_by_variant(cls, given: Any) -> Any:
+        """What is not given is as the variant has it."""
+        return {**cls.rules.get(str(given.get("variant")), {}), **given} if isinstance(given, Mapping) else given
+
+    @model_validator(mode="after")
+    def _as_the_variant_has_it(self) -> Self:
+        variant = str(getattr(self, "variant", None))
+        for name, value in self.rules.get(variant, {}).items():
+            if getattr(self, name) != value:
+                raise ValueError(f"variant={variant} has {name}={value}, {getattr(self, name)} is given: leave {name} out")
+        return self
 
 
 class InputsOptions(StrategyOptions):
