@@ -201,6 +201,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "assumed": list(found.question.profile.assumed),
         "left_out": list(left_out(found.system, found.question.ranks)),
         "ahead": None if found.ahead is None else asdict(found.ahead),
+        "statistics": dict(found.statistics),
         "remedies": [
             {"what": r.what, "changes": dict(r.changes), "command": command("plan", spec, r.changes)} for r in helpful
         ],

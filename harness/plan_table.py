@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -35,9 +36,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
 NEAR = 1.05  # a step this close to its bound is limited by it
 
 
-def show(
-    found: Forecast, helpful: Sequence[Remedy], better: Sequence[Alternative], console: Console, *, title: str
-) -> None:
+def show(found: Forecast, helpful: Sequence[Remedy], better: Sequence[Alternative], console: Console, *, title: str) -> None:
     table = Table("tier", "what", "bytes", title=escape(printable(title)))
     for tier, need in found.tiers.items():
         for what, size in need.parts.items():
@@ -53,6 +52,9 @@ def show(
     else:
         console.print(f"does not fit: {in_flags(found.why_not)}", markup=False)
     _show_speed(found, console)
+    if found.statistics:
+        decided = ", ".join(f"{what} {value}" for what, value in _decided(found.statistics))
+        console.print(f"decided by {found.system}: {decided}", markup=False)
     for line in _ranks(found):
         console.print(line, markup=False)
     if found.ahead is not None:
@@ -67,6 +69,20 @@ def show(
     for remedy in helpful:
         if remedy.changes not in with_a_step:
             console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
+
+
+def _decided(statistics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A name and a value each, for the eye; lists of bytes, and what is not known, are left to the JSON line."""
+    for name, value in statistics.items():
+        words = name.split("_")
+        if isinstance(value, Mapping):
+            yield from ((f"{' '.join(words)}: {what}", text) for what, text in _decided(value) if "." in text)
+        elif "bytes" in words and isinstance(value, int):
+            yield " ".join(word for word in words if word != "bytes"), format_size(value)
+        elif isinstance(value, float):
+            yield " ".join(words), f"{value:.4g}" if value % 1 else f"{value:.1f}"
+        elif isinstance(value, str | int):
+            yield " ".join(words), str(value)
 
 
 def _show_better(better: Sequence[Alternative], found: Forecast, console: Console) -> None:

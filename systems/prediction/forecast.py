@@ -121,7 +121,7 @@ class Forecast:
     least_device_bytes: the smallest device budget in which there is a plan, where a node's host has least_device_host_bytes,
     which may be more than there is: what that lacks a larger device may have. why_not: one line; None if it fits. Where the
     device is too small, tiers and simulation are of that smallest budget. ahead: of updates that run ahead of the norm; None
-    where none can.
+    where none can. statistics: what a strategy tells of its decisions, as its Statistics have it; empty of a baseline.
     """
 
     system: str
@@ -134,6 +134,7 @@ class Forecast:
     least_device_host_bytes: int
     why_not: str | None
     ahead: AheadForecast | None = None
+    statistics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -165,6 +166,10 @@ class _Planned:
         return expand(self.layout, self.trace, self.plan, self.context)
 
     @property
+    def statistics(self) -> Mapping[str, Any]:
+        return {} if isinstance(self.policy, BaselinePolicy) else self.policy.statistics().model_dump(mode="json")
+
+    @property
     def resting(self) -> Mapping[str, int]:
         return self.policy.resting_bytes(self.layout) if isinstance(self.policy, BaselinePolicy) else {}
 
@@ -177,12 +182,11 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     assert isinstance(planned, _Planned), "a device with more memory than the least holds a plan"
     schedule, profile = planned.schedule(), planner.question.profile
     simulation = simulation_of(schedule, planned.trace, planned.plan, profile, ranks=question.ranks)
-    buffers = observations.of(question)[1].buffer_bytes
     kept = planned.context.memory_for(simulation.memory.total_peak) - simulation.memory.total_peak
     device = device_need(
         schedule,
         simulation.memory,
-        buffer_bytes=buffers,
+        buffer_bytes=observations.of(question)[1].buffer_bytes,
         allocator_bytes=kept,
         have_bytes=question.device_memory,
         resting=planned.resting,
@@ -199,13 +203,12 @@ def forecast(system: System, options: BaseModel, question: Question, observation
     peaks = max(steady, planned.warm_up_peak_bytes), planned.warm_up_peak_bytes
     tiers = {"device": device, "host": host}
     if question.disk_memory and isinstance(system, ManagedSystem):
-        on_node = question.ranks_on_node
-        tiers["disk"] = disk_need(planned.layout, ranks_on_node=on_node, have_bytes=question.disk_memory)
+        tiers["disk"] = disk_need(planned.layout, ranks_on_node=question.ranks_on_node, have_bytes=question.disk_memory)
     ahead = AheadForecast.of(planned.choice, planned.plan, question.ranks_on_node)
     smallest = planner.at(least, any_plan=True)
     assert isinstance(smallest, _Planned), "there is a plan for the least"
     on_host = planner.host_need(smallest, smallest.schedule()).need_bytes
-    return Forecast(system.name, question, tiers, simulation, *peaks, least, on_host, why_not, ahead)
+    return Forecast(system.name, question, tiers, simulation, *peaks, least, on_host, why_not, ahead, planned.statistics)
 
 
 def fits(system: System, options: BaseModel, question: Question, observations: Observations) -> bool:

@@ -16,6 +16,7 @@ from harness.plan_spec import PlanSpec
 from harness.spec import RunSpec, flag
 from systems import registry
 from systems.planning import hardware
+from systems.sizes import format_size
 from tests.planning.chrome import read_chrome_trace
 
 TINY = ("plan", "--model", "opt-tiny", "--hardware", "h100-80g-x1", "--device", "cpu")
@@ -109,6 +110,17 @@ def test_no_word_of_the_norm_where_no_update_waits_or_the_host_is_too_small(caps
     for more in (("--option", "nonfinite=stop"), ("--host-memory", "8MiB")):
         _, found, shown = told(capsys, *TINY, "--system", "elixir", "--device-memory", "4MiB", *more)
         assert found["ahead"] is None and "ahead of the norm" not in shown and "second versions" not in shown
+
+
+def test_what_a_strategy_decided_is_told_as_its_statistics_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = told(capsys, *TINY, "--system", "patrickstar", "--device-memory", "4MiB")
+    told_of, lines = found["statistics"], " ".join(shown.split())
+    assert code == 0 and told_of["chunk_size_bytes"] == 2 * told_of["chunk_size_elements"] > 0
+    assert f"decided by patrickstar: minimum {format_size(told_of['minimum_bytes'])}, " in lines
+    assert f"chunk size {format_size(told_of['chunk_size_bytes'])}, utilization {told_of['utilization']:.4g}, " in lines
+    assert len(told_of["non_model_bytes"]) > 20 and "[" not in lines.split("decided by")[1].split("written back")[0]
+    _, found, shown = told(capsys, *TINY, "--system", "resident", "--device-memory", "64MiB")
+    assert found["statistics"] == {} and "decided by" not in shown
 
 
 OPTIMIZERS = [("adamw", (), 2), ("sgd", (), 0), ("sgd", ("--hyper", "momentum=0.9"), 1), ("lion", (), 1)]

@@ -183,14 +183,14 @@ def check_tasks(
 
 
 @settings(max_examples=300, deadline=None)
-@given(cases(ranks=RANKS), st.integers(0, 16), st.frozensets(st.integers(0, 12)))
-def test_tasks_keep_to_the_room_and_repeat(case: Case, spare: int, home: frozenset[int]) -> None:
+@given(cases(ranks=RANKS), st.integers(0, 16), st.frozensets(st.integers(0, 12)), st.booleans())
+def test_tasks_keep_to_the_room_and_repeat(case: Case, spare: int, home: frozenset[int], as_printed: bool) -> None:
     layout, trace = case.layout, case.trace
     demand = demand_of(layout, trace, case.context)
     sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles}
     parts = {b: layout.shard_bytes(b) for b in sizes}
     room, sharded = uneven_room(demand, sizes, spare), home & sizes.keys()
-    found = schedule_on_ranks(demand, sizes, parts, room, sharded)
+    found = schedule_on_ranks(demand, sizes, parts, room, sharded, as_printed=as_printed)
     check_tasks(demand, sizes, parts, room, found, sharded)
     moves = {p.operation.bundle for p in found.operations if p.operation.kind is OpKind.MOVE}
     assert not moves & sharded

@@ -171,13 +171,13 @@ def test_where_everything_fits_all_is_moved_before_the_step() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases(), st.integers(0, 12))
-def test_schedules_keep_to_the_room_and_repeat(case: Case, spare: int) -> None:
+@given(cases(), st.integers(0, 12), st.booleans())
+def test_schedules_keep_to_the_room_and_repeat(case: Case, spare: int, as_printed: bool) -> None:
     layout, trace = case.layout, case.trace
     demand = demand_of(layout, trace, case.context)
     sizes = {b.index: layout.bundle_bytes(b.index) for b in layout.bundles}
     room = uneven_room(demand, sizes, spare)
-    moves = schedule(demand, sizes, room)
+    moves = schedule(demand, sizes, room, as_printed=as_printed)
     check_moves(demand, sizes, room, moves.operations, moves.resident)
     fetches = [p for p in moves.operations if p.operation.kind is OpKind.FETCH]
     assert moves.at_start + moves.later == len(fetches)

@@ -10,7 +10,7 @@ The paper's words and where they are here
 | layer l_i | Unit, and the Bundle of its pages |
 | tracer: first_id, end_id, times (section 5) | Trace; Demand.hold_spans, Trace.compute_time_s |
 | trigger id | moment; 0 is the end of the step before, see `scheduling.py` |
-| Algorithm 1, S, wait_stack | `scheduling.py`, of several ranks `gathering.py`; Plan.operations |
+| Algorithm 1, S, wait_stack | `popping.py`, `scheduling.py`, of several ranks `gathering.py`; Plan.operations |
 | get_available_memory | the room that `placement.py` leaves |
 | move_to_gpu, all_gather | one rank: OpKind.FETCH, and nothing; several: OpKind.MOVE, and OpKind.FETCH of what was moved |
 | send, receive (figure 3), merge (figure 4) | what GATHER does: in place, over the memory of the whole layer |
@@ -31,6 +31,8 @@ Where this departs from the paper, and why
   same as the paper's while each layer is used once, and while not, what is not needed soonest goes first.
 * On one rank all_gather moves nothing, so phase 2 advances the moves themselves. What it brings back to where the pages were
   used last is not moved at all.
+* A moment is one of a transformer block's, or of another module with parameters of its own, where the paper's tracer sees each
+  tensor's operators.
 * On several ranks a gathered layer lies beside this rank's pages, which stay for its next use. Where a move and its gather have
   one trigger, and the pages do not stay after the use, both are one FETCH, with no pages beside the layer. So comes a layer
   whose pages had no room ahead of its use, too. Phase 2 leaves moves, but for one that its gather has reached: both go on
@@ -48,6 +50,16 @@ Where this departs from the paper, and why
 * The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first, not all of
   them. It serves every strategy, so it is the substrate's.
 * Lock-free updating (Algorithm 2) is not built yet: a step's updates are done before their parameters are used again.
+
+variant=paper has the paper's rules, as far as whole layers can have them; what lies above of pages holds for both.
+
+| rule of the paper | `paper` | default | measured difference |
+|---|---|---|---|
+| the last movement is popped, the last page popped is pushed (lines 8, 9, 15) | so | by order of use | - |
+| phase 2 advances all_gather (lines 17 to 22) | so; on one rank there is none | and moves, on one rank | - |
+| phase 1 fills memory with moves (lines 13 to 16) | so | room is left for the layer gathered next | - |
+| the CPU updates what is home (Algorithm 2, line 5; figure 1) | nonfinite=stop | behind the norm, or ahead of it | - |
+| cache of states "after previous assignments" (4.2) | so (cache=auto) | so, or as many bytes as are given | - |
 """
 
 from systems.strategies.angel_ptm.strategy import AngelPTM

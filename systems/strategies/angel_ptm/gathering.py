@@ -12,16 +12,24 @@ import numpy as np
 from systems.planning.plan import Operation, OpKind, PlannedOperation
 from systems.planning.step.demand import Demand
 from systems.strategies.angel_ptm.gaps import Bytes, Gap, PagedLayer, layer_of
+from systems.strategies.angel_ptm.popping import Popping
 from systems.strategies.angel_ptm.scheduling import Moves
 
 
 def schedule_on_ranks(
-    demand: Demand, sizes: Mapping[int, int], parts: Mapping[int, int], room: Sequence[int], sharded: frozenset[int]
+    demand: Demand,
+    sizes: Mapping[int, int],
+    parts: Mapping[int, int],
+    room: Sequence[int],
+    sharded: frozenset[int],
+    *,
+    as_printed: bool = False,
 ) -> Moves:
     """Moves and gathers of the layers in `sizes` (bytes), which come and go; parts: bytes of this rank's pages of each.
 
     room: bytes for both, one entry a moment, never less than what is held. sharded: those whose pages are at home on the
-    device, and take none of the room.
+    device, and take none of the room. as_printed: see `popping`; then phase 1 fills all of the room with moves, phase 2
+    brings no move forward, and a gather comes no earlier than its pages.
     """
     length = len(demand)
     layers = [
@@ -29,7 +37,7 @@ def schedule_on_ranks(
         for bundle, size in sizes.items()
         if demand.hold_spans.get(bundle)
     ]
-    scheduler = _GatherScheduler(layers, room)
+    scheduler = _GatherScheduler(layers, room, as_printed=as_printed)
     scheduler.prioritise_moves()
     advanced = scheduler.advance_gathers()
     operations = _operations(layers, length, sharded)
@@ -50,7 +58,8 @@ Changes = dict[Gap, dict[str, int]]  # of a gap's fields
 
 
 class _GatherScheduler:
-    def __init__(self, layers: Sequence[PagedLayer], room: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[PagedLayer], room: Sequence[int], *, as_printed: bool) -> None:
+        self._popping = Popping((layer.bundle for layer in layers), as_printed=as_printed)
         self._layers, self._of = layers, {layer.bundle: layer for layer in layers}
         self._room = np.array([room[-1], *room[:-1]], dtype=np.int64)
         self._length = len(room)
@@ -60,22 +69,28 @@ class _GatherScheduler:
             self._used += profile
 
     def prioritise_moves(self) -> None:
-        """Phase 1 (lines 1 to 15): all pages are moved as early as can be; where memory is short, movements are popped, the
-        last in order of use first, and wait until there is room for the one needed next.
+        """Phase 1 (lines 1 to 15): all pages are moved as early as can be; where memory is short, movements are popped, and
+        wait until there is room.
         """
         gaps = [gap for layer in self._layers if layer.part for gap in layer.gaps]
-        room = self._beside_the_next()
+        room, last = self._room if self._popping.as_printed else self._beside_the_next(), self._popping.last
         waiting: list[Gap] = []
         for position in range(self._length):
+            for gap in waiting:
+                if gap.end == position:  # it waits no longer, for it is used
+                    self._popping.pushed(gap.bundle)
+            waiting = [gap for gap in waiting if gap.end > position]
             while self._used[position] > room[position]:
-                there = ((gap.until(position, self._length), self._of[gap.bundle].part, -gap.bundle, gap) for gap in gaps)
-                *_, popped = max((each for each in there if each[0] is not None), key=lambda each: each[:3])
+                there = ((gap.until(position, self._length), self._of[gap.bundle].part, gap) for gap in gaps)
+                found = [(last(gap.bundle, (until, part, -gap.bundle)), gap) for until, part, gap in there if until is not None]
+                _, popped = max(found, key=lambda each: each[0])
                 self._pop(popped, position)
                 if position < popped.end and popped.whole:
                     waiting.append(popped)
-            waiting = sorted((gap for gap in waiting if gap.end > position), key=lambda gap: (gap.end, gap.bundle))
-            while waiting and self._used[position] + self._of[waiting[0].bundle].part <= room[position]:
-                pushed = waiting.pop(0)
+            waiting = self._popping.in_turn(waiting, lambda gap: (gap.end, gap.bundle))
+            while waiting and self._used[position] + self._of[waiting[-1].bundle].part <= room[position]:
+                pushed = waiting.pop()
+                self._popping.pushed(pushed.bundle)
                 self._change({pushed: {"whole": False, "move": position}})
 
     def _beside_the_next(self) -> Bytes:
@@ -109,11 +124,13 @@ class _GatherScheduler:
         return sum(gap.end - gap.gather for gap in gaps)
 
     def _advance(self, gaps: Sequence[Gap]) -> None:
-        before = 0
+        before, as_printed = 0, self._popping.as_printed
         for gap in gaps:
             floor = max(before, gap.begin + (gap.tail is None and not gap.anew))
+            if as_printed and gap.whole and self._of[gap.bundle].part:
+                floor = gap.end  # its pages come with it, at its layer's trigger
             self._change({gap: {"gather": self._earliest(gap, max(floor, gap.move) if gap.moved else floor)}})
-            if gap.moved and gap.gather <= gap.move + 1:
+            if gap.moved and gap.gather <= gap.move + 1 and not as_printed:
                 self._join(gap, before)
                 trigger = self._earliest(gap, floor) if gap.gather == gap.move else gap.gather
                 self._change({gap: {"gather": trigger, "move": min(trigger, gap.move)}})

@@ -29,12 +29,17 @@ class AngelPTMOptions(InputsOptions):
     elements.
 
     cache: device memory for optimizer states, whose updates run there; auto takes what no parameter needs in its life-time,
-    0 has none.
+    0 has none. variant: base is the fastest; paper is Algorithm 1 as it is printed, with updates as soon as gradients have
+    arrived on the host.
     """
 
     page: Annotated[Size, Field(ge=256)] = 4 * MIB
     cache: Annotated[int | Literal["auto"], BeforeValidator(_cache)] = "auto"
+    variant: Literal["base", "paper"] = "base"
 
+    rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {"paper": {"cache": "auto", "nonfinite": "stop", "run_ahead": False}}
+    )
     for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"page": 1280})  # a tensor takes several
 
 
@@ -48,6 +53,7 @@ class AngelPTMStatistics(StrategyStatistics):
     gathered besides (fetches_per_step), and gathers are advanced.
     """
 
+    variant: Literal["base", "paper"]
     page_bytes: int
     num_pages: int
     num_shared_pages: int

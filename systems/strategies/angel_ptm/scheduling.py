@@ -8,6 +8,9 @@ its trigger off to the use, and advancing it is bringing it forward.
 
 Positions are the paper's trigger ids: 0 is the end of the step before, when the updates of the CPU are issued (moment
 len - 1), and k is moment k - 1.
+
+As printed, phase 2 is of gathers alone, of which there are none here; else it advances the movements. What is popped and what
+is pushed again then and else: `popping`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 
 from systems.planning.plan import Operation, OpKind, PlannedOperation
 from systems.planning.step.demand import Demand, Span
+from systems.strategies.angel_ptm.popping import Popping
 
 
 @dataclass(eq=False)
@@ -61,11 +65,11 @@ class Moves:
     shards: frozenset[int] = frozenset()
 
 
-def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int]) -> Moves:
+def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int], *, as_printed: bool = False) -> Moves:
     """Moves of the layers in `sizes` (bytes), which come and go. room: bytes for them, one entry a moment, never less than what
     is held.
     """
-    scheduler = _Scheduler(demand, sizes, room)
+    scheduler = _Scheduler(demand, sizes, room, as_printed=as_printed)
     scheduler.prioritise_moves()
     advanced = scheduler.advance()
     operations = scheduler.operations()
@@ -89,7 +93,8 @@ class _Layer:
 
 
 class _Scheduler:
-    def __init__(self, demand: Demand, sizes: Mapping[int, int], room: Sequence[int]) -> None:
+    def __init__(self, demand: Demand, sizes: Mapping[int, int], room: Sequence[int], *, as_printed: bool) -> None:
+        self._popping = Popping(sizes, as_printed=as_printed)
         self._length = len(demand)
         self._room = np.array([room[-1], *room[:-1]], dtype=np.int64)
         self._used = np.zeros(self._length, dtype=np.int64)
@@ -126,9 +131,10 @@ class _Scheduler:
         return layer
 
     def prioritise_moves(self) -> None:
-        """Phase 1 (lines 1 to 15): all is moved as early as can be; where memory is short, movements are popped, the last in
-        order of use first, and wait until there is room for the one needed next.
+        """Phase 1 (lines 1 to 15): all is moved as early as can be; where memory is short, movements are popped, and wait until
+        there is room.
         """
+        last = self._popping.last
         coming = sorted(self._lifetimes, key=lambda life: -life.begin)
         there: list[Life] = []
         waiting: list[Life] = []
@@ -136,16 +142,21 @@ class _Scheduler:
             while coming and coming[-1].begin <= position:
                 there.append(coming.pop())
             there = [life for life in there if life.end > position]
+            for life in waiting:
+                if life.end == position:  # it waits no longer, for it is used
+                    self._popping.pushed(life.bundle)
+            waiting = [life for life in waiting if life.end > position]
             while self._used[position] > self._room[position]:
-                popped = max(there, key=lambda life: (life.next_use, life.size, -life.bundle))
+                popped = max(there, key=lambda life: last(life.bundle, (life.next_use, life.size, -life.bundle)))
                 there.remove(popped)
                 self._move(popped, popped.end)
                 if not popped.is_tail:
                     waiting.append(popped)
-            waiting = sorted((life for life in waiting if life.end > position), key=lambda life: (life.end, life.bundle))
-            while waiting and self._used[position] + waiting[0].size <= self._room[position]:
-                pushed = waiting.pop(0)
+            waiting = self._popping.in_turn(waiting, lambda life: (life.end, life.bundle))
+            while waiting and self._used[position] + waiting[-1].size <= self._room[position]:
+                pushed = waiting.pop()
                 self._move(pushed, position)
+                self._popping.pushed(pushed.bundle)
                 there.append(pushed)
 
     def advance(self) -> int:
@@ -159,6 +170,8 @@ class _Scheduler:
             if first.trigger > 0:
                 self._move(tail, tail.end)
         advanced = 0
+        if self._popping.as_printed:
+            return advanced
         movements = [life for life in self._lifetimes if not life.is_tail]
         for life in sorted(movements, key=lambda life: (life.trigger, life.end, life.bundle)):
             earliest = self._earliest(life)

@@ -33,7 +33,7 @@ class AngelPTM(FittedStrategy):
 
     def cut(self, index: ModelIndex) -> Layout:
         layout, found = page_layout(index, self._options.page, self._context)
-        self.tell(**vars(found), num_layers=len(layout.bundles))
+        self.tell(**vars(found), num_layers=len(layout.bundles), variant=self._options.variant)
         return layout
 
     def decide(self, division: Division) -> Plan:
@@ -52,7 +52,8 @@ class AngelPTM(FittedStrategy):
 
     def _schedule(self, division: Division, placement: AngelPtmDivision) -> Moves:
         sizes, sharded = division.sizes(placement.residence), placement.residence.sharded
+        as_printed = self._options.variant == "paper"
         if self._context.ranks == 1:
-            return schedule(division.demand, sizes, placement.room)
+            return schedule(division.demand, sizes, placement.room, as_printed=as_printed)
         parts = {bundle: division.layout.shard_bytes(bundle) for bundle in sizes}
-        return schedule_on_ranks(division.demand, sizes, parts, placement.room, sharded)
+        return schedule_on_ranks(division.demand, sizes, parts, placement.room, sharded, as_printed=as_printed)
