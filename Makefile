@@ -4,8 +4,8 @@
 VENV := .venv
 BIN := $(VENV:%=%/bin/)
 READY := $(VENV:%=%/.ready)
-# At most, and no more than there are cores.
-PROCESSES := 4
+# At most four processes, and no more than there are cores.
+TOGETHER := -n logical --maxprocesses 4 --dist loadfile
 # Random runs of `make fuzz`, and the seed of the first: `make fuzz SEED=1234 DRAWS=1` is one of them again.
 DRAWS ?= 2000
 SEED ?= 0
@@ -14,7 +14,7 @@ SEED ?= 0
 PYTHON := $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: run test test-slow fuzz clean
+.PHONY: run test test-long test-slow fuzz clean
 .DELETE_ON_ERROR:
 
 # Trains a small model on real text under a device budget that its states do not fit, and leaves a record in runs/.
@@ -26,7 +26,11 @@ test: $(READY)
 	$(BIN)ruff check .
 	$(BIN)mypy
 	$(BIN)lint-imports
-	$(BIN)python3 -m pytest -n logical --maxprocesses $(PROCESSES) --dist loadfile
+	$(BIN)python3 -m pytest $(TOGETHER)
+
+# Those of tens of seconds each: whole programs, killed processes, packages that build themselves at their first use.
+test-long: $(READY)
+	$(BIN)python3 -m pytest -m "long and not slow" $(TOGETHER)
 
 test-slow: $(READY)
 	$(BIN)python3 -m pytest -m slow

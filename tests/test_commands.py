@@ -260,6 +260,7 @@ def called(words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
+@pytest.mark.long
 def test_make_run_does_what_is_said(tmp_path: Path) -> None:
     """Its recipe, but for the set-up: a budget below the states', and a record."""
     (recipe,) = re.findall(r"^run: .*\n\t\$\(BIN\)python3 (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -284,6 +285,7 @@ def near(shown: str, printed: str) -> bool:
     return float(found[0][1]) == pytest.approx(float(found[1][1]), rel=NEAR)
 
 
+@pytest.mark.long
 def test_the_plan_of_the_readme_prints_what_is_shown(tmp_path: Path) -> None:
     """Its first table. Systems may stand in another order where their times are almost the same."""
     (block,) = (block for _, block in FENCED.findall(text_of(README)) if block.startswith("$ harness plan"))

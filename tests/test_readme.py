@@ -130,6 +130,7 @@ def test_the_loop_of_the_readme_prints_what_is_shown(own: Own) -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=BF16)
 
 
+@pytest.mark.long
 def test_the_estimate_prints_what_is_shown(own: Own) -> None:
     """Line by line, figures to what another build of torch observes."""
     (block,) = (block for block in blocks(PLAN) if "systems.estimate(" in block)
@@ -140,6 +141,7 @@ def test_the_estimate_prints_what_is_shown(own: Own) -> None:
         assert alike(mine, other), other
 
 
+@pytest.mark.long
 def test_own_loop_runs_as_shown(own: Own) -> None:
     printed = own.run("".join(blocks(OWN_LOOP)) + WENT_ON + ALL_OF_IT)
     trained = transformers.GPT2LMHeadModel.from_pretrained(own.folder / "trained")

@@ -12,7 +12,7 @@ import torch
 from tests.baselines.conftest import BF16, EXACT, FP32, FROZEN, cases, reference
 from tests.baselines.training import STEPS, Job, Result
 
-pytestmark = pytest.mark.timeout(1500)  # the first use of a package builds its extensions, which takes minutes
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]  # the first use of a package builds its extensions: minutes
 
 Trained = Callable[[Job], Result]
 EVERY = [*FP32, *BF16, *FROZEN]

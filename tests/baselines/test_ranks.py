@@ -80,6 +80,7 @@ def compare(jobs: tuple[Job, ...], folder: Path, ranks: int) -> None:
 
 
 @pytest.mark.timeout(1500)  # as in test_parity.py
+@pytest.mark.long
 def test_two_ranks_are_two_of_the_reference(tmp_path: Path) -> None:
     compare(FP32 + BF16, tmp_path, 2)
 

@@ -31,6 +31,7 @@ def test_a_run_through_files_trains_as_one_without(run_here: Callable[..., Recor
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_plan_foresees_what_the_disk_holds_and_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--system", "angel-ptm", "--model", "opt-1.3b", "--hardware", "h100-80g-x1", "--recompute", "full"]
     arguments += ["--set", "num_layers=6", "--batch-size", "1", "--seq-len", "512"]

@@ -23,6 +23,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.long
 def test_profile_plan_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine, kept = tmp_path / "machine.json", tmp_path / "kept"
     assert cli.main(["profile", "--device", "cpu", "--like", LIKE, "--out", str(machine)]) == 0

@@ -236,6 +236,7 @@ FULL = ("--batch-size", "2", "--seq-len", "512", "--recompute", "full")
         ("t5-tiny", "elixir", "h3t-2080ti-10g-x8", ("--dtype", "fp16", "--accumulate", "2")),
     ],
 )
+@pytest.mark.long
 def test_models_and_machines_of_the_papers(
     model: str, system: str, machine: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +246,7 @@ def test_models_and_machines_of_the_papers(
     assert found["plan"]["predicted_step_time_s"] >= max(found["bounds_s"].values()) * 0.999
 
 
+@pytest.mark.long
 def test_175b_on_768_devices_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--batch-size", "1", "--seq-len", "2048", "--recompute", "full")
     started_s = time.process_time()

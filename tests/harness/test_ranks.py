@@ -78,6 +78,7 @@ def assert_is_one_rank(found: Record, expected: Record, ranks: int) -> None:
     assert (found.spec.ranks, len(found.memory_by_rank)) == (ranks, ranks)
 
 
+@pytest.mark.long
 def test_two_ranks_are_one_that_accumulates(run_here: Callable[..., Record], mark: str, tmp_path: Path) -> None:
     expected = oracle(run_here, 2)
     whole = run_system("resident", ranks=2)

@@ -198,6 +198,7 @@ BATCHES = BatchSpec(
 )
 
 
+@pytest.mark.long
 def test_what_is_likely_is_what_the_forecast_says_and_is_planned_elsewhere() -> None:
     """In a process of its own; where that dies, or nobody wants the answer, or there is no forecast, nothing is known."""
     samples = Candidates("samples", BATCHES, 1, BATCHES.most)

@@ -213,6 +213,7 @@ def test_every_switch_saves_memory_with_all_others_on() -> None:
         assert drawn(Case(replace(ALL_ON, **{name: False}), 4)).peak_bytes >= least
 
 
+@pytest.mark.long
 def test_files_are_written_and_hold_what_was_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "deep" / "folder"
     assert main(["--out", str(folder)]) == 0

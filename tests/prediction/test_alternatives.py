@@ -53,6 +53,7 @@ def test_each_helps_and_has_the_step_that_is_said(system: str, about: Question) 
         assert (instead.simulation.step_time_s, instead.tokens_per_s) == (one.step_time_s, one.tokens_per_s)
 
 
+@pytest.mark.long
 def test_some_are_found_of_each_kind() -> None:
     named = [one for system in STRATEGIES for about in QUESTIONS for one in asked(system, about)[1]]
     assert {name for one in named for name in (*one.changes, *one.options)} >= {"recompute", "batch_size", "nonfinite"}

@@ -103,6 +103,7 @@ def test_one_thread_is_torchrun_s_choice_and_not_the_user_s(monkeypatch: pytest.
     ("group", "system"), [("own", "elixir"), ("none", "elixir"), ("own", "torch-ddp"), ("none", "fsdp2-offload")]
 )
 @pytest.mark.one_in(4)
+@pytest.mark.long
 def test_engines_of_torchrun(group: str, system: str, tmp_path: Path) -> None:
     """The bits of one rank that accumulates, also of engines after and beside each other, or torch's of the same. Groups end
     with who made them.
@@ -129,6 +130,7 @@ def test_engines_of_torchrun(group: str, system: str, tmp_path: Path) -> None:
                 assert all(torch.allclose(values[name], value, rtol=0, atol=1e-5) for name, value in run.parameters.items())
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_come_says_why(tmp_path: Path) -> None:
     """The other one would wait for it."""
     (tmp_path / "work.py").write_text(ABSENT)

@@ -64,6 +64,7 @@ def in_torchrun(folder: Path, system: str, interface: str | None, **given: objec
 
 
 @pytest.mark.parametrize("system", ["elixir", pytest.param("torch-ddp", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_ranks_of_torchrun_on_one_host_listen_on_its_loopback(system: str, tmp_path: Path) -> None:
     given = {"device_memory": "2MiB"} if system == "elixir" else {}
     for told in in_torchrun(tmp_path, system, None, **given):
@@ -80,6 +81,7 @@ def test_an_interface_that_the_user_names_is_listened_on(tmp_path: Path) -> None
         assert told["listens"] == [address]
 
 
+@pytest.mark.long
 def test_ranks_of_a_run_listen_on_the_loopback(tmp_path: Path) -> None:
     """Looked at from outside, all the time, and every process of it."""
     mark = uuid.uuid4().hex

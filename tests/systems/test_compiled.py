@@ -94,6 +94,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recompute", ["none", "full", (0, 2)])
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.one_in(3)
+@pytest.mark.long
 def test_compiled_blocks_train_where_states_do_not_fit(strategy: str, recompute: Any) -> None:
     """Of 16 bytes a parameter a fifth. One graph of a whole block does for all places at which weights lie."""
     budget, batches = 16 * models_registry.parameter_count(SHAPE) // 5, batches_of(STEPS)

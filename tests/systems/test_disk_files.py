@@ -129,6 +129,7 @@ step(engine, 1)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda each: each.name)
 @pytest.mark.one_in(3)
+@pytest.mark.long
 def test_nothing_is_left_of_a_process_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
     """So the next run finds nothing that it had to tell from its own."""
     (tmp_path / "of somebody else").write_text("kept")

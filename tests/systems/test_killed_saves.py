@@ -129,6 +129,7 @@ def check(kills: int, folder: Path, seed: int, expected: Expected) -> tuple[list
     return deaths, unfinished
 
 
+@pytest.mark.long
 def test_a_save_that_is_killed_leaves_the_last_state_or_the_new_one(tmp_path: Path) -> None:
     """The first that there is, and one over another."""
     check(2, tmp_path / "here", 0, Expected())

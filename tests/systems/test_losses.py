@@ -266,6 +266,7 @@ def test_the_document_has_the_forecasts_and_16_gib_are_too_small_where_the_loop_
     assert told == [f"{each.least_device_bytes / GIB:.1f}" for each in (kept, own, chunked)]
 
 
+@pytest.mark.long
 def test_the_document_s_examples_run_as_shown(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     assert len(blocks) == 2

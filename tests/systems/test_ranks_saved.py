@@ -482,6 +482,7 @@ def save_and_die(rank: int, meet: Path, folder: Path) -> None:
     os._exit(0)  # without waiting for who is gone
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_saving_leaves_the_last_one(tmp_path: Path) -> None:
     folder = tmp_path / "here"
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
