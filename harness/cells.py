@@ -7,16 +7,17 @@ its replicates, the runs that nothing known tells from it. How a table looks is 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.likeness import alike
 from harness.record import Record
-from harness.spec import RunSpec
+from harness.spec import RunSpec, flag
 from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line
 
@@ -34,27 +35,36 @@ class _Data(BaseModel):
 
 
 class GroupData(_Data):
-    """rows: flags of a run each, over those of the group and of the table. reference: a row's name, as it is shown."""
+    """rows: flags of a run each, over those of the group and of the table; a row's `processes` is how many runs its cell wants.
+    grid: flags with a list of values each, of which every combination is a group. reference: a row's name, as it is shown.
+    """
 
     title: str
     reference: str
     work: dict[str, Any] = {}
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     rows: tuple[dict[str, Any], ...] = Field(min_length=1)
 
 
 class TableData(_Data):
-    """hardware: the device label of the records; those of other devices never mix in."""
+    """hardware: the device label of the records; those of other devices never mix in. processes: that a cell wants, unless its
+    row says how many.
+    """
 
     title: str
     hardware: str
     work: dict[str, Any] = {}
+    processes: int = Field(1, ge=1)
     groups: tuple[GroupData, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
 class TableCell:
+    """processes: runs that it wants."""
+
     label: str
     spec: RunSpec
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,27 +87,36 @@ def read_table(path: Path) -> ResultsTable:
     """Raises ValueError, one line that names the file, for a table that cannot be read."""
     try:
         data = TableData.model_validate(tomllib.loads(read_text(path, TEXT_LIMIT)))
-        return ResultsTable(data.title, data.hardware, tuple(_group(data, group) for group in data.groups))
+        groups = (made for group in data.groups for made in _groups(data, group))
+        return ResultsTable(data.title, data.hardware, tuple(groups))
     except ValidationError as error:
-        raise ValueError(f"{path.name}: {invalid_value(error, lambda field, _: field)}") from None
+        where = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
+        raise ValueError(f"{path.name}: {invalid_value(error, lambda *_: where)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {one_line(str(error))}") from None
 
 
-def _group(table: TableData, group: GroupData) -> Group:
-    cells = tuple(_cell(table.work | group.work | row) for row in group.rows)
-    by_label = {cell.label: cell for cell in reversed(cells)}
-    if group.reference not in by_label:
-        raise ValueError(f"group {group.title!r}: no row is called {group.reference!r}: {', '.join(by_label)}")
-    return Group(group.title, by_label[group.reference], cells)
+def _groups(table: TableData, group: GroupData) -> Iterator[Group]:
+    """One for each combination of the grid's values, the last of its flags changing fastest."""
+    for values in product(*group.grid.values()):
+        chosen = dict(zip(group.grid, values, strict=True))
+        title = ", ".join([group.title, *(f"{flag(name)} {value}" for name, value in chosen.items())])
+        cells = tuple(_cell(table.work | group.work | chosen | row, table.processes) for row in group.rows)
+        by_label = {cell.label: cell for cell in reversed(cells)}
+        if group.reference not in by_label:
+            raise ValueError(f"group {group.title!r}: no row is called {group.reference!r}: {', '.join(by_label)}")
+        yield Group(title, by_label[group.reference], cells)
 
 
-def _cell(work: Mapping[str, Any]) -> TableCell:
+def _cell(work: dict[str, Any], processes: int) -> TableCell:
+    given = work.pop("processes", processes)
+    if type(given) is not int or given < 1:
+        raise ValueError(f"processes = {given!r} of a row: write a whole number from 1 on")
     spec = RunSpec.model_validate(work)
     for field in RESOLVED_WORK:
         if getattr(spec, field) is None:
             raise ValueError(f"a row of {spec.system} names no {field}")
-    return TableCell(":".join(filter(None, [spec.system, ",".join(spec.option)])), spec)
+    return TableCell(":".join(filter(None, [spec.system, ",".join(spec.option)])), spec, given)
 
 
 def belongs(record: Record, cell: TableCell, hardware: str) -> bool:

@@ -21,15 +21,15 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
-from harness import comparison, names, scale, store, summary, trace
+from harness import comparison, names, scale, store, sweep, trace
 from harness.channel import LISTEN_S
 from harness.compare import CompareSpec, Contender, StoredSpec, check_options, collect, entries, read_runs
 from harness.flags import parse
+from harness.keeping import keep, tracker_of
 from harness.launch import launch
 from harness.output import (
     complain,
     fill_standard_streams,
-    gives_json,
     json_asked,
     progress_console,
     result_console,
@@ -42,6 +42,7 @@ from harness.record import Record, to_json
 from harness.scale import BatchSpec, ScaleSpec
 from harness.spec import BadInputError, RunSpec, flag, in_flags
 from harness.stopping import Stop, stop_signals
+from harness.sweep import SweepSpec
 from harness.table import show
 from harness.wandb_log import Tracker
 from systems.errors import UnsupportedError
@@ -50,7 +51,7 @@ from systems.ranks.launchers import Launched, launched
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 INTERRUPTED = 128 + signal.SIGINT
-GIVE_JSON = ("run", "compare", "plan", "max-scale", "max-batch", "ls", "profile")
+GIVE_JSON = ("run", "compare", "plan", "max-scale", "max-batch", "sweep", "ls", "profile")
 JSON_HELP = "With --json the result is one line of JSON, the last on stdout, as it is wherever stdout is no terminal."
 EXAMPLES = {
     "run": "harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB",
@@ -58,6 +59,7 @@ EXAMPLES = {
     "plan": "harness plan --system all --model ps-4b --hardware h100-80g-x1 --recompute full",
     "max-scale": "harness max-scale --system elixir --model opt-tiny --device cpu --device-memory 6MiB --most 24",
     "max-batch": "harness max-batch --system elixir --model opt-tiny --device cpu --device-memory 6MiB --most 64",
+    "sweep": "harness sweep 10-h200-speed --group ps-4b --for 25 --archive records.tar.gz",
     "tables": "harness tables --check",
     "profile": "harness profile --out machine.json",
     "doctor": "harness doctor",
@@ -68,6 +70,7 @@ COMMANDS = {
     "plan": "say whether a model fits a machine that need not be here, and how fast it would train",
     "max-scale": "find the largest model that trains here",
     "max-batch": "find the largest batch that a model trains with here",
+    "sweep": "run what a table's cells still want, to be stopped and gone on with at any time",
     "tables": "write the results tables in docs/results.md from the kept records",
     "profile": "measure this machine's roofs into a hardware profile",
     "ls": "list systems, models, hardware or runs, or tell of one",
@@ -159,11 +162,11 @@ def run(spec: RunSpec) -> int:
         return _run_behind(spec)
     _check_before_work(spec)
     console = progress_console()
-    tracker, code = _tracker(spec, console), OK
+    tracker, code = tracker_of(spec.wandb, console), OK
     with stop_signals() as stop:
         for replicate in range(spec.repeat):
             record = launch(spec, replicate=replicate, console=console, stop=stop, advise=replicate == 0)
-            kept = _keep(record, spec, console, tracker, summed_up=True)
+            kept = keep(record, spec, console, tracker, summed_up=True)
             if kept:
                 say_json(to_json(record))
             if record.status != "ok" or not kept:
@@ -199,7 +202,7 @@ def compare(spec: CompareSpec) -> int:
         _check_before_work(entry.spec)
     check_options(found)
     console = progress_console()
-    tracker = _tracker(spec, console)
+    tracker = tracker_of(spec.wandb, console)
     lost: list[Record] = []
     with stop_signals() as stop:
 
@@ -219,7 +222,7 @@ def _execute(
         return None
     console.print(printable(f"{entry.label}: run {replicate + 1} of {entry.spec.repeat}"), markup=False)
     record = launch(entry.spec, replicate=replicate, console=console, stop=stop)
-    if not _keep(record, entry.spec, console, tracker):
+    if not keep(record, entry.spec, console, tracker):
         lost.append(record)
     return record
 
@@ -229,12 +232,12 @@ def search(spec: ScaleSpec | BatchSpec) -> int:
     _refuse_launcher()
     _check_before_work(spec)
     console = progress_console()
-    tracker = _tracker(spec, console)
+    tracker = tracker_of(spec.wandb, console)
     with stop_signals() as stop:
 
         def one(asked: RunSpec) -> Record | None:
             record = launch(asked, replicate=0, console=console, stop=stop)
-            kept = _keep(record, asked, console, tracker)
+            kept = keep(record, asked, console, tracker)
             return record if kept and stop.number is None else None
 
         found = scale.search(spec, one, console, lambda: stop.number is not None)
@@ -252,38 +255,6 @@ def _tell(made: comparison.Comparison) -> int:
     show(made, result_console())
     say_json(comparison.to_json(made))
     return FAILED if made.failed else UNLIKE if made.refusals else OK
-
-
-def _tracker(spec: RunSpec, console: Console) -> Tracker:
-    return Tracker(spec.wandb, tell=lambda line: console.print(printable(line), markup=False), warn=complain)
-
-
-def _keep(record: Record, spec: RunSpec, console: Console, tracker: Tracker, *, summed_up: bool = False) -> bool:
-    """Write a record and tell how the run ended. False if it cannot be kept: then no further run is worth its time.
-
-    summed_up: to a person in all that matters; else, and to a program, in the lines that say what went wrong.
-    """
-    try:
-        path = store.write(record, store.folder_of(spec, record.resolved.device))
-    except store.StoreError as error:
-        complain(str(error))
-        say(to_json(record))
-        return False
-    tracker.log(record)
-    if summed_up and not gives_json():
-        summary.show(record, path, result_console())
-    else:
-        _tell_end(record, path, console)
-    return True
-
-
-def _tell_end(record: Record, path: Path, console: Console) -> None:
-    said = f"{record.status}: {record.reason.message}" if record.reason else record.status
-    console.print(printable(f"{said} ({path})"), markup=False)
-    for line in record.reason.advice if record.reason else ():
-        console.print(printable(f"try: {line}"), markup=False)
-    for doubt in record.doubts:
-        console.print(f"doubt: {doubt.code}: {doubt.seen}; may be {doubt.cause}; {doubt.advice}", markup=False)
 
 
 def _check_text(arguments: Sequence[str]) -> None:
@@ -323,9 +294,9 @@ def _take_json(command: str, arguments: Sequence[str]) -> tuple[bool, list[str]]
     return len(kept) < len(arguments), kept
 
 
-def _asked(spec: type[_Spec], command: str, arguments: Sequence[str]) -> _Spec:
-    json_too = [JSON_HELP] if command in GIVE_JSON else []
-    return parse(spec, arguments, prog=f"harness {command}", help_too=[f"Example: {EXAMPLES[command]}", *json_too])
+def _asked(spec: type[_Spec], command: str, arguments: Sequence[str], *, positional: str | None = None) -> _Spec:
+    told = [f"Example: {EXAMPLES[command]}", *([JSON_HELP] if command in GIVE_JSON else [])]
+    return parse(spec, arguments, prog=f"harness {command}", positional=positional, help_too=told)
 
 
 def _carry_out(command: str, rest: Sequence[str]) -> int:
@@ -346,6 +317,9 @@ def _carry_out(command: str, rest: Sequence[str]) -> int:
         return search(_asked(ScaleSpec, command, rest))
     if command == "max-batch":
         return search(_asked(BatchSpec, command, rest))
+    if command == "sweep":
+        _refuse_launcher()
+        return sweep.sweep_table(_asked(SweepSpec, command, rest, positional="table"))
     if command == "ls":
         from harness.listing import list_asked
 

@@ -16,7 +16,7 @@ import torch
 
 from harness import nvml
 from harness.record import Code, Environment, Hardware, Threads
-from systems.machine.limits import PROC, MachineLimits
+from systems.machine.limits import PROC, MachineLimits, boot_id
 from systems.messages import one_line
 
 PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe", "numpy", "pydantic", "triton")
@@ -136,7 +136,7 @@ def _cpu() -> tuple[str | None, list[str]]:
 def hardware(device: str, device_nvml: nvml.Nvml | None) -> Hardware:
     model, flags = _cpu()
     if device != "cuda":
-        return Hardware(device_name="cpu-emulated", device_count=1, cpu_model=model, cpu_flags=flags)
+        return Hardware(device_name="cpu-emulated", device_count=1, boot_id=boot_id(), cpu_model=model, cpu_flags=flags)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     link = device_nvml.link() if device_nvml else nvml.PcieLink()
     return Hardware(
@@ -144,6 +144,8 @@ def hardware(device: str, device_nvml: nvml.Nvml | None) -> Hardware:
         device_count=torch.cuda.device_count(),
         device_memory_bytes=properties.total_memory,
         device_driver=device_nvml.driver() if device_nvml else None,
+        device_uuid=str(getattr(properties, "uuid", None) or "") or None,
+        boot_id=boot_id(),
         pcie_generation=link.generation,
         pcie_generation_max=link.generation_max,
         pcie_width=link.width,

@@ -34,7 +34,7 @@ class Reason(Part):
 
     message: str
     phase: str | None = Field(
-        None, description="start, resolve, join, room, build, initialize, warm-up, step, eval, trace or close"
+        None, description="plan, start, resolve, join, room, build, initialize, warm-up, step, eval, trace or close"
     )
     tier: Literal["device", "host", "disk"] | None = None
     need: int | None = None
@@ -85,6 +85,8 @@ class Hardware(Part):
     device_count: int | None = None
     device_memory_bytes: int | None = None
     device_driver: str | None = None
+    device_uuid: str | None = Field(None, description="with boot_id: which machine it was, and since when")
+    boot_id: str | None = None
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
     pcie_width: int | None = None

@@ -95,6 +95,12 @@ def page(tables: Sequence[ResultsTable], records: Sequence[Record]) -> list[str]
     return lines
 
 
+def shown(table: ResultsTable, records: Sequence[Record]) -> list[str]:
+    """One table's lines."""
+    groups = [shown_group(group, records, table.hardware) for group in table.groups]
+    return table_lines(table, groups, doubt_marks(doubt for one in groups for _, row in one.run for doubt in row.doubts))
+
+
 def doubt_marks(doubts: Iterable[str]) -> dict[str, str]:
     """A letter each, in the order of the closed list; what an older list had comes last."""
     found = set(doubts)

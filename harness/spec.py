@@ -164,8 +164,8 @@ class RunSpec(BaseModel):
 
 
 def flag(field: str) -> str:
-    """'batch_size' -> '--batch-size'."""
-    return "--" + field.replace("_", "-")
+    """'batch_size' -> '--batch-size'; 'for_', which Python has as a word of its own, -> '--for'."""
+    return "--" + field.rstrip("_").replace("_", "-")
 
 
 def in_flags(message: str) -> str:

@@ -31,6 +31,7 @@ from harness.plan_spec import ALL, PlanSpec
 from harness.profile_spec import ProfileSpec
 from harness.scale import BatchSpec, ScaleSpec
 from harness.spec import RunSpec, flag
+from harness.sweep import SweepSpec
 from harness.tables import TablesSpec
 from models import registry as models_registry
 from systems import registry
@@ -49,12 +50,19 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "plan": (PlanSpec,),
     "max-scale": (ScaleSpec,),
     "max-batch": (BatchSpec,),
+    "sweep": (SweepSpec,),
     "tables": (TablesSpec,),
     "profile": (ProfileSpec,),
     "ls": (SystemsSpec, ModelsSpec, HardwareSpec, RunsSpec),
     "doctor": (cli.DoctorSpec,),
 }
-CALLED = ("harness.plan.plan", "harness.listing._tell", "harness.profile.take_profile", "harness.tables.write_tables")
+CALLED = (
+    "harness.plan.plan",
+    "harness.listing._tell",
+    "harness.profile.take_profile",
+    "harness.sweep.sweep_table",
+    "harness.tables.write_tables",
+)
 DONE = 41  # what stands for a command's work gives this
 LIMIT_S = 1800
 STATE_BYTES = 16  # a parameter
@@ -239,7 +247,7 @@ def test_the_readme_says_no_command_of_several_gpus_that_its_document_does_not()
 def needs_a_gpu(command: Command) -> bool:
     """Sizes that train on a GPU alone, and runs on hosts that are not here."""
     words = command.words
-    return words[1] in ("run", "compare", "max-scale", "max-batch") and "--device cpu" not in command.text
+    return words[1] in ("run", "compare", "max-scale", "max-batch", "sweep") and "--device cpu" not in command.text
 
 
 def own_files(folder: Path) -> None:

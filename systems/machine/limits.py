@@ -57,6 +57,11 @@ class Cgroups:
     v2: tuple[Path, ...]
 
 
+def boot_id() -> str | None:
+    """Of this machine, another one whenever it starts."""
+    return (_read(PROC / "sys/kernel/random/boot_id") or "").strip() or None
+
+
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(errors="replace")

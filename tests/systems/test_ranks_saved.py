@@ -484,8 +484,7 @@ def save_and_die(rank: int, meet: Path, folder: Path) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_while_saving_leaves_the_last_one(tmp_path: Path) -> None:
-    folder = tmp_path / "here"
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    folder, variables = tmp_path / "here", {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     script = "import sys, pathlib, tests.systems.test_ranks_saved as saved; rank, *paths = sys.argv[1:]; "
     script += "saved.save_and_die(int(rank), *map(pathlib.Path, paths))"
     words = [[sys.executable, "-c", script, str(rank), str(tmp_path / "meet"), str(folder)] for rank in range(SAVED_BY)]

@@ -1,0 +1,301 @@
+"""`harness sweep`: the runs that a table's cells still want, so that it can be stopped at any moment and gone on with.
+
+Note [Whose turn it is]
+    Group by group, in the file's order. In a group the cell with the fewest runs is next, of equals the first: A B C A B C, so
+    that what changes slowly falls on all alike, also over several calls. A record counts whatever came of it, but for one that
+    was interrupted; a refusal, and a package that is not there, would come again and end a cell's turns. What a forecast says
+    does not fit is a refusal without a run. Where a group is gone on with on another machine, or on one that was started anew,
+    its reference has another turn there first, beyond what it wants: ratios are of one machine.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from harness import names, store
+from harness.cells import Group, ResultsTable, TableCell, belongs, read_table, replicates
+from harness.keeping import keep, tracker_of
+from harness.launch import launch
+from harness.likely import foreseen
+from harness.output import complain, progress_console, result_console, say, say_json
+from harness.record import Record, build, to_json
+from harness.results_page import shown
+from harness.spec import KEPT, BadInputError, RunSpec, in_flags
+from harness.stopping import stop_signals
+from harness.store import new_run_id
+from systems.machine.durable import write_whole
+from systems.machine.limits import boot_id
+from systems.messages import printable, unknown_name
+
+TABLES = Path(__file__).with_name("results_tables")
+OF_ONE_RUN = ("trace", "checkpoint", "save_every", "resume", "results", "repeat")  # flags that no row may have
+COMPLETE, FAILED, MISSING = 0, 1, 3  # exit codes
+DECIDED = ("refused", "unavailable")  # before any training, and so again
+GUESS_S = 120.0  # of a run, where none was made yet
+
+
+class SweepSpec(BaseModel):
+    """Run what a table's cells still want: a TOML file of groups of runs, or one of the results tables by its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    table: str = Field(description="a TOML file (docs/harness.md says what is in it), or the name of a results table")
+    results: str = Field(KEPT, min_length=1, description="folder of the records, those that count and those that are made")
+    for_: float | None = Field(None, gt=0, description="minutes: no run begins that would likely end after them")
+    processes: int | None = Field(None, ge=1, description="runs of each cell; default: what the table says")
+    group: str | None = Field(None, min_length=1, description="part of a group's title: only groups that have it")
+    dry_run: bool = Field(False, description="run nothing, and list what would be, with what is known of its time")
+    archive: str | None = Field(None, min_length=1, description="a .tar.gz to put the records of this call in")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """replicate: how many runs the cell had before."""
+
+    group: Group
+    cell: TableCell
+    replicate: int
+
+    def __str__(self) -> str:
+        return f"{self.group.title}: {self.cell.label}, run {self.replicate + 1}"
+
+
+@dataclass
+class Sweep:
+    """A table and the records that there are. here: the boot id of this machine, None where it has none."""
+
+    table: ResultsTable
+    records: list[Record]
+    here: str | None = None
+    made: list[Record] = field(default_factory=list)
+
+    def runs(self, cell: TableCell) -> list[Record]:
+        """Those that count."""
+        return [r for r in replicates(self.records, cell, self.table.hardware) if r.status != "interrupted"]
+
+    def wanted(self, cell: TableCell) -> int:
+        """Runs that are missing."""
+        runs = self.runs(cell)
+        return 0 if any(r.status in DECIDED for r in runs) else max(0, cell.processes - len(runs))
+
+    @property
+    def missing(self) -> int:
+        return sum(self.wanted(cell) for group in self.table.groups for cell in group.cells)
+
+    def next(self) -> Turn | None:
+        """See Note [Whose turn it is]. None: nothing is missing."""
+        for group in self.table.groups:
+            waiting = [cell for cell in group.cells if self.wanted(cell)]
+            if not waiting:
+                continue
+            reference = self.runs(group.reference)
+            elsewhere = bool(reference) and self.here is not None and not any(map(self._is_here, reference))
+            if elsewhere and not any(r.status in DECIDED for r in reference):
+                return Turn(group, group.reference, len(reference))
+            cell = min(waiting, key=lambda each: len(self.runs(each)))
+            return Turn(group, cell, len(self.runs(cell)))
+        return None
+
+    def _is_here(self, record: Record) -> bool:
+        return record.environment.hardware.boot_id in (None, self.here)
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        self.made.append(record)
+
+    def expected_s(self, cell: TableCell, group: Group) -> float:
+        """Of one run: as this cell's took, else as its group's, else as any of the table's."""
+        every = [each for one in self.table.groups for each in one.cells]
+        for cells in ((cell,), group.cells, every):
+            took = [r.wall_s for each in cells for r in self.runs(each) if r.wall_s and r.status not in DECIDED]
+            if took:
+                return statistics.median(took)
+        return GUESS_S
+
+    @property
+    def left_s(self) -> float:
+        """All that is missing, as far as is known."""
+        cells = ((cell, group) for group in self.table.groups for cell in group.cells)
+        return sum(self.wanted(cell) * self.expected_s(cell, group) for cell, group in cells if self.wanted(cell))
+
+
+def table_of(spec: SweepSpec, folder: Path = TABLES) -> ResultsTable:
+    """Raises BadInputError for one that is not there, or cannot be read, or has nothing of what is asked for."""
+    named = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    path = named.get(spec.table, Path(spec.table))
+    if path.suffix != ".toml" and not path.exists():
+        raise BadInputError(f"{unknown_name('results table', spec.table, named)}; a file's name ends in .toml")
+    try:
+        table = read_table(path)
+    except ValueError as error:
+        raise BadInputError(str(error)) from None
+    for cell in (cell for group in table.groups for cell in group.cells):
+        given = [field for field in OF_ONE_RUN if field in cell.spec.model_fields_set]
+        if given:
+            raise BadInputError(f"{path.name}: a row of {cell.spec.system} has {given[0]}, which is of one run: leave it out")
+    groups = tuple(group for group in table.groups if spec.group is None or spec.group in group.title)
+    if not groups:
+        raise BadInputError(f"--group {spec.group}: no group is called so: {', '.join(g.title for g in table.groups)}")
+    if spec.processes is not None:
+        groups = tuple(_with_processes(group, spec.processes) for group in groups)
+    return replace(table, groups=groups)
+
+
+def _with_processes(group: Group, processes: int) -> Group:
+    cells = tuple(replace(cell, processes=processes) for cell in group.cells)
+    return replace(group, cells=cells, reference=cells[group.cells.index(group.reference)])
+
+
+def as_run(turn: Turn, results: str) -> RunSpec:
+    return turn.cell.spec.model_copy(update={"results": results})
+
+
+def refused(spec: RunSpec, why: str) -> Record:
+    """What its forecast says does not fit, as a record."""
+    now = datetime.now(UTC)
+    told = {"message": f"by its forecast, before any run: {in_flags(why)}", "phase": "plan"}
+    run_id = new_run_id(spec.system, spec.model, now)
+    return build({"run_id": run_id, "started_at": now.isoformat(), "status": "refused", "reason": told, "spec": spec})
+
+
+def as_of(cell: TableCell, record: Record, hardware: str) -> Record:
+    """A record that ended before it knew its device and sizes gets those of its cell, and says so."""
+    if record.resolved.device_label is not None:
+        return record
+    sizes = {"device_label": hardware, "batch_size": cell.spec.batch_size, "seq_len": cell.spec.seq_len}
+    notes = [*record.notes, "device and sizes are those of the table: it ended before it knew them"]
+    return record.model_copy(update={"resolved": record.resolved.model_copy(update=sizes), "notes": notes})
+
+
+def sweep(
+    done: Sweep,
+    *,
+    results: str,
+    minutes: float | None,
+    foreseen: Callable[[RunSpec], str | None],
+    execute: Callable[[RunSpec, int], Record],
+    keep: Callable[[Record, RunSpec], bool],
+    console: Console,
+    stopped: Callable[[], bool],
+) -> str | None:
+    """Until nothing is missing: None; or why it ends before. execute: makes the record of a run; keep: False where it cannot be
+    kept. foreseen: why a run would be refused. Raises BadInputError where the machine is not the table's.
+    """
+    began = time.monotonic()
+    while (turn := done.next()) is not None:
+        if stopped():
+            return "it was stopped"
+        spec, expected = as_run(turn, results), done.expected_s(turn.cell, turn.group)
+        if minutes is not None and time.monotonic() - began + expected > 60 * minutes:
+            return f"the next run would likely take {expected:.0f} s, and {minutes:g} minutes would be over"
+        console.print(printable(f"{done.missing} missing, {_time(done.left_s)} or so: {turn}"), markup=False)
+        why = foreseen(spec) if turn.replicate == 0 else None
+        record = execute(spec, turn.replicate) if why is None else refused(spec, why)
+        record = as_of(turn.cell, record, done.table.hardware)
+        if not keep(record, spec):
+            return "its record could not be kept"
+        if stopped():
+            return "it was stopped"
+        if not belongs(record, turn.cell, done.table.hardware):
+            label = record.resolved.device_label
+            raise BadInputError(f"the table is of {done.table.hardware}, and this run was on {label}: run it there")
+        done.add(record)
+    return None
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def listed(done: Sweep) -> Iterator[str]:
+    """A line a cell: what there is, what it wants, and how long that would likely take."""
+    for group in done.table.groups:
+        yield group.title
+        for cell in group.cells:
+            runs, wanted = done.runs(cell), done.wanted(cell)
+            said = ", ".join(f"{sum(r.status == status for r in runs)} {status}" for status in sorted({r.status for r in runs}))
+            more = f"{wanted} to run, {_time(wanted * done.expected_s(cell, group))} or so" if wanted else "nothing to run"
+            yield f"  {cell.label}: {said or 'no run yet'}; {more}"
+    yield f"{done.missing} runs are missing: {_time(done.left_s)} or so"
+
+
+def write_archive(records: Sequence[Record], path: Path) -> None:
+    """The records as files of one .tar.gz. Raises BadInputError where it cannot be written."""
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w:gz") as archive:
+        for record in records:
+            text = to_json(record).encode() + b"\n"
+            entry = tarfile.TarInfo(f"{record.run_id}.json")
+            entry.size, entry.mtime = len(text), int(datetime.fromisoformat(record.started_at).timestamp())
+            archive.addfile(entry, io.BytesIO(text))
+    try:
+        write_whole(path, held.getvalue())
+    except OSError as error:
+        raise BadInputError(f"--archive {path} cannot be written: {error.strerror}") from None
+
+
+def told(done: Sweep, why: str | None) -> str:
+    """The result as one line of JSON."""
+    found: dict[str, Any] = {
+        "missing": done.missing,
+        "ended": why,
+        "ran": [record.run_id for record in done.made],
+        "statuses": {record.run_id: record.status for record in done.made},
+    }
+    return json.dumps(found)
+
+
+def sweep_table(spec: SweepSpec) -> int:
+    """Run what is missing of a table. The exit code: 1 if a run failed, else 3 if runs are missing still, else 0."""
+    folder, table = Path(spec.results), table_of(spec)
+    for group in table.groups:
+        for cell in group.cells:
+            names.check_run(cell.spec)
+    records, unreadable = store.read_all(folder)
+    for one in unreadable:
+        complain(f"{one.path} is no record: {one.why}")
+    done, console = Sweep(table, records, boot_id()), progress_console()
+    if spec.dry_run:
+        for line in listed(done):
+            say(printable(line))
+        return COMPLETE
+    store.prepare(folder)
+    if spec.archive is not None:
+        if Path(spec.archive).exists():
+            raise BadInputError(f"--archive {spec.archive} is there already: name another, for nothing is written over")
+        write_archive([], Path(spec.archive))  # it can be
+    tracker = tracker_of("off", console)
+    with stop_signals() as stop:
+        try:
+            ended = sweep(
+                done,
+                results=spec.results,
+                minutes=spec.for_,
+                foreseen=lambda asked: foreseen(asked, lambda: stop.number is not None),
+                execute=lambda asked, number: launch(asked, replicate=number, console=console, stop=stop),
+                keep=lambda record, asked: keep(record, asked, console, tracker),
+                console=console,
+                stopped=lambda: stop.number is not None,
+            )
+        finally:
+            if spec.archive is not None:
+                write_archive(done.made, Path(spec.archive))
+    for line in shown(table, done.records):
+        result_console().print(printable(line), markup=False)
+    if ended is not None:
+        console.print(printable(f"{done.missing} runs are missing still: {ended}"), markup=False)
+    say_json(told(done, ended))
+    failed = any(record.status not in ("ok", *DECIDED) for record in done.made)
+    return stop.code or (FAILED if failed else MISSING if done.missing else COMPLETE)

@@ -1,0 +1,246 @@
+"""Sweeps: whose turn it is, what counts as done, and that a sweep which is killed is gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli, store, sweep
+from harness.cells import TableCell
+from harness.output import progress_console
+from harness.record import Record
+from harness.spec import BadInputError, RunSpec
+from harness.sweep import Sweep, SweepSpec, table_of
+from tests.harness.conftest import make_record
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE, HERE, ELSEWHERE = "a device", "this boot", "another boot"
+TABLE = """
+title = "A table"
+hardware = "a device"
+processes = 3
+work = { model = "opt-tiny", batch_size = 2, seq_len = 16 }
+
+[[groups]]
+title = "first"
+reference = "resident"
+rows = [{ system = "resident" }, { system = "elixir", device_memory = "1GiB" }, { system = "dummy", processes = 1 }]
+
+[[groups]]
+title = "second"
+reference = "resident"
+work = { recompute = "full" }
+grid = { accumulate = [1, 2], clip = [0.0, 1.0] }
+rows = [{ system = "resident" }]
+"""
+
+
+class Device:
+    """What runs come to. statuses: by system, else ok."""
+
+    def __init__(self, boot: str | None = HERE, **statuses: str) -> None:
+        self.boot, self.statuses, self.ran = boot, statuses, list[tuple[str, int]]()
+
+    def execute(self, spec: RunSpec, replicate: int) -> Record:
+        self.ran.append((spec.system, replicate))
+        status = self.statuses.get(spec.system, "ok")
+        known = {"device_label": DEVICE, "batch_size": 2, "seq_len": 16} if status not in ("refused", "failed") else {}
+        return self.record(spec, status=status, resolved=known)
+
+    def record(self, spec: RunSpec, **given: Any) -> Record:
+        number = len(self.ran)
+        environment = {"hardware": {"boot_id": self.boot}}
+        return make_record(run_id=f"2026-{self.boot}-{number:03}", spec=spec, wall_s=10.0, environment=environment, **given)
+
+
+def done(folder: Path, text: str = TABLE, **asked: Any) -> Sweep:
+    (folder / "t.toml").write_text(text)
+    return Sweep(table_of(SweepSpec(table=str(folder / "t.toml"), **asked)), [], HERE)
+
+
+def run(found: Sweep, device: Device, **given: Any) -> str | None:
+    how: dict[str, Any] = {"minutes": None, "foreseen": lambda spec: None, "stopped": lambda: False, "keep": lambda *_: True}
+    return sweep.sweep(found, results="r", execute=device.execute, console=progress_console(), **(how | given))
+
+
+def first(found: Sweep) -> list[TableCell]:
+    return list(found.table.groups[0].cells)
+
+
+def test_systems_take_turns_and_each_cell_gets_what_it_wants(tmp_path: Path) -> None:
+    found, device = done(tmp_path), Device()
+    assert found.missing == 3 + 3 + 1 + 4 * 3
+    assert run(found, device) is None and found.missing == 0
+    turns = ["resident", "elixir", "dummy", "resident", "elixir", "resident", "elixir"]
+    assert [system for system, _ in device.ran] == [*turns, *["resident"] * 12]
+    assert [number for _, number in device.ran[:7]] == [0, 0, 0, 1, 1, 2, 2]
+    titles = [group.title for group in found.table.groups]
+    assert titles == ["first", *(f"second, --accumulate {a}, --clip {c}" for a in (1, 2) for c in (0.0, 1.0))]
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_what_is_there_is_not_run_again(after: int, tmp_path: Path) -> None:
+    """Wherever it was stopped."""
+    found, device = done(tmp_path, group="first"), Device()
+    assert run(found, device, stopped=lambda: len(device.ran) == after) == ("it was stopped" if after < 8 else None)
+    kept = found.records + ([device.record(found.made[0].spec, status="interrupted")] if found.made else [])
+    again, rest = Sweep(found.table, kept, HERE), Device()
+    assert run(again, rest) is None
+    assert len(found.made) + len(rest.ran) == 7
+    assert Counter(record.spec.system for record in again.records if record.status == "ok") == {
+        "resident": 3,
+        "elixir": 3,
+        "dummy": 1,
+    }
+
+
+@pytest.mark.parametrize(("status", "runs"), [("refused", 1), ("unavailable", 1), ("failed", 3), ("oom", 3), ("diverged", 3)])
+def test_what_ends_badly_is_a_cell_too(status: str, runs: int, tmp_path: Path) -> None:
+    """A refusal comes again, other ends need not. What ended before it knew its sizes has those that it was asked for."""
+    found, device = done(tmp_path, group="first"), Device(elixir=status)
+    assert run(found, device) is None and found.missing == 0
+    assert sum(system == "elixir" for system, _ in device.ran) == runs
+    assert {record.status for record in found.runs(first(found)[1])} == {status}
+    known = [record.resolved for record in found.records]
+    assert all((each.device_label, each.batch_size, each.seq_len) == (DEVICE, 2, 16) for each in known)
+
+
+def test_what_a_forecast_refuses_is_not_run(tmp_path: Path) -> None:
+    found, device, asked = done(tmp_path, group="first"), Device(), list[str]()
+
+    def foreseen(spec: RunSpec) -> str | None:
+        asked.append(spec.system)
+        return "more `device_memory` is needed" if spec.system == "elixir" else None
+
+    assert run(found, device, foreseen=foreseen) is None
+    assert {system for system, _ in device.ran} == {"resident", "dummy"}
+    (record,) = found.runs(first(found)[1])
+    assert record.status == "refused" and record.reason is not None and record.reason.phase == "plan"
+    assert record.reason.message == "by its forecast, before any run: more --device-memory is needed"
+    assert asked == ["resident", "elixir", "dummy"], "once a cell"
+
+
+def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
+    """Each takes ten seconds by its record; the first is a guess of two minutes."""
+    found, device = done(tmp_path, group="first"), Device()
+    assert run(found, device, minutes=1.0) is not None and device.ran == []
+    assert run(found, device, minutes=3.0) is None  # they take no time here
+    found = done(tmp_path, group="first", processes=1)
+    assert found.left_s == 3 * sweep.GUESS_S
+    found.add(device.execute(first(found)[0].spec, 0))
+    assert found.left_s == 20.0
+    assert str(run(found, device, minutes=0.1)).startswith("the next run would likely take 10 s, and 0.1 minutes")
+
+
+@pytest.mark.parametrize(("boot", "more"), [(HERE, 0), (None, 0), (ELSEWHERE, 1)])
+def test_on_another_machine_the_reference_has_a_turn_first(boot: str | None, more: int, tmp_path: Path) -> None:
+    found, before = done(tmp_path, group="first"), Device(boot)
+    run(found, before, stopped=lambda: len(before.ran) == 4)
+    device = Device()
+    assert run(found, device) is None
+    assert [system for system, _ in device.ran][:more] == ["resident"] * more
+    assert len(found.made) == 7 + more
+    assert run(Sweep(found.table, found.records, "a third boot"), Device()) is None, "nothing is missing, so nothing is run"
+    assert len(found.made) == 7 + more
+
+
+def test_another_device_s_table_ends_with_its_first_run(tmp_path: Path) -> None:
+    found = done(tmp_path, TABLE.replace('hardware = "a device"', 'hardware = "another"'))
+    device = Device()
+    with pytest.raises(BadInputError, match="the table is of another, and this run was on a device: run it there"):
+        run(found, device)
+    assert len(device.ran) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            ('system = "dummy", processes = 1', 'system = "dummy", processes = 0'),
+            "processes = 0 of a row: write a whole number",
+        ),
+        (('system = "dummy", processes = 1', 'system = "dummy", processes = true'), "processes = True of a row"),
+        (("processes = 3", "processes = 0"), "processes: input should be greater than or equal to 1"),
+        (
+            ('system = "dummy"', 'system = "dummy", trace = "a.json"'),
+            "a row of dummy has trace, which is of one run: leave it out",
+        ),
+        (('system = "dummy"', 'system = "dummy", repeat = 2'), "a row of dummy has repeat, which is of one run"),
+        (("accumulate = [1, 2]", "accumulate = 2"), r"groups.1.grid.accumulate: input should be a valid list"),
+        (("accumulate = [1, 2]", "accumulate = []"), r"groups.1.grid.accumulate: list should have at least 1 item"),
+        (("accumulate = [1, 2]", "acumulate = [1]"), "acumulate"),
+    ],
+)
+def test_a_wrong_table_is_told_in_a_line(change: tuple[str, str], why: str, tmp_path: Path) -> None:
+    text = TABLE.replace(*change)
+    assert text != TABLE
+    with pytest.raises(BadInputError, match=why) as told:
+        done(tmp_path, text)
+    assert "\n" not in str(told.value) and "t.toml" in str(told.value)
+
+
+def test_a_table_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sweep", "10-h200-sped"]) == 2
+    assert "did you mean 10-h200-speed" in capsys.readouterr().err
+    assert cli.main(["sweep", str(tmp_path / "no.toml")]) == 2
+    assert cli.main(["sweep", "10-h200-speed", "--group", "nothing"]) == 2
+    assert "--group nothing: no group is called so" in capsys.readouterr().err
+    assert cli.main(["sweep", "10-h200-speed", "--for", "0"]) == 2
+    assert cli.main(["sweep", "10-h200-speed", "--dry-run", "--results", str(ROOT / "results")]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing to run" in shown and shown.splitlines()[-1].endswith("or so")
+
+
+# ---- for real
+
+REAL = """
+title = "Dummies"
+hardware = "cpu-emulated"
+processes = 5
+work = { device = "cpu", model = "opt-tiny", seq_len = 16, steps = 4, warmup = 1 }
+[[groups]]
+title = "ten cells"
+reference = "dummy"
+rows = [{ system = "dummy", batch_size = 1 }, { system = "dummy", batch_size = 2 }]
+"""
+
+
+@pytest.mark.long
+def test_a_sweep_that_is_killed_is_gone_on_with(tmp_path: Path) -> None:
+    table, results, archive = tmp_path / "t.toml", tmp_path / "r", tmp_path / "a.tar.gz"
+    table.write_text(REAL)
+    command = [sys.executable, "-m", "harness", "sweep", str(table), "--results", str(results)]
+    told = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=told, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 240
+    while not results.is_dir() or len(list(results.glob("*.json"))) < 3:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {path.name for path in results.glob("*.json")}
+    again = subprocess.run([*command, "--archive", str(archive)], env=told, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    found = json.loads(again.stdout.splitlines()[-1])
+    assert len(found["ran"]) == 10 - len(before) and found["missing"] == 0 and set(found["statuses"].values()) == {"ok"}
+    records, unreadable = store.read_all(results)
+    assert len(records) == 10 and not unreadable
+    assert Counter(record.resolved.batch_size for record in records) == {1: 5, 2: 5}
+    assert len({record.environment.hardware.boot_id for record in records}) == 1
+    with tarfile.open(archive) as held:
+        assert sorted(held.getnames()) == sorted(f"{run}.json" for run in found["ran"])
+    assert "| dummy" in again.stderr and "ten cells" in again.stderr
+    nothing = subprocess.run([*command, "--dry-run"], env=told, cwd=tmp_path, capture_output=True, text=True)
+    assert nothing.stdout.splitlines()[-1] == "0 runs are missing: 0 s or so"
+    over = subprocess.run([*command, "--archive", str(archive)], env=told, cwd=tmp_path, capture_output=True, text=True)
+    assert over.returncode == 2 and "is there already: name another" in over.stderr
