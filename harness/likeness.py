@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.record import Part, Record
+from harness.spec import DEFAULT_WARMUP_STEPS
 from systems.sizes import format_size
 
 NOT_KNOWN = "not known"
@@ -89,6 +90,12 @@ def _code(record: Record) -> str | None:
     return None if code.revision is None else code.revision[:12] + (" with changes" if code.dirty else "")
 
 
+def _warm_up(record: Record) -> int | None:
+    """As far as it matters to what is timed behind it: a profiler may need more, and is no other work then."""
+    steps = record.resolved.warmup_steps
+    return None if steps is None else min(steps, DEFAULT_WARMUP_STEPS)
+
+
 def _off(value: float) -> str:
     return f"{value:g}" if value else "off"
 
@@ -104,7 +111,7 @@ FACTS: tuple[Fact, ...] = (
     Fact("sequence length", lambda r: r.resolved.seq_len),
     Fact("data", _data),
     Fact("clipping", lambda r: r.spec.clip, show=_off),
-    Fact("warm-up steps", lambda r: r.resolved.warmup_steps),
+    Fact("warm-up steps", _warm_up, show=lambda steps: f"{steps}{' or more' * (steps >= DEFAULT_WARMUP_STEPS)}"),
     Fact("timed steps", lambda r: r.resolved.timed_steps),
     Fact("timed region", lambda r: r.resolved.clock),
     Fact("steps between validations", lambda r: r.spec.eval_every or 0, show=_off),
