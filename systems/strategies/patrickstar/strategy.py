@@ -16,10 +16,12 @@ from systems.planning.policy.options import StrategyStatistics
 from systems.planning.step.profiles import gradient_profile
 from systems.planning.step.residence import Residence
 from systems.planning.strategy import Eviction, PlanningContext
+from systems.planning.trace import Trace
 from systems.strategies.patrickstar.chunks import PatrickStarChunker
 from systems.strategies.patrickstar.options import PatrickStarOptions, PatrickStarStatistics
 from systems.strategies.patrickstar.placement import place
 from systems.strategies.patrickstar.tracer import margin
+from systems.strategies.patrickstar.warm_up import warm_up_share
 
 
 class PatrickStar(FittedStrategy):
@@ -40,6 +42,12 @@ class PatrickStar(FittedStrategy):
         gradients = several if context.accumulate > 1 else "in the parameters' chunks"
         self.tell(variant=options.variant, warmup_share=options.warmup_share, gradients=gradients)
 
+    def layout(self, index: ModelIndex) -> Layout:
+        layout = super().layout(index)
+        if self._options.as_published:
+            self.warm_up_share = warm_up_share(layout, self._context, self.update_rule, self._options.warmup_share)
+        return layout
+
     def cut(self, index: ModelIndex) -> Layout:
         chunker = PatrickStarChunker(index, self._options, self._context)
         self._chunk, self._lists_bytes = chunker.chunk, sum(chunker.statistics["chunk_lists"].values())
@@ -49,11 +57,16 @@ class PatrickStar(FittedStrategy):
     def first_eviction(self) -> Eviction:
         return ModelOrder(last=False)
 
+    def eviction(self, layout: Layout, trace: Trace | None) -> Eviction:
+        return super().eviction(layout, trace if self._options.traces else None)
+
     def decide(self, division: Division) -> Plan:
         placement = place(division, self._options)
         residence, prefetch = placement.residence, self._options.prefetch
         sizes, shards = division.sizes(residence), residence.sharded
-        cache = plan_cache(CacheRequest(division.demand, sizes, placement.room, prefetch, OpKind.WRITE_BACK, shards))
+        order = None if self._options.traces else self.first_eviction()
+        asked = CacheRequest(division.demand, sizes, placement.room, prefetch, OpKind.WRITE_BACK, shards, order)
+        cache = plan_cache(asked)
         plan = division.plan(cache.operations, residence, cache.resident)
         self._tell_step(division, plan, residence)
         return plan
@@ -61,7 +74,10 @@ class PatrickStar(FittedStrategy):
     def _tell_step(self, division: Division, plan: Plan, residence: Residence) -> None:
         layout, curve = division.layout, list(division.trace.non_model_bytes)
         each = self._context.optimizer_itemsize
-        left = margin(layout, self._context.device_budget, curve, chunk=self._chunk, optimizer_itemsize=each)
+        ranks = self._context.ranks
+        left = margin(
+            layout, self._context.device_budget, curve, chunk=self._chunk, optimizer_itemsize=each, ranks=ranks
+        )
         ranged = [b.index for b in layout.bundles if b.trainable and b.index not in plan.in_place | residence.on_device]
         range_bytes = max(gradient_profile(division.demand, residence))
         self.tell(
