@@ -106,6 +106,9 @@ class StepEnding:
             self.ahead.compare(fired)
         if gradients.accumulate > 1:
             self._sum_the_rest()
+        if gradients.staying.there:
+            for bundle in updates.in_order(gradients.staying.there):
+                gradients.staying.leave(bundle)
         self._drop_stale()
         if self.early:
             self._update_rest(fired, reduced)

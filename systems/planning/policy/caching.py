@@ -103,7 +103,7 @@ class _CachedStep:
             candidates = self.resident - held
             assert candidates, f"moment {moment} has room for {self.room[moment]} bytes, less than is held"
             if self._order is None:
-                self._evict(moment, self.demand.next_use.farthest(candidates, moment, self.sizes))
+                self._evict(moment, self.demand.next_wanted.farthest(candidates, moment, self.sizes))
             else:
                 self._evict(moment, self._order.choose(sorted(candidates), moment))
 
@@ -127,7 +127,7 @@ class _CachedStep:
         if self._blocked.get(bundle, -1) >= moment and use < self.moments:
             return False
         size = self.sizes[bundle]
-        next_use = self.demand.next_use
+        next_use = self.demand.next_wanted
         victims = []
         if self.used + size > self.room[moment]:
             later = [(next_use.after(b, moment), self.sizes[b], b) for b in self.resident - held]

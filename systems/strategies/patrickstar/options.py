@@ -70,7 +70,7 @@ class PatrickStarStatistics(StrategyStatistics):
     variant=base more may be on the device than that.
     kept_gradients: bundles whose gradient stays on the device until ADAM, unless it is evicted.
     non_model_bytes: the curve of figure 2, one entry a moment.
-    written_back_bytes: planned a step.
+    written_back_bytes_per_step: planned, of parameters; gradients that are evicted would go to the host anyway.
     """
 
     variant: Variant

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import BaseModel
 
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import OpKind, Plan
-from systems.planning.policy.base import FittedStrategy, moved
+from systems.planning.policy.base import FittedStrategy
 from systems.planning.policy.caching import CacheRequest, plan_cache
 from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import ModelOrder
@@ -60,6 +61,9 @@ class PatrickStar(FittedStrategy):
     def eviction(self, layout: Layout, trace: Trace | None) -> Eviction:
         return super().eviction(layout, trace if self._options.traces else None)
 
+    def division(self, layout: Layout, trace: Trace, context: PlanningContext) -> Division:
+        return replace(super().division(layout, trace, context), gradients_stay=self._options.as_published)
+
     def decide(self, division: Division) -> Plan:
         placement = place(division, self._options)
         residence, prefetch = placement.residence, self._options.prefetch
@@ -80,8 +84,12 @@ class PatrickStar(FittedStrategy):
         )
         ranged = [b.index for b in layout.bundles if b.trainable and b.index not in plan.in_place | residence.on_device]
         range_bytes = max(gradient_profile(division.demand, residence))
+        flushed = {b: moment for moment, bundles in enumerate(division.trace.flushes) for b in bundles if b in plan.staying}
+        written = [p for p in plan.operations if p.operation.kind is OpKind.WRITE_BACK]
+        parameters = [p.operation.bundle for p in written if p.trigger < flushed.get(p.operation.bundle, p.trigger + 1)]
         self.tell(
             num_ranged=len(ranged),
+            kept_gradients=len(plan.staying),
             model_bytes_per_parameter=(self._lists_bytes + range_bytes) / max(1, self._index.numel()),
             copied_bytes=sum(map(layout.bundle_bytes, plan.resident_at_start - residence.on_device)),
             margin_bytes=left.size_bytes,
@@ -89,5 +97,5 @@ class PatrickStar(FittedStrategy):
             non_model_peak_bytes=max(curve),
             non_model_bytes=curve,
             resident_bundles=len(plan.resident_at_start),
-            written_back_bytes_per_step=sum(map(layout.bundle_bytes, moved(plan, OpKind.WRITE_BACK))),
+            written_back_bytes_per_step=sum(map(layout.bundle_bytes, parameters)),
         )

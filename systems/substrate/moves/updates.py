@@ -67,6 +67,10 @@ class Updates:
         self._order = [self._bundles[index] for index in order]
         self._priority = {index: place for place, index in enumerate(order)}
 
+    def in_order(self, bundles: Collection[int]) -> list[ManagedBundle]:
+        """Those of them that are trained."""
+        return [bundle for bundle in self._order if bundle.index in bundles]
+
     def prepare(self, fired: Sequence[int], also: Collection[int] = ()) -> Issue:
         """Update every bundle that has gradients, once the factor (loss scale and clipping) is known: what is returned takes
         it, and the bundles that are updated already. All that can be done before is done here.
