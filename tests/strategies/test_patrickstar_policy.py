@@ -357,7 +357,7 @@ def test_with_enough_memory_no_byte_moves(accumulate: int, variant: str) -> None
     assert plan.operations == ()
     assert set(plan.optimizer_tier) == {Tier.DEVICE}
     least = plan.predicted_device_peak_bytes or 0
-    if variant != "base":  # the margin is beside the highest non-model memory; gradients, of which it knows nothing, come on top
+    if variant != "base":  # the margin is beside the highest non-model memory and knows nothing of gradients
         states = sum(s.numel for s in layout.segments) * context(accumulate=accumulate).optimizer_itemsize
         least = max(trace.non_model_bytes) + layout.param_bytes * 2 + states
     assert plan_for(TINY, trace, least, accumulate=accumulate, variant=variant).operations == ()

@@ -18,10 +18,10 @@ Note [Lifetimes on the device]
 Note [Gradients in place]
     A gradient written over its own parameters needs no range. Until the unit's BACKWARD_EXIT it is in autograd's buffers,
     beside the pool; then it is copied into the bundle's block, which nothing may evict from there to the flush, where the
-    block itself leaves for the host, or stays (Plan.staying): anything may evict it then, which sends the gradient off, and
-    what is left of it at STEP_END goes there. Of several ranks it is summed over them in the block; and of a bundle that is updated
-    on the device as a shard the block is a copy, which goes then: what waits for the norm is the shard of the sum. Only for
-    such bundles, from one micro-step, and only where every unit is done with its parameters once its backward ends
+    block itself leaves for the host, or stays (Plan.staying): then anything may evict it, which sends the gradient off, and
+    what is there at STEP_END leaves there. Of several ranks it is summed over them in the block; and of a bundle that is
+    updated on the device as a shard the block is a copy, which goes then: what waits for the norm is the shard of the sum.
+    Only for such bundles, from one micro-step, and only where every unit is done with its parameters once its backward ends
     (`reusable`); the others have ranges.
 """
 

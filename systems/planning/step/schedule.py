@@ -11,10 +11,10 @@ Note [What happens at a moment]
     EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate (then
             the sum of squares follows, in the last micro-step), update if the rule allows or if it runs ahead; stale device
             copies go; planned operations
-    STEP_END  gradients that stayed leave, first-used bundles first; sums of squares of accumulators that the last micro-step added nothing to; the norm; updates on the device, and
-            the gradients that waited for them go; updates on the host, first-used bundles first, and among them, of bundles
-            updated ahead, the accumulators are cleared; stale copies go; planned operations (fetches for the next step, which
-            wait for the host's updates)
+    STEP_END  gradients that stayed leave, first-used bundles first; sums of squares of accumulators that the last micro-step
+            added nothing to; the norm; updates on the device, and the gradients that waited for them go; updates on the
+            host, first-used bundles first, and among them, of bundles updated ahead, the accumulators are cleared; stale copies
+            go; planned operations (fetches for the next step, which wait for the host's updates)
     last    the inputs of recomputed units that leave for the host before the next moment
     Between two moments the compute lane runs what the model does there. At the end of a backward that includes the writing of
     gradients in place, which the runtime does before the barrier of the unit's exit.

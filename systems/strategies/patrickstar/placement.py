@@ -97,9 +97,9 @@ def static_room(division: Division, residence: Residence, share: float) -> Seque
     need = max(f + min(r, largest) for f, r in zip(division.fixed(residence), room, strict=True))
     if need > budget:
         raise BudgetError(
-            f"{division.system} with variant=static-partition keeps {share:.0%} of the device for chunks, which with activations "
-            f"is {format_need(need, budget)}, {format_size(budget)} are there: lower `warmup_share`, raise `device_memory`, take "
-            "a smaller batch or recompute more",
+            f"{division.system} with variant=static-partition keeps {share:.0%} of the device for chunks, which with "
+            f"activations is {format_need(need, budget)}, {format_size(budget)} are there: lower `warmup_share`, raise "
+            "`device_memory`, take a smaller batch or recompute more",
             tier="device",
             need=need,
             have=budget,

@@ -29,9 +29,7 @@ def margin_bytes(layout: Layout, limit: int, curve: Sequence[int], ranks: int = 
     return limit - max(curve) - layout.param_bytes // ranks
 
 
-def margin(
-    layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, optimizer_itemsize: int, ranks: int = 1
-) -> Margin:
+def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, optimizer_itemsize: int, ranks: int = 1) -> Margin:
     """chunk: elements; 0 (tensors instead of chunks) counts in bundles of mean size."""
     size = margin_bytes(layout, limit, curve, ranks)
     elements = chunk or max(1, layout.param_bytes // layout.itemsize // len(layout.bundles) // ranks)

@@ -31,9 +31,10 @@ def warm_up_share(layout: Layout, context: PlanningContext, rule: UpdateRule, sh
     except BudgetError as error:
         have = context.host_budget
         raise BudgetError(
-            f"the model needs {format_need(error.need, have)} of host memory, {format_size(have)} are there, and what is missing "
-            f"does not fit the {share:.0%} of the device ({format_size(most)}) that patrickstar's chunks may take before a step "
-            "was traced (`warmup_share`): raise `host_memory`, `device_memory` or `warmup_share`, or take a smaller model",
+            f"the model needs {format_need(error.need, have)} of host memory, {format_size(have)} are there, and what is "
+            f"missing does not fit the {share:.0%} of the device ({format_size(most)}) that patrickstar's chunks may take "
+            "before a step was traced (`warmup_share`): raise `host_memory`, `device_memory` or `warmup_share`, or take a "
+            "smaller model",
             tier=error.tier,
             need=error.need,
             have=have,

@@ -56,9 +56,7 @@ class Gradients:
         several = accumulate > 1
         self.reductions = Reductions(ranks, layout, device, self.squares, several=several) if ranks.size > 1 else None
         self._accumulators = Accumulators(tiers)
-        self.in_place = InPlace(
-            self._ranges, residency, layout.in_place, user, several=accumulate > 1, together=ranks.size > 1
-        )
+        self.in_place = InPlace(self._ranges, residency, layout.in_place, user, several=accumulate > 1, together=ranks.size > 1)
 
     def bytes_in_autograd(self) -> int:
         return sum(t.nbytes for bundle in self.bundles.values() for t in bundle.gradients.waiting.values())

@@ -1,10 +1,10 @@
 """Gradients that stay on the device until the update, where their parameters were: Plan.staying.
 
 Note [Gradients that stay]
-    When such a gradient is complete the bundle's block is its range: the bundle has none any more, as if it had been dropped, so
-    that who needs its parameters fetches them, and slots have them until the gradient takes their place. It leaves where the
-    plan evicts it, for want of room, before a late gradient of the same bundle is taken, once the step has departed from its
-    plan, and at the step's end, before the norm.
+    When such a gradient is complete the bundle's block is its range: the bundle has none any more, as if it had been dropped,
+    so that who needs its parameters fetches them, and slots have them until the gradient takes their place. It leaves where
+    the plan evicts it, for want of room, before a late gradient of the same bundle is taken, once the step has departed from
+    its plan, and at the step's end, before the norm.
 """
 
 from __future__ import annotations

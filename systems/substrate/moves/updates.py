@@ -116,9 +116,7 @@ class Updates:
                 return
             for old, new, update in pieces:
                 gradient = old.slot if old.accumulator is None else old.accumulator
-                kernel.update(
-                    *old.state, gradient=gradient, out=new.slot, ranges=update, factor=factor, into=new.state
-                )
+                kernel.update(*old.state, gradient=gradient, out=new.slot, ranges=update, factor=factor, into=new.state)
                 for p in old.placements:
                     if p.parameter not in wanted:
                         for source, target in zip(old.state, new.state, strict=True):
