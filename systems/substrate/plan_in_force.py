@@ -82,7 +82,7 @@ class PlanInForce:
         """Leave the device to activations, as far as can be."""
         self._device.log.count("fallbacks")
         self._use(None)
-        self._gradients.staying.leave_all()
+        self._gradients.staying.depart()
         for bundle in self._layout.bundles:
             self._send_home(bundle.index)
         for index in self._residency.room.evictable():

@@ -107,8 +107,7 @@ class StepEnding:
         if gradients.accumulate > 1:
             self._sum_the_rest()
         if gradients.staying.there:
-            for bundle in updates.in_order(gradients.staying.there):
-                gradients.staying.leave(bundle)
+            gradients.staying.leave_all(updates.order)
         self._drop_stale()
         if self.early:
             self._update_rest(fired, reduced)

@@ -94,30 +94,22 @@ class BundleGradient:
         self.range, self.state = block, GradientState.COLLECTING
 
     def keep(self, shard: Allocation) -> Allocation | None:
-        """This rank's part of the sum over ranks, which is on its way there. The range that it comes out of is the caller's to
-        free; None if that is the bundle's block.
+        """This rank's part of the sum over ranks, which is on its way there, or all of it in what was the bundle's block. The
+        range that it comes out of is the caller's to free; None if that is the bundle's block.
         """
         block, self.range = self.range, shard
         return block
-
-    def stay(self, block: Allocation) -> None:
-        """Complete, in what was its bundle's block."""
-        if states.CHECKED:
-            self._check(GradientState.KEPT)
-        self.range, self.stays, self.state = block, True, GradientState.KEPT
-        self.summed = False
-        self.written.clear()
 
     def let_go(self) -> Allocation | None:
         """Of the range, which is the caller's to free."""
         block, self.range, self.reduced, self.stays = self.range, None, False, False
         return block
 
-    def leave(self, state: GradientState, *, reduced: bool = False) -> None:
+    def leave(self, state: GradientState, *, reduced: bool = False, stays: bool = False) -> None:
         """A flush took it. Sums that were left ahead are its own now."""
         if states.CHECKED:
             self._check(state)
-        self.summed, self.state, self.reduced = False, state, reduced
+        self.summed, self.state, self.reduced, self.stays = False, state, reduced, stays
 
     def begin_micro_step(self) -> None:
         self.fired.clear()

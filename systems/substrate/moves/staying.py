@@ -9,6 +9,8 @@ Note [Gradients that stay]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from systems.planning.plan import Plan
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.states import GradientState
@@ -31,7 +33,7 @@ class StayingGradients:
     def depart(self) -> None:
         """No plan says any more when they leave: they do now, and nothing stays in the rest of the step."""
         self.allowed = frozenset()
-        self.leave_all()
+        self.leave_all(list(self.there.values()))
 
     def stay(self, bundle: ManagedBundle) -> None:
         """It is complete, and all of it is in the bundle's block."""
@@ -42,7 +44,9 @@ class StayingGradients:
         bundle.release_all(HOLD)
         self.there[bundle.index] = bundle
         bundle.leave()
-        gradient.stay(block)
+        gradient.keep(block)
+        gradient.leave(GradientState.KEPT, stays=True)
+        gradient.written.clear()
 
     def leave(self, bundle: ManagedBundle) -> None:
         """For the host's slots, which it takes from now on."""
@@ -53,10 +57,11 @@ class StayingGradients:
         gradient.to(GradientState.SENT)
         del self.there[bundle.index]
 
-    def leave_all(self) -> None:
-        """In the order in which they were complete."""
-        for bundle in list(self.there.values()):
-            self.leave(bundle)
+    def leave_all(self, order: Iterable[ManagedBundle]) -> None:
+        """Those of these that stay."""
+        for bundle in order:
+            if bundle.index in self.there:
+                self.leave(bundle)
 
     def forget(self) -> None:
         """The step is over, or was given up."""
