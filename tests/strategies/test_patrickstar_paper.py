@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from systems.errors import BudgetError
 from systems.planning.layout import Layout, ModelIndex
-from systems.planning.plan import OpKind, UpdateRule
+from systems.planning.plan import OpKind, Plan, UpdateRule
 from systems.planning.policy.base import StrategyBase
 from systems.planning.policy.caching import CacheRequest
 from systems.planning.policy.division import Division
@@ -241,12 +241,20 @@ def in_order(trace: Trace, layout: Layout, turn: int, units: list[int]) -> Trace
     return Trace((*moments, *end), (0,) * len(trace), trace.compute_time_s, (*flushes, *((),) * len(end)))
 
 
-def test_a_static_partition_that_activations_do_not_fit_beside_is_refused() -> None:
-    strategy = STRATEGY(PatrickStarOptions(variant="static-partition", warmup_share=0.9), context(device=400_000))
-    layout = strategy.layout(TINY)
-    with pytest.raises(BudgetError, match=r"keeps 90% of the device for chunks.*lower `warmup_share`") as raised:
-        strategy.plan(layout, trace_of(layout, activation=5_000))
-    assert raised.value.need > raised.value.have == 400_000
+@pytest.mark.parametrize("share", [0.8, 0.9, 1.0])
+def test_a_static_partition_that_activations_do_not_fit_beside_is_refused(share: float) -> None:
+    def plan(device: int) -> Plan:
+        strategy = STRATEGY(PatrickStarOptions(variant="static-partition", warmup_share=share), context(device=device))
+        layout = strategy.layout(TINY)
+        return strategy.plan(layout, trace_of(layout, activation=5_000))
+
+    with pytest.raises(BudgetError, match=r"where \d+% of it is for chunks whatever.*lower `warmup_share`") as raised:
+        plan(400_000)
+    need = raised.value.need
+    assert need > raised.value.have == 400_000
+    assert plan(need).operations or share == 1
+    with pytest.raises(BudgetError):
+        plan(need - 2)
 
 
 # ---- the largest model

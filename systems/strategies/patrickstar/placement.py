@@ -9,8 +9,9 @@ Note [Untraced]
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from systems.errors import BudgetError
 from systems.planning.policy.division import Division
@@ -90,18 +91,35 @@ def static_room(division: Division, residence: Residence, share: float) -> Seque
     """Of a share of the device what gradient ranges and states leave, and no less than what is held. See Note [Untraced].
     BudgetError where activations do not fit beside it.
     """
-    budget = division.context.device_budget
+    budget, most = division.context.device_budget, sum(division.sizes(residence).values())
     held, pool = held_profile(division.demand, residence), pool_profile(division.demand, residence)
     room = [max(int(share * budget) - p, h) for p, h in zip(pool, held, strict=True)]
-    largest = sum(division.sizes(residence).values())
-    need = max(f + min(r, largest) for f, r in zip(division.fixed(residence), room, strict=True))
-    if need > budget:
-        raise BudgetError(
-            f"{division.system} with variant=static-partition keeps {share:.0%} of the device for chunks, which with "
-            f"activations is {format_need(need, budget)}, {format_size(budget)} are there: lower `warmup_share`, raise "
-            "`device_memory`, take a smaller batch or recompute more",
-            tier="device",
-            need=need,
-            have=budget,
-        )
+    fixed = division.fixed(residence)
+    if any(f + min(r, most) > budget for f, r in zip(fixed, room, strict=True)):
+        raise _refusal(division, share, max(map(_least_budget(share, most), fixed, pool, held)))
     return room
+
+
+def _least_budget(share: float, most: int) -> Callable[[int, int, int], int]:
+    """Bytes of a device for fixed bytes, with the pool's part of them, and what is held: it grows with its share, until all
+    chunks are there.
+    """
+
+    def least(fixed: int, pool: int, held: int) -> int:
+        others = fixed - pool
+        shared = fixed + most if share == 1 else ceil(others / (1 - share)) + 1
+        return min(max(fixed + held, shared), fixed + most)
+
+    return least
+
+
+def _refusal(division: Division, share: float, need: int) -> BudgetError:
+    needed, given = (division.context.memory_for(nbytes) for nbytes in (need, division.context.device_budget))
+    return BudgetError(
+        f"{division.system} needs at least {format_need(needed, given)} of device memory with variant=static-partition, where "
+        f"{share:.0%} of it is for chunks whatever activations take, {format_size(given)} is given: raise `device_memory`, lower "
+        "`warmup_share`, take a smaller batch or recompute more",
+        tier="device",
+        need=needed,
+        have=given,
+    )
