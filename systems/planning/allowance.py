@@ -104,7 +104,7 @@ CUDA = Allowance(
     warm_up_share=0.2,
     staging_share=1 / 8,
 )
-"""warm_up_share: PatrickStar section 6.2. growth_share: reserved over allocated bytes was 1.005 to 1.047 on an H100 with
+"""warm_up_share: PatrickStar section 7.3. growth_share: reserved over allocated bytes was 1.005 to 1.047 on an H100 with
 segments that grow (opt-1.3b, ps-4b). most_reserve: in 120 records of full devices, of all sizes from 1 GiB to 79, the allocator
 had at most 2.1 GiB beyond 92 % of its budget. least_growth: reserved less allocated bytes were 48 to 64 MiB on devices of 700
 and 1024 MiB (opt-125m)."""

@@ -1,9 +1,10 @@
 """The plan: a strategy's decisions for one traced step, as data.
 
 Operations are tied to trigger moments and issued there in order of priority (low first). What follows from the
-mechanism is not listed: a complete gradient leaves for its optimizer's tier and is reduced over its group, the update
-of a segment follows its gradient, and the device copy of a bundle is dropped when its gradient is complete and its
-update runs elsewhere. `schedule.expand` spells those out for the validator, the timeline and the simulator.
+mechanism is not listed: a complete gradient is reduced over its group and leaves for its optimizer's tier (at the step's
+end, if it stays until then), the update of a segment follows its gradient, and the device copy of a bundle is dropped
+when its gradient has left and its update runs elsewhere. `schedule.expand` spells those out for the validator, the
+timeline and the simulator.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ class Plan:
     which sees fewer of such steps than a run has, their highest device peak.
     in_place: bundles updated on the host, or at rest as a shard, whose gradients take their parameters' place on the device (of
     Layout.in_place).
+    staying: of one rank, those of them that are updated on the host after the norm and whose gradient stays in its place when
+    it is complete. A WRITE_BACK of such a bundle behind its flush sends the gradient to the host; what is there at STEP_END
+    leaves then, before the norm.
     barriers: moments at which the device's lanes wait for each other: what any of them is given later comes after all that the
     others were given before. At an enter that is before anything else there; at an exit the unit has let go of its bundles, and
     its gradients in place are written, before. The host's updates go on, and the host does not wait.
@@ -110,6 +114,7 @@ class Plan:
     ahead: frozenset[int] = frozenset()
     sharded: frozenset[int] = frozenset()
     shards_at_start: frozenset[int] = frozenset()
+    staying: frozenset[int] = frozenset()
 
 
 def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:

@@ -36,6 +36,7 @@ class Flushes:
     ) -> None:
         self._progress, self._cursor = progress, cursor
         self._gradients, self._residency, self._recorder = gradients, residency, recorder
+        self.staying = gradients.staying
         self._ending, self._in_force, self._planner = ending, in_force, planner
         self._sent_early: set[int] = set()  # bundles whose gradient left for want of room before it was complete
 
@@ -79,8 +80,11 @@ class Flushes:
         self._ending.gradient_left(bundle)
 
     def _send_something(self) -> bool:
-        """Nothing can be evicted and room is needed: send a gradient off early, or optimizer state back to the host."""
+        """Nothing can be evicted and room is needed: send off a gradient that stays, or one early, or optimizer state home."""
         gradients = self._gradients
+        if self.staying.there:
+            self.staying.leave(next(iter(self.staying.there.values())))
+            return True
         for bundle in gradients.bundles.values():
             gradient = bundle.gradients
             if gradient.written and not gradients.in_place.in_use(bundle):

@@ -47,6 +47,7 @@ class Moments:
         self._recorder.moment(moment)
         if not self._cursor.advance(moment):
             self._device.log.count("fallbacks")
+            self._flushes.staying.depart()
         elif self._cursor.at_barrier:
             self._device.transfers.barrier(label=f"barrier at moment {self._cursor.position}")
 
@@ -59,6 +60,8 @@ class Moments:
                 residency.fetch(operation.bundle)
             elif operation.kind is OpKind.MOVE:
                 residency.shards.move(operation.bundle)
+            elif operation.bundle in self._flushes.staying.there:
+                self._flushes.staying.leave(managed)
             elif managed.holds or managed.pinned:
                 self._outlasts(operation.bundle)
             elif operation.kind is OpKind.SHRINK:

@@ -61,6 +61,7 @@ class PlanInForce:
     def set_switches(self) -> None:
         """Which units this step recomputes, and whose inputs leave: the plan's, or the strategy's without one."""
         plan, strategy = self._cursor.plan, self._strategy
+        self._gradients.staying.allow(plan)
         rematerialise = strategy.rematerialised if plan is None or plan.rematerialise is None else plan.rematerialise
         inputs = strategy.offloaded_inputs if plan is None or plan.offload_inputs is None else plan.offload_inputs
         recomputed = rematerialise or frozenset()
@@ -81,6 +82,7 @@ class PlanInForce:
         """Leave the device to activations, as far as can be."""
         self._device.log.count("fallbacks")
         self._use(None)
+        self._gradients.staying.depart()
         for bundle in self._layout.bundles:
             self._send_home(bundle.index)
         for index in self._residency.room.evictable():
@@ -168,6 +170,7 @@ class PlanInForce:
         self._cursor.use(plan)
         self._updates.follow(None if plan is None else plan.signature)
         self.ahead.allow(frozenset() if plan is None else plan.ahead)
+        self._gradients.staying.allow(plan)
 
     @property
     def _unplanned_bytes(self) -> int:

@@ -106,6 +106,8 @@ class StepEnding:
             self.ahead.compare(fired)
         if gradients.accumulate > 1:
             self._sum_the_rest()
+        if gradients.staying.there:
+            gradients.staying.leave_all(updates.order)
         self._drop_stale()
         if self.early:
             self._update_rest(fired, reduced)

@@ -47,6 +47,7 @@ class ReferenceRuntime:
         self.sums: set[int] = set()  # of which this rank's part of the reduced gradient waits for the norm
         self.in_place = plan.in_place - self.settled
         self.carrying: set[int] = set()  # blocks with gradients in them
+        self.staying: dict[int, None] = {}  # of those, complete ones that the plan has stay
         self.adopts = self.device if context.accumulate == 1 and context.ranks == 1 else set()
         self.resident = set(plan.resident_at_start)
         self.holds = [0] * len(layout.bundles)
@@ -84,6 +85,7 @@ class ReferenceRuntime:
         assert self.resident == set(self.plan.resident_at_start)
         assert self.shards == self.plan.sharded | self.plan.shards_at_start
         assert not self.sums
+        assert not self.staying
         assert not self.due
         assert set(self.versions.values()) <= {1}, "each update that ran ahead was the step's"
         return self.account
@@ -150,7 +152,9 @@ class ReferenceRuntime:
         if bundle not in self.device:
             self.account.d2h_bytes += self.size(bundle) // self.context.ranks
             self.update(bundle, moment, last=last)
-        if last and bundle not in self.settled and not self.holds[bundle]:
+        if bundle in self.plan.staying:
+            self.staying[bundle] = None
+        elif last and bundle not in self.settled and not self.holds[bundle]:
             self.drop(bundle, moment)
 
     def update(self, bundle: int, moment: int, *, last: bool) -> None:
@@ -184,6 +188,7 @@ class ReferenceRuntime:
             self.account.add(moment, -self.part(bundle))
 
     def end(self, moment: int) -> None:
+        self.staying.clear()
         for bundle in sorted(self.due, key=lambda b: (self.first_use(b), b)):
             if bundle not in self.written:
                 self.host_work(moment, "update", bundle)
@@ -228,6 +233,9 @@ class ReferenceRuntime:
             else:
                 assert bundle in self.resident or (kind is OpKind.DROP and bundle in self.shards)
                 assert not self.holds[bundle]
+                if bundle in self.staying:
+                    assert kind is OpKind.WRITE_BACK
+                    del self.staying[bundle]
                 if kind is OpKind.SHRINK and bundle not in self.shards:
                     self.shards.add(bundle)
                     self.account.add(moment, self.part(bundle))

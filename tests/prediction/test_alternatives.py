@@ -123,3 +123,11 @@ def test_what_does_not_fit_is_told_with_the_step_of_what_would(capsys: pytest.Ca
     for one in told["alternatives"]:
         assert lines.count(f"would fit: {one['what']} (") == 1
         assert f"{one['predicted_step_time_s']:.4g} s a step, {one['tokens_per_s']:.4g} tokens/s" in lines
+
+
+def test_what_a_variant_sets_itself_is_no_alternative() -> None:
+    def offered(**given: Any) -> set[str]:
+        return {name for about in QUESTIONS[:2] for one in asked("patrickstar", about, **given)[1] for name in one.options}
+
+    assert "nonfinite" in offered(run_ahead=False)
+    assert "nonfinite" not in offered(variant="paper")

@@ -30,7 +30,7 @@ from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of
 from tests.strategies.patrickstar_states import TRANSITIONS, Event, TensorState, TensorStates, may_move
 
 TINY = transformer(6, 64)
-VARIANTS = ("base", "spongebob", "static-partition", "osc")
+VARIANTS = ("base", "paper", "spongebob", "static-partition", "osc")
 
 
 def patrickstar(given: PlanningContext, **options: object) -> PatrickStar:
@@ -215,7 +215,7 @@ def test_the_margin_counts_in_chunks() -> None:
 def test_every_plan_is_valid_and_within_the_traced_room_or_refused(
     index: ModelIndex, accumulate: int, prefetch: str, share: float, activation: int, nonfinite: str, variant: str
 ) -> None:
-    options = {"prefetch": prefetch, "nonfinite": nonfinite, "variant": variant}
+    options = {"variant": variant} | ({"prefetch": prefetch, "nonfinite": nonfinite} if variant == "base" else {})
     whole = patrickstar(context(accumulate=accumulate), variant="spongebob" if variant == "spongebob" else "base")
     layout = whole.layout(index)
     trace = trace_of(layout, accumulate=accumulate, activation=activation * 700)
@@ -237,7 +237,7 @@ def test_every_plan_is_valid_and_within_the_traced_room_or_refused(
     assert find_races(expand(layout, trace, plan, given_context).issued()) == []
     for moment, pool in enumerate(memory.device_pool_bytes):  # A = L - N, and N covers this moment and the next
         assert pool <= given_context.device_budget - trace.non_model_bytes[moment]
-    if share >= 1 and variant in ("base", "spongebob") and accumulate == 1:
+    if share >= 1 and variant == "base" and accumulate == 1:
         assert plan.operations == ()
     if variant == "osc":
         assert set(plan.optimizer_tier) == {Tier.HOST}
@@ -323,14 +323,14 @@ def test_a_unit_that_is_used_twice_has_a_range() -> None:
 
 
 def test_without_prefetching_a_chunk_is_fetched_when_it_is_needed() -> None:
-    layout, trace, plan, _ = at_half(variant="osc", prefetch="off")
+    layout, trace, plan, _ = at_half(prefetch="off")
     fetches = [p for p in plan.operations if p.operation.kind is OpKind.FETCH]
     assert fetches
     for planned in fetches:
         entering = trace.moments[planned.trigger]
         assert entering.phase in ENTER
         assert planned.operation.bundle in layout.bundles_of_unit[entering.unit]
-    ahead = at_half(variant="osc")[2]
+    ahead = at_half()[2]
     late = [p for p in ahead.operations if trace.moments[p.trigger].phase in (Phase.FORWARD_ENTER, Phase.BACKWARD_ENTER)]
     assert len(late) < len(fetches)
 
@@ -356,8 +356,11 @@ def test_with_enough_memory_no_byte_moves(accumulate: int, variant: str) -> None
     plan = plan_for(TINY, trace, PLENTY, accumulate=accumulate, variant=variant)
     assert plan.operations == ()
     assert set(plan.optimizer_tier) == {Tier.DEVICE}
-    peak = plan.predicted_device_peak_bytes or 0
-    assert plan_for(TINY, trace, peak, accumulate=accumulate, variant=variant).operations == ()
+    least = plan.predicted_device_peak_bytes or 0
+    if variant != "base":  # the margin is beside the highest non-model memory and knows nothing of gradients
+        states = sum(s.numel for s in layout.segments) * context(accumulate=accumulate).optimizer_itemsize
+        least = max(trace.non_model_bytes) + layout.param_bytes * 2 + states
+    assert plan_for(TINY, trace, least, accumulate=accumulate, variant=variant).operations == ()
 
 
 def test_a_device_too_small_for_the_largest_unit_is_refused_with_both_numbers() -> None:

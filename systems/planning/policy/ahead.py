@@ -153,12 +153,13 @@ class AheadChoice:
 
     @cached_property
     def _demand(self) -> Demand:
-        return demand_of(self.layout, self.trace, self.context, self.plan.in_place)
+        return demand_of(self.layout, self.trace, self.context, self.plan.in_place, self.plan.staying)
 
     @cached_property
     def _residence(self) -> Residence:
         plan = self.plan
-        return Residence.of(self.layout, self.context, plan.optimizer_tier, plan.update_rule, plan.in_place)
+        kept = plan.staying
+        return Residence.of(self.layout, self.context, plan.optimizer_tier, plan.update_rule, plan.in_place, staying=kept)
 
 
 class _Simulated:

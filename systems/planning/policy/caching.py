@@ -17,6 +17,7 @@ from systems.planning.plan import Operation, OpKind, PlannedOperation
 from systems.planning.step.belady import NEVER
 from systems.planning.step.demand import Demand, Span
 from systems.planning.step.profiles import Profile
+from systems.planning.strategy import Eviction
 
 MAX_ROUNDS = 6  # a step's end state is found again within one or two; beyond this the step starts empty
 
@@ -27,7 +28,8 @@ class CacheRequest:
     whose shard stays as the rest goes.
 
     room must hold what is held at every moment. prefetch: bundles that may be fetched ahead of their use.
-    evict: DROP, or WRITE_BACK where there is no master shard.
+    evict: DROP, or WRITE_BACK where there is no master shard. order: who goes where room is needed, in place of Belady's rule;
+    with prefetch 0 the operations until a moment then depend on nothing that comes after it, but for where a step begins.
     """
 
     demand: Demand
@@ -36,6 +38,7 @@ class CacheRequest:
     prefetch: int
     evict: OpKind = OpKind.DROP
     sharded: frozenset[int] = frozenset()
+    order: Eviction | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class _CachedStep:
     def __init__(self, request: CacheRequest, start: frozenset[int]) -> None:
         self.demand, self.sizes, self.room = request.demand, request.sizes, request.room
         self._prefetch_depth, self._evict_kind, self._sharded = request.prefetch, request.evict, request.sharded
+        self._order = request.order
         self.resident = set(start)
         self.used = sum(self.sizes[b] for b in start)
         self.operations: list[PlannedOperation] = []
@@ -98,7 +102,10 @@ class _CachedStep:
         while self.used + size > self.room[moment]:
             candidates = self.resident - held
             assert candidates, f"moment {moment} has room for {self.room[moment]} bytes, less than is held"
-            self._evict(moment, self.demand.next_use.farthest(candidates, moment, self.sizes))
+            if self._order is None:
+                self._evict(moment, self.demand.next_wanted.farthest(candidates, moment, self.sizes))
+            else:
+                self._evict(moment, self._order.choose(sorted(candidates), moment))
 
     def _prefetch(self, moment: int, held: set[int]) -> None:
         """Fetch up to the allowed number of absent bundles in order of use, while that harms nobody."""
@@ -120,7 +127,7 @@ class _CachedStep:
         if self._blocked.get(bundle, -1) >= moment and use < self.moments:
             return False
         size = self.sizes[bundle]
-        next_use = self.demand.next_use
+        next_use = self.demand.next_wanted
         victims = []
         if self.used + size > self.room[moment]:
             later = [(next_use.after(b, moment), self.sizes[b], b) for b in self.resident - held]

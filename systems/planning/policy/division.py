@@ -18,7 +18,10 @@ from systems.planning.trace import Trace
 
 @dataclass(frozen=True)
 class Division:
-    """One kind of step, by its trace, within a context. For messages: system, unit_name, and smaller (see `check_need`)."""
+    """One kind of step, by its trace, within a context. For messages: system, unit_name, and smaller (see `check_need`).
+
+    gradients_stay: those written in place do, where they can (Plan.staying).
+    """
 
     layout: Layout
     trace: Trace
@@ -27,6 +30,7 @@ class Division:
     system: str
     unit_name: UnitName
     smaller: str | None = None
+    gradients_stay: bool = False
 
     @cached_property
     def reusable(self) -> frozenset[int]:
@@ -34,7 +38,12 @@ class Division:
 
     @cached_property
     def demand(self) -> Demand:
-        return demand_of(self.layout, self.trace, self.context, self.reusable)
+        return demand_of(self.layout, self.trace, self.context, self.reusable, self._staying)
+
+    @cached_property
+    def _staying(self) -> frozenset[int]:
+        can = self.gradients_stay and self.context.ranks == 1 and self.rule is UpdateRule.AFTER_NORM
+        return self.reusable if can else frozenset()
 
     def residence(self, on_device: frozenset[int], *, whole: bool = False) -> Residence:
         """With these bundles updated on the device. Of several ranks each then has its shard there, unless it has all (whole),
@@ -42,7 +51,8 @@ class Division:
         """
         shards = frozenset[int]() if whole or self.context.ranks == 1 else on_device - unmovable(self.layout)
         in_place = self.reusable - (on_device - shards)
-        return Residence(self.layout, self.context, on_device, self.rule, in_place, sharded=shards)
+        staying = self._staying - on_device
+        return Residence(self.layout, self.context, on_device, self.rule, in_place, sharded=shards, staying=staying)
 
     @cached_property
     def everything(self) -> Residence:
@@ -100,6 +110,7 @@ class Division:
             in_place=residence.in_place,
             sharded=residence.sharded,
             shards_at_start=shards,
+            staying=residence.staying,
         )
 
 

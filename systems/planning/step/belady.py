@@ -32,6 +32,11 @@ class NextUse:
             return positions[index]
         return positions[0] + self._length if self._cyclic else NEVER
 
+    def also_at(self, blocks: Iterable[int], position: int) -> NextUse:
+        """With a use of each of these there too."""
+        more = {block: (*self._uses.get(block, ()), position) for block in blocks}
+        return NextUse({**self._uses, **more}, self._length, cyclic=self._cyclic)
+
     def farthest(self, candidates: Iterable[int], position: int, sizes: Mapping[int, int] | None = None) -> int:
         """The candidate used last from now; of equals the largest, then the lowest number."""
         return max(candidates, key=lambda b: (self.after(b, position), sizes[b] if sizes else 0, -b))

@@ -18,9 +18,10 @@ Note [Lifetimes on the device]
 Note [Gradients in place]
     A gradient written over its own parameters needs no range. Until the unit's BACKWARD_EXIT it is in autograd's buffers,
     beside the pool; then it is copied into the bundle's block, which nothing may evict from there to the flush, where the
-    block itself leaves for the host. Of several ranks it is summed over them in the block; and of a bundle that is updated
-    on the device as a shard the block is a copy, which goes then: what waits for the norm is the shard of the sum. Only for
-    such bundles, from one micro-step, and only where every unit is done with its parameters once its backward ends
+    block itself leaves for the host, or stays (Plan.staying): then anything may evict it, which sends the gradient off, and
+    what is there at STEP_END leaves there. Of several ranks it is summed over them in the block; and of a bundle that is
+    updated on the device as a shard the block is a copy, which goes then: what waits for the norm is the shard of the sum.
+    Only for such bundles, from one micro-step, and only where every unit is done with its parameters once its backward ends
     (`reusable`); the others have ranges.
 """
 
@@ -54,6 +55,7 @@ class Demand:
     stale: bundles whose device copy goes there, unless it is what the update is made on.
     gradient_spans: per bundle, from the first BACKWARD_ENTER to the flush, once a micro-step.
     hold_spans: per bundle, where it is held without a gap.
+    staying: bundles whose gradient stays in its place behind the flush (not a moment's). They are stale at STEP_END.
     """
 
     demanded: tuple[tuple[int, ...], ...]
@@ -62,6 +64,7 @@ class Demand:
     stale: tuple[tuple[int, ...], ...]
     gradient_spans: dict[int, tuple[Span, ...]]
     hold_spans: dict[int, tuple[Span, ...]]
+    staying: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.demanded)
@@ -74,9 +77,20 @@ class Demand:
                 uses.setdefault(bundle, []).append(moment)
         return NextUse(uses, len(self))
 
+    @cached_property
+    def next_wanted(self) -> NextUse:
+        """The same, with the end of the step, where the update takes gradients that stay."""
+        return self.next_use.also_at(self.staying, len(self) - 1) if self.staying else self.next_use
 
-def demand_of(layout: Layout, trace: Trace, context: PlanningContext, in_place: frozenset[int] = frozenset()) -> Demand:
-    """Walk the trace. See Note [Lifetimes on the device]. in_place: held by their gradients too."""
+
+def demand_of(
+    layout: Layout,
+    trace: Trace,
+    context: PlanningContext,
+    in_place: frozenset[int] = frozenset(),
+    staying: frozenset[int] = frozenset(),
+) -> Demand:
+    """Walk the trace. See Note [Lifetimes on the device]. in_place: held by their gradients too. staying: see Plan.staying."""
     carrying: set[int] = set()  # bundles whose block has gradients in it
     holds: dict[int, int] = {}
     open_backward: dict[int, int] = {}
@@ -100,7 +114,7 @@ def demand_of(layout: Layout, trace: Trace, context: PlanningContext, in_place: 
         carrying.difference_update(trace.flushes[number])
         at_the_end.update(gone.intersection(bundles) if entering else ())
         last_micro_step = moment.micro_step == context.accumulate - 1
-        going = tuple(b for b in trace.flushes[number] if last_micro_step and not holds.get(b))
+        going = tuple(b for b in trace.flushes[number] if last_micro_step and not holds.get(b) and b not in staying)
         gone.update(going)
         at_the_end.update(trace.flushes[number])
         at_the_end.difference_update(going)
@@ -115,6 +129,7 @@ def demand_of(layout: Layout, trace: Trace, context: PlanningContext, in_place: 
         stale=tuple(stale),
         gradient_spans=_gradient_spans(layout, trace),
         hold_spans=_hold_spans(held),
+        staying=staying,
     )
 
 

@@ -17,13 +17,15 @@ from systems.planning.step.residence import Residence
 class ScheduledGradients:
     """The gradients of one step, and the updates made of them.
 
-    open_now: bundles whose gradient takes memory, a range's or autograd's buffers'.
+    open_now: bundles whose gradient takes memory, a range's or autograd's buffers'. staying: those whose gradient is complete,
+    and stays in its parameters' place.
     """
 
     def __init__(self, residence: Residence, demand: Demand, copies: DeviceCopies, order: IssueOrder) -> None:
         self.layout, self.context, self.residence, self.demand = residence.layout, residence.context, residence, demand
         self._copies, self._order = copies, order
         self.open_now: set[int] = set()
+        self.staying: dict[int, None] = {}
         self._flushed: dict[int, None] = {}  # bundles whose update is due at STEP_END, in order of flushing
         self._kept: set[int] = set()  # of which the shard of the sum over ranks waits for the norm
         self._summed: set[int] = set()  # of accumulators whose sums of squares are left in this step
@@ -59,6 +61,7 @@ class ScheduledGradients:
         """The gradient of one micro-step is complete: it leaves for where its optimizer is."""
         gradient = (self.resource(bundle),)
         on_device, several = bundle in self.residence.on_device, self.context.accumulate > 1
+        stays = bundle in self.residence.staying
         segments = self.layout.bundles[bundle].segments
         states, slots = tuple(state(s) for s in segments), tuple(slot(s) for s in segments)
         reduce_lane, total = LaneKind.COMPUTE, self.resource(bundle)
@@ -69,9 +72,10 @@ class ScheduledGradients:
         if self.context.ranks > 1 and not self.layout.bundles[bundle].scattered:  # every rank is to have all of the sum
             size = self.layout.bundle_bytes(bundle)
             self._order.add(Work.GATHER, LaneKind.GATHER, bundle, bytes=size, reads=(total,), writes=(total,))
-        if not on_device:
-            size = self.layout.shard_bytes(bundle)
-            self._order.add(Work.OFFLOAD, LaneKind.D2H, bundle, bytes=size, reads=gradient, writes=slots)
+        if stays:
+            self.staying[bundle] = None
+        elif not on_device:
+            self._offload(bundle)
             if several:
                 self._order.add(Work.ACCUMULATE, LaneKind.CPU, bundle, reads=slots, writes=states)
             if several and not last_micro_step:
@@ -91,8 +95,18 @@ class ScheduledGradients:
             self._order.add(Work.UPDATE_AHEAD, LaneKind.CPU, bundle, writes=(*states, *slots))
         if self.residence.gradient_freed_at_flush(bundle):
             self._free(bundle)
-        if self.residence.reuses(bundle) and bundle in self._copies.resident:
+        if self.residence.reuses(bundle) and bundle in self._copies.resident and not stays:
             self._copies.drop(bundle)  # the block was the gradient
+
+    def _offload(self, bundle: int) -> None:
+        size, slots = self.layout.shard_bytes(bundle), tuple(slot(s) for s in self.layout.bundles[bundle].segments)
+        self._order.add(Work.OFFLOAD, LaneKind.D2H, bundle, bytes=size, reads=(self.resource(bundle),), writes=slots)
+
+    def leave(self, bundle: int) -> None:
+        """Its gradient has stayed until now."""
+        del self.staying[bundle]
+        self._offload(bundle)
+        self._copies.drop(bundle)
 
     def _reduce(self, bundle: int) -> str:
         """Over all ranks, in place, or into a shard. Where this rank's part of the sum is, then."""
@@ -108,6 +122,8 @@ class ScheduledGradients:
     def update_all(self) -> None:
         """At STEP_END: see Note [What happens at a moment] in schedule.py."""
         due = in_order_of_use(self._flushed, self.demand)
+        for bundle in in_order_of_use(self.staying, self.demand):
+            self.leave(bundle)
         if self.context.accumulate > 1:
             for bundle in sorted(self._flushed.keys() - self._summed):
                 self._squares_of_accumulated(bundle)

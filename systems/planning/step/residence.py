@@ -21,7 +21,8 @@ class Residence:
 
     on_device: bundles whose segments are updated on the device (or that never move). sharded: those of them that rest there
     as this rank's shard (Plan.sharded); the others are resident for good.
-    in_place: see Note [Gradients in place] in demand.py. ahead: bundles with second versions, see Plan.ahead.
+    in_place: see Note [Gradients in place] in demand.py. ahead: bundles with second versions, see Plan.ahead. staying: see
+    Plan.staying.
     """
 
     layout: Layout
@@ -31,6 +32,7 @@ class Residence:
     in_place: frozenset[int] = frozenset()
     ahead: frozenset[int] = frozenset()
     sharded: frozenset[int] = frozenset()
+    staying: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -42,10 +44,11 @@ class Residence:
         in_place: frozenset[int] = frozenset(),
         ahead: frozenset[int] = frozenset(),
         sharded: frozenset[int] = frozenset(),
+        staying: frozenset[int] = frozenset(),
     ) -> Residence:
         """A bundle is on the device if its first segment is: all segments of a bundle share their tier."""
         on_device = frozenset(b.index for b in layout.bundles if optimizer_tier[b.segments[0]] is Tier.DEVICE)
-        return cls(layout, context, on_device, update_rule, in_place, ahead, sharded)
+        return cls(layout, context, on_device, update_rule, in_place, ahead, sharded, staying)
 
     @cached_property
     def whole(self) -> frozenset[int]:

@@ -28,6 +28,8 @@ def hindrance(bundle: int, flushes: Mapping[int, Sequence[int]], residence: Resi
         return "it is not trained"
     if bundle in residence.on_device:
         return "it is updated on the device"
+    if bundle in residence.staying:
+        return "its gradient stays on the device until the end of the step"
     if bundle in layout.on_disk:
         return "its states have their home on the disk"
     if not moments:

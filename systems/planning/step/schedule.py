@@ -11,10 +11,10 @@ Note [What happens at a moment]
     EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate (then
             the sum of squares follows, in the last micro-step), update if the rule allows or if it runs ahead; stale device
             copies go; planned operations
-    STEP_END  sums of squares of accumulators that the last micro-step added nothing to; the norm; updates on the device, and
-            the gradients that waited for them go; updates on the host, first-used bundles first, and among them, of bundles
-            updated ahead, the accumulators are cleared; stale copies go; planned operations (fetches for the next step, which
-            wait for the host's updates)
+    STEP_END  gradients that stayed leave, first-used bundles first; sums of squares of accumulators that the last micro-step
+            added nothing to; the norm; updates on the device, and the gradients that waited for them go; updates on the
+            host, first-used bundles first, and among them, of bundles updated ahead, the accumulators are cleared; stale copies
+            go; planned operations (fetches for the next step, which wait for the host's updates)
     last    the inputs of recomputed units that leave for the host before the next moment
     Between two moments the compute lane runs what the model does there. At the end of a backward that includes the writing of
     gradients in place, which the runtime does before the barrier of the unit's exit.
@@ -92,9 +92,9 @@ class Schedule:
 
 def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> Schedule:
     """All operations of one steady step. Flaws of the plan are noted, not raised. O(operations x lanes)."""
-    rests = plan.optimizer_tier, plan.update_rule, plan.in_place, plan.ahead, plan.sharded
+    rests = plan.optimizer_tier, plan.update_rule, plan.in_place, plan.ahead, plan.sharded, plan.staying
     residence = Residence.of(layout, context, *rests)
-    expansion = _Expansion(trace, plan, residence, demand_of(layout, trace, context, plan.in_place))
+    expansion = _Expansion(trace, plan, residence, demand_of(layout, trace, context, plan.in_place, plan.staying))
     for moment in range(len(trace)):
         expansion.step(moment)
     initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.whole)
@@ -181,6 +181,8 @@ class _Expansion:
                 self.copies.fetch(bundle, planned=True)
             elif kind is OpKind.MOVE:
                 self.copies.move(bundle)
+            elif bundle in self._gradients.staying:
+                self._gradients.leave(bundle)
             elif kind is OpKind.SHRINK:
                 self.copies.shrink(bundle)
             elif kind is OpKind.DROP or bundle in self.copies.outdated:
@@ -202,6 +204,8 @@ class _Expansion:
             return "is moved though it is on the device" if bundle in copies.resident | copies.shards else None
         if bundle not in copies.resident and not (kind is OpKind.DROP and bundle in copies.shards):
             return f"has a {kind.value} though it is not on the device"
+        if bundle in self._gradients.staying and kind is not OpKind.WRITE_BACK:
+            return f"has a {kind.value} though its gradient is there, which a write-back alone sends off"
         return f"has a {kind.value} while a unit holds it" if bundle in held else None
 
     def _compute(self, moment: int) -> None:

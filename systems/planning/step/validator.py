@@ -25,6 +25,7 @@ def validate(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext)
     """Raise PlanError for the first thing wrong with `plan`; the timeline of a good one."""
     check_shape(layout, trace, plan)
     check_ranks(plan, context)
+    check_staying(layout, plan, context)
     schedule = expand(layout, trace, plan, context)
     check_ahead(trace, plan, schedule)
     check_waits(trace, schedule)
@@ -88,6 +89,22 @@ def check_ranks(plan: Plan, context: PlanningContext) -> None:
     both = plan.shards_at_start & plan.sharded
     if both:
         raise PlanError(f"bundle {min(both)} has its home on the device, and is to be moved there for the step's start")
+
+
+def check_staying(layout: Layout, plan: Plan, context: PlanningContext) -> None:
+    """A gradient stays where it was written over parameters, is complete, and is neither summed nor updated before the end."""
+    if not plan.staying:
+        return
+    first = min(plan.staying)
+    if context.ranks > 1 or context.accumulate > 1:
+        raise PlanError(f"the gradient of bundle {first} is to stay, with several ranks or micro-batches")
+    if plan.update_rule is UpdateRule.WHEN_REDUCED:
+        raise PlanError(f"the gradient of bundle {first} is to stay, yet its update does not wait for the norm")
+    for bundle in sorted(plan.staying):
+        if bundle not in plan.in_place:
+            raise PlanError(f"the gradient of bundle {bundle} is to stay where its parameters were, yet it has a range")
+        if plan.optimizer_tier[layout.bundles[bundle].segments[0]] is Tier.DEVICE:
+            raise PlanError(f"the gradient of bundle {bundle} is to stay until the host's update, yet the device makes it")
 
 
 def check_ahead(trace: Trace, plan: Plan, schedule: Schedule) -> None:

@@ -21,12 +21,13 @@ from typing import Any
 
 from systems.planning.layout import FlatSpace, Layout, ModelIndex, pack
 from systems.planning.policy.chunks import ChunkCutter, ChunkGroup, Chunks, Run
-from systems.planning.policy.packing import candidate_sizes, group_parameters
+from systems.planning.policy.packing import ChunkRange, candidate_sizes, group_parameters
 from systems.planning.strategy import PlanningContext
 from systems.strategies.patrickstar.groups import communication_group, groups_of
 from systems.strategies.patrickstar.options import PatrickStarOptions
 
 LISTS = ("param 16-bit", "param fp32", "momentum", "variance")
+SMALLEST, LARGEST, STEP = 128 << 20, 512 << 20, 32 << 20  # elements: the range of section 8.1, "Chunk Size Searching"
 
 
 class PatrickStarChunker(ChunkCutter):
@@ -39,9 +40,18 @@ class PatrickStarChunker(ChunkCutter):
         owned = [tuple(p for p in block if len(p.users) <= 1) for block in blocks]
         main = [block for block in owned if block] or [each.single for each in found if each.single]
         super().__init__(index, lists, main, options, context)
+        if options.as_published and self._is_large(options):
+            bounds = (elements * context.itemsize for elements in (SMALLEST, LARGEST, STEP))
+            self._given = ChunkRange(**dict(zip(("chunk_min", "chunk_max", "chunk_step"), bounds, strict=True)))
         tensors = options.variant == "spongebob"
         self.chunk = 0 if tensors else self.best()
         self.layout, self.statistics = self._build(index)
+
+    def _is_large(self, options: PatrickStarOptions) -> bool:
+        """No range is given, and a block is as large as the paper's smallest chunk."""
+        given = (options.chunk_min, options.chunk_max, options.chunk_step)
+        block = max((sum(map(self.size, run)) for run in self._whole), default=0)
+        return all(each is None for each in given) and block >= SMALLEST
 
     def chunks(self, chunk: int) -> Chunks:
         """In whole groups; what makes none is outside."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from systems.planning.policy.options import InputsOptions, StrategyStatistics
 from systems.planning.policy.packing import ChunkRange
 
-Variant = Literal["base", "spongebob", "static-partition", "osc"]
+Variant = Literal["base", "paper", "spongebob", "static-partition", "osc"]
+PAPER: Mapping[str, Any] = MappingProxyType({"prefetch": 0, "run_ahead": False, "nonfinite": "skip"})
 
 
 def _prefetch(given: Any) -> Any:
@@ -18,17 +21,29 @@ def _prefetch(given: Any) -> Any:
 
 class PatrickStarOptions(ChunkRange, InputsOptions):
     """chunk_min, chunk_max, chunk_step: bytes of the searched sizes of a parameter chunk as computed with (the paper's range
-    of 128 to 512 Mi elements in 16 bit is 256MiB to 1GiB, its step 64MiB); unset is a range that suits the model.
+    of 128 to 512 Mi elements in 16 bit is 256MiB to 1GiB, its step 64MiB); unset is a range that suits the model, and, but
+    with variant=base, the paper's where a block is as large as its smallest chunk.
 
     warmup_share: part of the device that chunks may take in the warm-up step; static-partition keeps it for good.
     prefetch: chunks fetched ahead of their use; off (or 0) is the paper's: fetched when needed, compute waits.
-    variant: base, or an ablation: spongebob moves tensors instead of chunks, static-partition gives chunks a fixed share of
-    the device and traces nothing, osc keeps the optimizer chunks on the CPU.
+    variant: base, this strategy's best; paper, the paper's own rules, which set prefetch, run_ahead and nonfinite; or an
+    ablation of the paper's, which is under the same rules but for one. spongebob moves tensors instead of chunks;
+    static-partition traces nothing: chunks have a fixed share of the device and go in chunk-list order, as in the warm-up, and
+    the optimizer is on the CPU; osc keeps the optimizer chunks on the CPU.
     """
 
     warmup_share: float = Field(default=0.2, gt=0, le=1)
     prefetch: Annotated[int, BeforeValidator(_prefetch), Field(ge=0)] = 8
     variant: Variant = "base"
+
+    rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        dict.fromkeys(("paper", "spongebob", "static-partition", "osc"), PAPER)
+    )
+
+    @property
+    def as_published(self) -> bool:
+        """The paper's rules hold, all of them or all but one."""
+        return self.variant != "base"
 
     @property
     def traces(self) -> bool:
@@ -38,7 +53,7 @@ class PatrickStarOptions(ChunkRange, InputsOptions):
     @property
     def places_optimizer(self) -> bool:
         """Optimizer chunks may go to the device."""
-        return self.variant in ("base", "spongebob")
+        return self.variant in ("base", "paper", "spongebob")
 
 
 class PatrickStarStatistics(StrategyStatistics):
@@ -51,9 +66,11 @@ class PatrickStarStatistics(StrategyStatistics):
     model_bytes_per_parameter: of the four lists and those ranges, each byte once. copied_bytes: parameters on the device at
     the start of a step whose host memory is kept beside them.
     margin_bytes, margin_chunks: what the device has left beside all parameters and the highest non-model memory. Positive:
-    optimizer chunks (all three lists of one chunk) that it holds; negative: parameter chunks that spill, as in table 4.
+    optimizer chunks (all three lists of one chunk) that it holds; negative: parameter chunks that spill, as in table 4. With
+    variant=base more may be on the device than that.
+    kept_gradients: bundles whose gradient stays on the device until ADAM, unless it is evicted.
     non_model_bytes: the curve of figure 2, one entry a moment.
-    written_back_bytes: planned a step.
+    written_back_bytes_per_step: planned, of parameters; gradients that are evicted would go to the host anyway.
     """
 
     variant: Variant
@@ -69,6 +86,7 @@ class PatrickStarStatistics(StrategyStatistics):
     warmup_share: float
     gradients: str
     num_ranged: int | None = None
+    kept_gradients: int | None = None
     model_bytes_per_parameter: float | None = None
     copied_bytes: int | None = None
     margin_bytes: int | None = None

@@ -24,9 +24,14 @@ class Margin:
     chunks: int
 
 
-def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, optimizer_itemsize: int) -> Margin:
+def margin_bytes(layout: Layout, limit: int, curve: Sequence[int], ranks: int = 1) -> int:
+    """Of one rank's device, which has its own part of the parameters."""
+    return limit - max(curve) - layout.param_bytes // ranks
+
+
+def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, optimizer_itemsize: int, ranks: int = 1) -> Margin:
     """chunk: elements; 0 (tensors instead of chunks) counts in bundles of mean size."""
-    size = limit - max(curve) - layout.param_bytes
-    elements = chunk or max(1, layout.param_bytes // layout.itemsize // len(layout.bundles))
+    size = margin_bytes(layout, limit, curve, ranks)
+    elements = chunk or max(1, layout.param_bytes // layout.itemsize // len(layout.bundles) // ranks)
     each = elements * (optimizer_itemsize if size >= 0 else layout.itemsize)
     return Margin(size, size // each)

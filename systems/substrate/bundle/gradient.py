@@ -8,6 +8,7 @@ Note [Life of a gradient]
     the range is copied into the host slots of its own parameters (Note [The slot] in store.py) and freed (SENT). With several
     micro-batches the slots' content is then added to the fp32 accumulator and the parameters are restored. What autograd
     keeps for the device's own update stays where it is (KEPT), and so is summed all at once when the norm is wanted.
+    A gradient in place that the plan has stay is kept likewise, until it is sent (Note [Gradients that stay] in staying.py).
     Of several ranks this rank's part of their sum alone is kept until the norm is known, in a smaller range.
     Where room was needed before the gradient was complete the range lies in the slots, and nothing was added yet (PARKED).
     A gradient that arrives after its bundle was flushed or parked reopens the range with what is in the slots, so that a
@@ -33,7 +34,8 @@ class BundleGradient:
 
     waiting: gradients in autograd's own buffers. written: parameters whose gradient is in the bundle's block. exited: units
     that are done with theirs in this micro-step. summed: its sums of squares are left already, ahead of its flush. reduced: the
-    range has the sum over ranks, and waits for the update; it may be a shard's by then, with this rank's part alone.
+    range has the sum over ranks, and waits for the update; it may be a shard's by then, with this rank's part alone. stays: the
+    range is the bundle's own block, and the gradient is for the host.
     """
 
     def __init__(self, parameters: tuple[int, ...]) -> None:
@@ -45,13 +47,13 @@ class BundleGradient:
         self.exited: set[int] = set()
         self.fired: set[int] = set()
         self.fired_in_step: set[int] = set()
-        self.summed = self.reduced = False
+        self.summed = self.reduced = self.stays = False
 
     @property
     def open(self) -> bool:
         """There are gradients that no flush has taken yet."""
         if self.range is not None or self.state is GradientState.PARKED:
-            return not self.reduced
+            return not self.reduced and not self.stays
         return bool(self.fired) and self.state not in LEFT
 
     @property
@@ -92,22 +94,22 @@ class BundleGradient:
         self.range, self.state = block, GradientState.COLLECTING
 
     def keep(self, shard: Allocation) -> Allocation | None:
-        """This rank's part of the sum over ranks, which is on its way there. The range that it comes out of is the caller's to
-        free; None if that is the bundle's block.
+        """This rank's part of the sum over ranks, which is on its way there, or all of it in what was the bundle's block. The
+        range that it comes out of is the caller's to free; None if that is the bundle's block.
         """
         block, self.range = self.range, shard
         return block
 
     def let_go(self) -> Allocation | None:
         """Of the range, which is the caller's to free."""
-        block, self.range, self.reduced = self.range, None, False
+        block, self.range, self.reduced, self.stays = self.range, None, False, False
         return block
 
-    def leave(self, state: GradientState, *, reduced: bool = False) -> None:
+    def leave(self, state: GradientState, *, reduced: bool = False, stays: bool = False) -> None:
         """A flush took it. Sums that were left ahead are its own now."""
         if states.CHECKED:
             self._check(state)
-        self.summed, self.state, self.reduced = False, state, reduced
+        self.summed, self.state, self.reduced, self.stays = False, state, reduced, stays
 
     def begin_micro_step(self) -> None:
         self.fired.clear()

@@ -39,7 +39,8 @@ class GradientState(Enum):
     IN_PLACE      The bundle's block has those of the parameters in `written`, which holds it; others may be `waiting`.
     PARKED        The slots have what came, which is not all; nothing was added to the accumulator yet.
     KEPT          It is complete and stays on the device, in `waiting` or `range`, until it is updated there. Of several ranks
-                  the range may be a shard's by then, or the bundle's block has it.
+                  the range may be a shard's by then, or the bundle's block has it. Or it is for the host and leaves at the
+                  step's end, in what was the bundle's block.
     SENT          It is complete and left: the slots have it, or the accumulator.
     """
 

@@ -24,6 +24,7 @@ from systems.substrate.moves.ranges import Ranges
 from systems.substrate.moves.reductions import Reductions
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.squares import Squares
+from systems.substrate.moves.staying import StayingGradients
 from systems.substrate.moves.tiers import TierMoves
 
 
@@ -51,12 +52,11 @@ class Gradients:
         self.bundles = {bundle.index: bundle for bundle in residency.bundles if bundle.gradient is not None}
         self.squares = Squares(layout, device, self.on_device)
         self._ranges, self._gather = Ranges(residency, dtype), residency.gather
+        self.staying = StayingGradients(self._ranges)
         several = accumulate > 1
         self.reductions = Reductions(ranks, layout, device, self.squares, several=several) if ranks.size > 1 else None
         self._accumulators = Accumulators(tiers)
-        self.in_place = InPlace(
-            self._ranges, residency, layout.in_place, user, several=accumulate > 1, together=ranks.size > 1
-        )
+        self.in_place = InPlace(self._ranges, residency, layout.in_place, user, several=accumulate > 1, together=ranks.size > 1)
 
     def bytes_in_autograd(self) -> int:
         return sum(t.nbytes for bundle in self.bundles.values() for t in bundle.gradients.waiting.values())
@@ -88,6 +88,8 @@ class Gradients:
                 f"a gradient of bundle {bundle.index} ({self.layout.bundle_names[bundle.index]}) came after it was summed over "
                 "all ranks: something reads its parameters that was not seen in forward"
             )
+        if gradient.stays:
+            self.staying.leave(bundle)
         again = parameter in gradient.fired
         if gradient.range is None and bundle.stays_in_autograd:
             if again:
@@ -147,6 +149,9 @@ class Gradients:
         if block is None and on_device and gradient.written:
             self.in_place.leave(bundle, gradient, self.reductions, waits=self._waits)
             gradient.leave(GradientState.KEPT, reduced=True)
+            return
+        if block is None and gradient.written and bundle.index in self.staying.allowed:
+            self.staying.stay(bundle)
             return
         if block is None:
             gradient.leave(GradientState.SENT)
@@ -254,6 +259,7 @@ class Gradients:
             if gradient.written:
                 self.in_place.let_go(bundle, gradient)
             gradient.end_step()
+        self.staying.forget()
         self.squares.forget()
         if self.reductions is not None:
             self.reductions.forget()

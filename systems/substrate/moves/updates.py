@@ -35,7 +35,7 @@ class Issue(Protocol):
 class Updates:
     """Issues the updates of a step, in the order in which the next one needs the bundles: see `follow`.
 
-    gather: see Residency.gather; None on one rank.
+    gather: see Residency.gather; None on one rank. order: trained bundles, in that order.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Updates:
         self._gather = gather
         self.layout, self.device, self.control, self._versions = layout, device, control, versions
         self._bundles, self._tiers, self._gradients, self._disk = bundles, tiers, gradients, tiers.store.disk
-        self._order: list[ManagedBundle] = []
+        self.order: list[ManagedBundle] = []
         self._priority: dict[int, int] = {}
         self.follow(None)
 
@@ -64,7 +64,7 @@ class Updates:
         never = 0 if moments is None else len(moments)
         trainable = (b.index for b in self.layout.bundles if b.trainable)
         order = sorted(trainable, key=lambda bundle: (uses.get(bundle, never), bundle))
-        self._order = [self._bundles[index] for index in order]
+        self.order = [self._bundles[index] for index in order]
         self._priority = {index: place for place, index in enumerate(order)}
 
     def prepare(self, fired: Sequence[int], also: Collection[int] = ()) -> Issue:
@@ -74,7 +74,7 @@ class Updates:
         also: bundles in whose slots are zeros, as they were summed over ranks and nothing came on any.
         """
         wanted = frozenset(fired)
-        mine = [b for b in self._order if not wanted.isdisjoint(b.gradients.parameters) or b.index in also]
+        mine = [b for b in self.order if not wanted.isdisjoint(b.gradients.parameters) or b.index in also]
         return self.prepare_bundles(mine, wanted)
 
     def prepare_bundles(self, bundles: Sequence[ManagedBundle], wanted: frozenset[int]) -> Issue:
@@ -112,9 +112,7 @@ class Updates:
                 return
             for old, new, update in pieces:
                 gradient = old.slot if old.accumulator is None else old.accumulator
-                kernel.update(
-                    *old.state, gradient=gradient, out=new.slot, ranges=update, factor=factor, into=new.state
-                )
+                kernel.update(*old.state, gradient=gradient, out=new.slot, ranges=update, factor=factor, into=new.state)
                 for p in old.placements:
                     if p.parameter not in wanted:
                         for source, target in zip(old.state, new.state, strict=True):
@@ -144,7 +142,7 @@ class Updates:
 
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
-        for bundle in self._order:
+        for bundle in self.order:
             for stored in bundle.segments:
                 self._clear_accumulator(bundle, stored)
             self._tiers.restore_slots(bundle, lambda each: each.slot_holds_gradient)
@@ -281,7 +279,7 @@ class Updates:
         there whole.
         """
         assert self._gather is not None
-        for bundle in self._order:
+        for bundle in self.order:
             if bundle.states_on_device and bundle.index in reduced and bundle.scattered and not bundle.shard.at_home:
                 self._gather(bundle)
 
