@@ -78,9 +78,9 @@ How `paper` is to be read
 
 | rule of the paper | `paper` | default | measured difference |
 |---|---|---|---|
-| R cache of a size that users set, 1-2 GB ("Replicated Cache", "Experimental Results") | 2GiB, or cache | all that is left | - |
+| R cache of a size that users set, 1-2 GB ("Replicated Cache", "Experimental Results") | 2GiB, or cache | what is left | - |
 | chunks outside the cache are shards ("Introduction"), stored in CPU ("Heterogeneous Training") | all | what has no room | - |
-| fp32 computations of the optimizer update in CPU ("Heterogeneous Training") | all, with O_FLAG | first units' on the device | - |
+| fp32 computations of the optimizer update in CPU ("Heterogeneous Training") | with O_FLAG | first units' on the device | - |
 | gathered in the pre-op hook ("Overview"), no prefetching | prefetch=0 | prefetch=8 | - |
 | the parameters' update follows the backward pass ("Background") | after the norm of all | run_ahead | - |
 | chunk reused as gradients ("Relationship with other DP Strategies") | in place | ranges | - |
