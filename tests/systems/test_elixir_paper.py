@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from systems.device.watch.events import EventLog
@@ -244,6 +245,22 @@ def test_payloads_of_every_way_to_share_states(model: str, share: str) -> None:
         assert cache_is_enough(each, most) == (share != "zero-2")
         if share == "zero-2":
             assert gathered(each) >= managed(each.engine).layout.param_bytes, "all of it is brought together"
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_pass_without_gradients_has_no_more_than_the_cache(bounded: bool) -> None:
+    """There is room for all parameters, and a plan in force; the rule is switched off the second time."""
+    engine = start(elixir(), ONE.build(), settings(log_events=True), ElixirOptions(**paper(cache=CACHE[ONE])))
+    ours = managed(engine)
+    ours.strategy.bounded &= bounded
+
+    def look(step: int, _: Any) -> None:
+        with torch.no_grad():
+            ours(input_ids=tokens(1, 1)[0, 0])
+
+    found = train(engine, tokens(STEPS, 1), each_step=look)
+    assert_equal(reference(ONE), found)
+    assert cache_is_enough(found, CACHE[ONE]) is bounded
 
 
 def test_a_device_of_the_predicted_peak_is_enough_and_a_smaller_cache_is_refused() -> None:

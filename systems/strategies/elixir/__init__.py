@@ -41,7 +41,7 @@ Where this departs from the paper, and why, with every variant
   `ChunkCutter.least` in `systems/planning/policy/chunks.py`.
 * Shards are in pinned memory always; the paper has that as an option ("Optimizations for Offloading").
 * C is a constant as in the paper, yet never more than what activations leave at each moment: there the paper's run ends for
-  want of memory. A pass without gradients between two steps has no plan, and takes what room there is.
+  want of memory.
 * After its gradient has left, a chunk is not on the device until its update has made it anew.
 * Of several ranks nothing is evicted in the warm-up step: a chunk goes once its unit is done. And without offload shards and
   states come to the devices with the first plan; the host has room for them.
@@ -72,6 +72,8 @@ How `paper` is to be read
 * The fused chunk is there from its first use in a step until its gradient leaves, outside the cache, and nothing evicts it.
   With offload its update runs on the host as all others do, so that the gradient goes there and the new values come with
   the next step's first use. If it is frozen it never moves at all.
+* C holds in a step without a plan too, and in a pass without gradients. As a plan comes into force what it has on the device
+  between two steps (frozen chunks that the cache keeps) is brought there once; from then on nothing comes before its use.
 * With C = inf and several ranks all chunks are shards at rest ("all chunks are scattered by default and gathered in the forward
   pass"), and these stay beside the gathered copies: M / ranks more than ZeRO-2 has. The chunks are gathered once a step.
 * What the host cannot hold is refused. Only a disk, which the user gives, may have states in its stead.

@@ -55,6 +55,7 @@ class Elixir(FittedStrategy):
             check_host(layout, context, "elixir with `options=dict(variant='paper')`")
             if isinstance(options.cache, int):
                 left = context.device_budget - division.base.static_bytes
+                self.bounded = True
                 self.warm_up_share = min(1.0, options.cache / max(1, left))
         return layout
 
