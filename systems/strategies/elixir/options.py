@@ -24,9 +24,10 @@ def _cache(given: Any) -> int | Literal["auto"] | None:
 class ElixirOptions(ChunkRange, InputsOptions):
     """chunk_min, chunk_max, chunk_step: bytes of the searched chunk sizes; unset is a range that suits the model.
 
-    cache: bytes of the R cache (C_SIZE), all movable bundles on the device together; auto takes what is left, inf sets
-    no limit of its own. scatter (S_FLAG): chunks are split over ranks; of several, false goes without offload alone. offload
-    (O_FLAG): chunks may live on the host; without it each of several ranks has its shards on the device.
+    cache: bytes of the R cache (C_SIZE), parameters of all movable bundles on the device together, and with variant paper their
+    gradients; auto takes what is left, inf sets no limit of its own. scatter (S_FLAG): chunks are split over ranks; of several,
+    false goes without offload alone. offload (O_FLAG): chunks may live on the host; without it each of several ranks has its
+    shards on the device.
     prefetch: bundles fetched ahead of their use, 0 for none. variant: master-shard is the default, and what is best here;
     write-back has no master shard on the host, so that an eviction writes 2 bytes a parameter; paper keeps to the paper's rules
     (see the package), has master shards too, and a cache of a constant size: 2GiB unless it is given.

@@ -37,9 +37,10 @@ class Elixir(FittedStrategy):
 
     def __init__(self, options: ElixirOptions, context: PlanningContext) -> None:
         if context.ranks > 1 and not options.scatter and (options.offload or options.cache not in ("auto", None)):
+            whole = "inf" if options.keeps_to_paper else "auto or inf"
             raise UnsupportedError(
                 "elixir with `options=dict(scatter=False)` keeps every chunk whole on each of several devices: use "
-                "`options=dict(scatter=False, offload=False)` with cache at auto or inf, or `options=dict(scatter=True)`"
+                f"`options=dict(scatter=False, offload=False)` with cache at {whole}, or `options=dict(scatter=True)`"
             )
         super().__init__(options, context)
         self.write_back = options.variant == "write-back"
