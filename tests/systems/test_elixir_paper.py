@@ -297,3 +297,21 @@ def test_a_fused_chunk_stays_in_a_step_and_the_host_updates_it(accumulate: int) 
     assert layout.bundles[fused].trainable and len(layout.bundles[fused].units) > 2
     fetched = [who for what, who in of_units(managed(engine).log) if what == "fetch"]
     assert fetched.count(fused) == STEPS < max(map(fetched.count, layout.bundles_of_unit[layout.bundles[fused].units[1]]))
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.one_in(2)
+def test_a_fused_chunk_of_several_ranks(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With offload each updates its part on the host; without, on its device, where all of the chunk is for good."""
+    monkeypatch.setattr("tests.systems.test_ranks.make", lambda model: norms_trained())
+    last, most = Last(), 460 << 10
+    options = paper(cache=most, offload=offload)
+    found = on_ranks(elixir(), "norms", 2, options=options, before=last.note, log_events=True)
+    for expected, each in zip(on_ranks(RESIDENT, "norms", 2), found, strict=True):
+        assert_equal(expected, each)
+    assert_as_it_should_be(found, last)
+    for rank, each in enumerate(found):
+        assert broken(each, most) <= {"fetch_waits"} | (set() if offload else {"host_updates"})
+        assert fetch_waits(each, most, last.issued[rank])
+        fused = {b.index for b in managed(each.engine).layout.bundles if not b.movable}
+        assert bool(fused) is not offload and bool(managed(each.engine).strategy._staying) is offload

@@ -72,6 +72,8 @@ How `paper` is to be read
 * The fused chunk is there from its first use in a step until its gradient leaves, outside the cache, and nothing evicts it.
   With offload its update runs on the host as all others do, so that the gradient goes there and the new values come with
   the next step's first use. If it is frozen it never moves at all.
+* Copies have lanes of their own, and the host issues ahead of the device: a chunk that is fetched on demand still comes while
+  units before its own compute, as far as the cache has room for it. The paper says nothing of streams.
 * C holds in a step without a plan too, and in a pass without gradients. As a plan comes into force what it has on the device
   between two steps (frozen chunks that the cache keeps) is brought there once; from then on nothing comes before its use.
 * With C = inf and several ranks all chunks are shards at rest ("all chunks are scattered by default and gathered in the forward
