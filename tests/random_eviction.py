@@ -39,6 +39,7 @@ class RandomEviction:
     update_rule = UpdateRule.AFTER_NORM
     runs_ahead = True
     warm_up_share: float | None = None
+    bounded = False
 
     def __init__(self, options: RandomOptions, context: PlanningContext) -> None:
         self._options, self._context = options, context

@@ -73,6 +73,7 @@ class Strategy(Protocol):
     """One instance a run. Methods are called in the order written; `plan` again for every newly traced step.
 
     warm_up_share: part of the device that model data may fill while there is no plan; None leaves it to the device.
+    bounded: what a plan in force does not ask for takes no more of the device than what it does ask for.
     offloaded_inputs: units whose inputs wait on the host for backward, where the unit is recomputed. Read at each step's
     begin; only units that were in it when `layout` returned can be. A trace's memory is that of the set then in force.
     rematerialised: None leaves recomputation to the settings. A strategy that chooses itself has here, when `layout` returns,
@@ -86,6 +87,7 @@ class Strategy(Protocol):
     runs_ahead: bool  # updates may, with UpdateRule.AFTER_NORM: Plan.ahead is filled in for it
     write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
     warm_up_share: float | None
+    bounded: bool
     offloaded_inputs: frozenset[int]
     rematerialised: frozenset[int] | None
 

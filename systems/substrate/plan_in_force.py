@@ -110,7 +110,8 @@ class PlanInForce:
         if plan.predicted_model_peak_bytes is not None:
             largest = self._layout.largest_movable_bytes
             peaks = plan.predicted_model_peak_bytes, largest, plan.predicted_non_model_peak_bytes
-            residency.room.limit_to(device.prepare(*peaks))
+            most = plan.predicted_model_peak_bytes if self._strategy.bounded else None
+            residency.room.limit_to(device.prepare(*peaks), most)
         for bundle in self._layout.bundles:
             on_device = bundle.trainable and plan.optimizer_tier[bundle.segments[0]] is Tier.DEVICE
             if bundle.index in plan.sharded:

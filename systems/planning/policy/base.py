@@ -44,6 +44,7 @@ class StrategyBase(ABC):
         self.runs_ahead: bool = options.run_ahead
         self.write_back = False
         self.warm_up_share: float | None = None
+        self.bounded = False
         self.offloaded_inputs: frozenset[int] = frozenset()
         self.rematerialised: frozenset[int] | None = None
 

@@ -23,6 +23,8 @@ from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 from systems.sizes import format_need, format_size
 
+NO_ROOM = "the device has no room for the difference: raise `host_memory` or `device_memory`"
+
 
 @dataclass(frozen=True)
 class HostNeed:
@@ -81,6 +83,18 @@ def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> L
     return _keep_on_device(_to_disk(layout, context) if context.disk_budget else layout, context, rule)
 
 
+def check_host(layout: Layout, context: PlanningContext, system: str) -> None:
+    """BudgetError (host) where host and disk do not hold all that may leave the device. Else `within_host` keeps nothing there.
+
+    system: in words, the one that does not let the device have what they lack.
+    """
+    if layout.moments != context.moments:
+        layout = replace(layout, moments=context.moments)
+    held = _to_disk(layout, context) if context.disk_budget and host_need(layout, context) > context.host_budget else layout
+    if host_need(held, context) > context.host_budget:
+        raise _refusal(layout, context, f"{system} keeps nothing of it on the device: raise `host_memory`")
+
+
 def _to_disk(layout: Layout, context: PlanningContext) -> Layout:
     """States of the last units first: the next step needs the parameters of the first ones first. Large segments make large
     buffers, so they go only where the smaller ones are not enough.
@@ -131,11 +145,10 @@ def _kept(layout: Layout, bundles: Sequence[Bundle]) -> Layout:
     return replace(layout, bundles=there, on_disk=layout.on_disk - kept)
 
 
-def _refusal(layout: Layout, context: PlanningContext) -> BudgetError:
+def _refusal(layout: Layout, context: PlanningContext, why: str = NO_ROOM) -> BudgetError:
     """layout: with nothing kept on the device for it."""
     need = HostNeed.of(layout, context)
     total, have = need.total, context.host_budget
-    why = "the device has no room for the difference: raise `host_memory` or `device_memory`"
     if context.disk_budget:
         why += f" or `disk_memory` ({format_size(disk_bytes(layout))} of {format_size(context.disk_budget)} are taken)"
     else:

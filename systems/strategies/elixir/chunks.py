@@ -19,9 +19,13 @@ FUSED_SHARE = 16  # a fused group may take this part of the device budget for go
 
 
 class ElixirChunker(ChunkCutter):
-    """layout: the result, in chunks of `chunk` elements. statistics: fields of ElixirStatistics, what the search found."""
+    """layout: the result, in chunks of `chunk` elements. statistics: fields of ElixirStatistics, what the search found.
+
+    staying: fused bundles that stay on the device in a step though the host updates them, so that they may move for that.
+    """
 
     def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext) -> None:
+        self._options = options
         self._scattered = options.scatter or context.ranks == 1
         groups = chunk_groups(index, context.ranks, scattered=self._scattered)
         blocks = {u.name for u in index.units if u.block is not None}
@@ -29,11 +33,15 @@ class ElixirChunker(ChunkCutter):
         super().__init__(index, groups, [run for run in runs if blocks.intersection(run[0].users)] or runs, options, context)
         self._totals = {group.space: sum(map(self.size, group.parameters())) for group in groups}
         self.chunk = self.best()
-        self.layout, self.statistics = self._build(index)
+        self.layout, self.staying, self.statistics = self._build(index)
 
     def cuts(self, group: ChunkGroup, chunk: int) -> bool:
-        """A group is fused, and never moves, if it is smaller than a chunk and not too dear for the device."""
+        """A group is fused, and never moves, if it is smaller than a chunk and not too dear for the device; in the paper if it
+        is smaller.
+        """
         total, per_element = self._totals[group.space], self.context.itemsize
+        if self._options.keeps_to_paper:
+            return total >= chunk
         if group.space.trainable:
             per_element += self.context.itemsize + self.context.optimizer_itemsize
         return total >= chunk or total * per_element * FUSED_SHARE > self.context.device_budget
@@ -43,8 +51,8 @@ class ElixirChunker(ChunkCutter):
         unit = self.align * self.context.ranks
         return {round_up(total + 1, unit) for total in self._totals.values()}
 
-    def _build(self, index: ModelIndex) -> tuple[Layout, Mapping[str, Any]]:
-        """Bundles in model order of their first parameter."""
+    def _build(self, index: ModelIndex) -> tuple[Layout, frozenset[int], Mapping[str, Any]]:
+        """Bundles in model order of their first parameter; which of them are `staying`; statistics."""
         found, itemsize = self.chunks(self.chunk), self.context.itemsize
         pieces: list[tuple[bool, list[Piece]]] = [(True, [piece]) for piece in (*found.inside, *found.outside)]
         fused = [group for group in self.groups if not self.cuts(group, self.chunk)]
@@ -54,16 +62,24 @@ class ElixirChunker(ChunkCutter):
                 pieces.append((False, small))
         pieces.sort(key=lambda piece: piece[1][0][1][0].index)
         packed = ([pack(run, space=space, itemsize=itemsize) for space, run in parts] for _, parts in pieces)
-        unmovable = {number for number, (movable, _) in enumerate(pieces) if not movable}
-        layout = Layout.of(index, itemsize, packed, unmovable=unmovable if self._scattered else range(len(pieces)))
-        return layout, dict(
+        fixed = {number for number, (movable, _) in enumerate(pieces) if not movable}
+        staying, in_place = frozenset[int](), set[int]()
+        if self._options.keeps_to_paper:
+            trained = {number for number, (_, parts) in enumerate(pieces) if parts[0][0].trainable}
+            in_place = {n for n in trained if all(len(p.users) == 1 for _, run in pieces[n][1] for p in run)}
+            if self._options.offload:
+                staying = frozenset(fixed & trained)
+        unmovable = fixed - staying if self._scattered else range(len(pieces))
+        layout = Layout.of(index, itemsize, packed, unmovable=unmovable, in_place=in_place)
+        statistics = dict(
             num_chunks=len(found.inside),
             chunk_size_bytes=self.chunk * itemsize,
             utilization=found.utilization,
             wasted_bytes=found.wasted * itemsize,
             num_private=len(found.outside),
-            num_fused=len(unmovable),
+            num_fused=len(fixed),
         )
+        return layout, staying, statistics
 
 
 def chunk_groups(index: ModelIndex, ranks: int, *, scattered: bool = True) -> list[ChunkGroup]:

@@ -14,7 +14,8 @@ from systems.substrate.bundle.bundle import ManagedBundle
 
 
 class DeviceRoom:
-    """evict: sends a bundle away; None on several ranks. limit: pool bytes beyond which `allocate` evicts; lifted by a plan.
+    """evict: sends a bundle away; None on several ranks. limit: pool bytes beyond which `allocate` evicts, or does not make the
+    pool grow; lifted by a plan. most: of those in use, beyond which it evicts; no more than the limit.
 
     leaves: on several ranks, whether no plan says now when a bundle goes, so that it is dropped once its last holder lets it
     go; None on one rank, where it stays until room is needed.
@@ -24,7 +25,7 @@ class DeviceRoom:
         self._device, self._bundles, self._evict = device, bundles, evict
         self._choose: Callable[[Sequence[int]], int] = lambda candidates: candidates[0]
         self._relieve: Callable[[], bool] = lambda: False
-        self.limit = device.plannable_bytes
+        self.limit = self.most = device.plannable_bytes
         self.leaves: Callable[[int], bool] | None = None
 
     def ask(self, *, choose: Callable[[Sequence[int]], int], relieve: Callable[[], bool]) -> None:
@@ -37,9 +38,10 @@ class DeviceRoom:
         """Of several ranks: see `leaves`."""
         self.leaves = leaves
 
-    def limit_to(self, nbytes: int) -> None:
-        """Of the pool."""
+    def limit_to(self, nbytes: int, most: int | None = None) -> None:
+        """Of the pool. most: of what is in use of it, where that is less."""
         self.limit = nbytes
+        self.most = nbytes if most is None else min(most, nbytes)
 
     def evictable(self) -> list[int]:
         return [m.index for m in self._bundles if m.block is not None and not m.holds and not m.pinned]
@@ -66,7 +68,7 @@ class DeviceRoom:
 
         def fits() -> bool:
             pool, evicts = self._device.pool, self._evict is not None
-            if evicts and pool.live_bytes + nbytes > self.limit and self.evictable():
+            if evicts and pool.live_bytes + nbytes > self.most and self.evictable():
                 return False
             allocation = pool.allocate(nbytes, what, limit=self.limit, compute=compute)
             if allocation is None and not (evicts and self.evictable()):
