@@ -167,6 +167,7 @@ class PlanInForce:
     def _use(self, plan: Plan | None) -> None:
         self._cursor.use(plan)
         self._updates.follow(None if plan is None else plan.signature)
+        self._device.transfers.one_copy_queue = plan is not None and plan.one_copy_queue
         self.ahead.allow(frozenset() if plan is None else plan.ahead)
 
     @property

@@ -149,9 +149,9 @@ class Rates:
         }
 
 
-def default_queues() -> dict[LaneKind, str]:
-    """Those that a run has."""
-    return {lane: queue_of(lane) for lane in LaneKind}
+def default_queues(*, one_copy_queue: bool = False) -> dict[LaneKind, str]:
+    """Those that a run has. one_copy_queue: its plan's."""
+    return {lane: queue_of(lane, one_copy_queue=one_copy_queue) for lane in LaneKind}
 
 
 @dataclass(frozen=True)
