@@ -11,10 +11,10 @@ Note [The host]
 
 Note [Bounds]
     No order of work can beat these. compute: what the compute lane does. host-dram: what CPU Adam and copies take of it;
-    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together; in one queue all of them. disk: reads, or writes. link:
-    all collectives. issue: unit events on the host. norm: updates that wait for the norm lie between one backward and the next
-    forward's end, so a step is at least the backward and all of these host updates; those that run ahead, and accumulators that
-    are cleared for them, are no part of it.
+    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together, or one after the other if
+    they are one queue. disk: reads, or writes. link: all collectives. issue: unit events on the host. norm: updates that
+    wait for the norm lie between one backward and the next forward's end, so a step is at least the backward and all of
+    these host updates; those that run ahead, and accumulators that are cleared for them, are no part of it.
 """
 
 from __future__ import annotations

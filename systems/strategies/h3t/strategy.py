@@ -21,7 +21,7 @@ from systems.planning.step.timeline import timeline, with_peaks
 from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
-from systems.strategies.h3t.compiling import Compiler
+from systems.strategies.h3t.basic import check_size
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import MeasuredLayers, Profiler
 from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
@@ -40,7 +40,7 @@ class H3T(StrategyBase):
     _options: H3TOptions
 
     def __init__(self, options: H3TOptions, context: PlanningContext) -> None:
-        if context.any_plan and options.variant == "global-offload":
+        if context.any_plan and options.variant != "resident-optimizer":
             options = options.model_copy(update={"solver": "on"})  # fits wherever anything does
         super().__init__(options, context)
         self.rematerialised = frozenset()
@@ -58,6 +58,8 @@ class H3T(StrategyBase):
         self._forced = frozenset(u.index for u in index.units if u.block is not None and u.block in numbers)
         layout = bundle_a_unit(index, self._context)
         layers, described = len(index.blocks), self._hardware.description
+        if self._options.solver == "basic-dp":
+            check_size(layers, self._options.bins)
         self.tell(variant=self._options.variant, num_layers=layers, num_bundles=len(layout.bundles), hardware=described)
         return layout
 
@@ -67,16 +69,7 @@ class H3T(StrategyBase):
         if not self._profiler.can_use(trace, layers):
             return self._measuring(layout, trace, layers)
         measured = self._profiler.add(trace, layers)
-        asked = Asked(
-            self._context,
-            self._options,
-            self.update_rule,
-            self._hardware,
-            self._blocks,
-            self._forced,
-            self.unit_name,
-        )
-        search = Search(asked, layout, measured)
+        search = Search(self._asked, layout, measured)
         if self._profiler.wants_more(measured):
             return self._provisional(search, layout, measured)
         began = time.perf_counter()
@@ -88,6 +81,11 @@ class H3T(StrategyBase):
         return replace(
             plan, predicted_step_time_s=best.step_time_s, provisional_peak_bytes=self._profiling_peak(search, layout, measured)
         )
+
+    @property
+    def _asked(self) -> Asked:
+        given = self._context, self._options, self.update_rule, self._hardware
+        return Asked(*given, self._blocks, self._forced, self.unit_name)
 
     def _profiling_peak(self, search: Search, layout: Layout, measured: MeasuredLayers) -> int:
         """Of the steps in which a run would measure some layers at a time; 0 at run time, where they were run."""
@@ -102,7 +100,7 @@ class H3T(StrategyBase):
 
     def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
         """Every switch on but synchronisation, for a kind of step of which no trace tells enough; this one bounds it."""
-        compiler = Compiler(layout, trace, self._context, self.update_rule, self._blocks)
+        compiler = self._asked.compiles(layout, trace, self._context, self.update_rule, self._blocks)
         plan = compiler.plan(dict.fromkeys(layers, ALL_ON), others="held", on_device=unmovable(layout))
         memory = timeline(layout, trace, plan, self._context)
         return replace(with_peaks(plan, memory, layout, self._context), provisional=True, barriers=frozenset())
