@@ -96,6 +96,7 @@ class Plan:
     others were given before. At an enter that is before anything else there; at an exit the unit has let go of its bundles, and
     its gradients in place are written, before. The host's updates go on, and the host does not wait.
     ahead: bundles whose updates run ahead of the norm, into their second versions, where all others wait for it.
+    times_lanes: steps under it tell what copies and updates took (Trace.lane_times).
     one_copy_queue: copies to the device and from it are one queue, in the order of their issue; else each way is its own.
     sources of predictions: timeline and simulator; None where nothing was predicted.
     """
@@ -119,6 +120,7 @@ class Plan:
     sharded: frozenset[int] = frozenset()
     shards_at_start: frozenset[int] = frozenset()
     one_copy_queue: bool = False
+    times_lanes: bool = False
 
 
 def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:

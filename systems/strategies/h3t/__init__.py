@@ -39,8 +39,7 @@ Where this departs from the paper, and why, whatever the variant
   held, whichever is fastest by simulated time. The paper does not say.
 * `--recompute full` or block numbers hold the switch of those layers on; without, the solver decides for every layer.
 * What no step has measured yet, A_i of a layer that was always rematerialised, is bounded by its backward's peak.
-* The copy and update rates at run time are those of a hardware profile (option hardware), not measured from the run: a trace
-  has times of compute alone. So is the simulated time by which candidates are chosen.
+* The rates of collectives and of all but copies and CPU Adam are those of a hardware profile (option hardware), not of the run.
 * The cost model counts no copy for a shard that rests, though each is moved once a step behind its update (figure 3a): counted,
   lazy prefetching would be still cheaper beside it than in table 6, where the paper has it in 8 % of the layers. The simulator
   and the run have those copies.
@@ -59,6 +58,7 @@ Where the defaults do, for more speed, and variant=paper does not
   each other, the host's updates go on), saves no memory here. Dynamic programming has it on everywhere because its cost model
   needs that, not its plan. So `best` runs each assignment without any; a solver asked for by name is run as solved.
 * `best` is the fastest of dp, greedy and manual by the simulator, each under the rules of the substrate (`costs.SUBSTRATE`).
+* The rates of copies and updates are the hardware profile's too.
 * Updates run ahead of the norm where host memory allows (option run_ahead), or begin during backward (nonfinite=stop).
 
 Where variant=paper still departs
@@ -67,7 +67,9 @@ Where variant=paper still departs
   known, first layers' first, in a lane of its own: the next forward waits for its own layers' updates alone.
 * Without synchronisation a layer's preparation waits for its segment only as far as it needs room that is freed there.
 * The profiler's steps, S of them, have every switch on but synchronisation. That S more steps are skipped, and S timed
-  (appendix C.3), is the harness's: `--warmup 20 --steps 30` with the ten steps of profile_steps. Fewer than ten are allowed, for tests.
+  (appendix C.3), is the harness's: `--warmup 20 --steps 30` with the ten steps of profile_steps. Fewer are allowed, for tests.
+* The profiler times copies and updates from its second step on, which is the first that has a plan; whole lanes, not layer by
+  layer. In a forecast their rates are the hardware profile's.
 * Which reduction is used (option reduction) is open; BMTrain's is NCCL's own, `native`.
 
 | rule of the paper | `paper` | default | measured difference |
@@ -81,6 +83,7 @@ Where variant=paper still departs
 | optimizer offloaded for all layers (3.2.2) | yes | yes | - |
 | optimize behind the last backward (3.1) | run_ahead=false, nonfinite=skip | run_ahead=true | - |
 | S = 10 steps profiled (C.3) | profile_steps=10 | the same | - |
+| copy and update times from the profiler (3.3.1) | Plan.times_lanes, `rates.py` | option hardware | - |
 | basic solver: Algorithm 3 (B.3) | solver=basic-dp | the same | - |
 | w/o H3T: every switch on (4.1) | solver=on | solver=on, economical as above | - |
 """

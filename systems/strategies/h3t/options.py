@@ -86,7 +86,8 @@ class H3TStatistics(StrategyStatistics):
     solver: whose assignment is in force; candidates_s: simulated step time of each that fits. other_modules: what becomes of
     parameters outside the layers (held: on the device while used; early: fetched ahead; resident: kept).
     barriers_per_step: of segment synchronisation, as run.
-    hardware: description of the profile reckoned with. solver_s: all solvers together. profiled_steps: measured so far.
+    hardware: description of the profile reckoned with; measured_bytes_per_s: of lanes, what variant=paper measured in its place
+    (nothing where profile_steps is 1, as that step has no plan). solver_s: all solvers together. profiled_steps: so far.
     """
 
     variant: Variant
@@ -96,6 +97,7 @@ class H3TStatistics(StrategyStatistics):
     solver: str | None = None
     solver_s: float | None = None
     hardware: str | None = None
+    measured_bytes_per_s: dict[str, float] = Field(default_factory=dict)
     simulated_step_time_s: float | None = None
     candidates_s: dict[str, float] = Field(default_factory=dict)
     switch_on_ratios: dict[str, float] | None = None

@@ -24,6 +24,7 @@ from systems.planning.trace import Trace
 from systems.strategies.h3t.basic import check_size
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import MeasuredLayers, Profiler
+from systems.strategies.h3t.rates import bytes_per_s, with_measured
 from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
 from systems.strategies.h3t.switches import ALL_ON, Assignment
 
@@ -69,7 +70,12 @@ class H3T(StrategyBase):
         if not self._profiler.can_use(trace, layers):
             return self._measuring(layout, trace, layers)
         measured = self._profiler.add(trace, layers)
-        search = Search(self._asked, layout, measured)
+        asked = self._asked
+        if asked.paper and self._context.hardware is None:
+            times = measured.base.lane_times
+            asked = replace(asked, hardware=with_measured(self._hardware, times, self._context))
+            self.tell(measured_bytes_per_s=bytes_per_s(times, self._context))
+        search = Search(asked, layout, measured)
         if self._profiler.wants_more(measured):
             return self._provisional(search, layout, measured)
         began = time.perf_counter()
@@ -103,7 +109,7 @@ class H3T(StrategyBase):
         compiler = self._asked.compiles(layout, trace, self._context, self.update_rule, self._blocks)
         plan = compiler.plan(dict.fromkeys(layers, ALL_ON), others="held", on_device=unmovable(layout))
         memory = timeline(layout, trace, plan, self._context)
-        return replace(with_peaks(plan, memory, layout, self._context), provisional=True, barriers=frozenset())
+        return self._to_measure(with_peaks(plan, memory, layout, self._context))
 
     def _provisional(self, search: Search, layout: Layout, measured: MeasuredLayers) -> Plan:
         """Every switch on but synchronisation, and those of the layers that this step measures: as many as fit."""
@@ -118,7 +124,11 @@ class H3T(StrategyBase):
         elif not found.fits(self._context):
             raise search.refusal(found)
         peaks = with_peaks(found.plan, found.memory, layout, self._context)
-        return replace(peaks, provisional=True, barriers=frozenset())
+        return self._to_measure(peaks)
+
+    def _to_measure(self, plan: Plan) -> Plan:
+        """Under the paper's rules the profiler sees what copies and updates take, too."""
+        return replace(plan, provisional=True, barriers=frozenset(), times_lanes=self._asked.paper)
 
     def _with_open(self, search: Search, measured: MeasuredLayers, layers: Sequence[int]) -> Candidate:
         switches = dict.fromkeys(measured.layers, ALL_ON)
