@@ -29,11 +29,9 @@ from systems.device.watch.phases import NoPhases, PhaseClock, Phases
 from systems.device.watch.stopwatch import Stopwatch
 from systems.optimizers.choice import Chosen, chosen
 from systems.planning.allowance import EXACT, Allowance
-from systems.planning.plan import LaneKind, Tier
+from systems.planning.plan import COPY_LANES, LaneKind, Tier
 from systems.ranks.ranks import Ranks
 from systems.settings import Settings
-
-COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 
 
 class Device(ABC):

@@ -36,12 +36,16 @@ class LaneKind(Enum):
 
 
 LINK = "link"  # the one queue of the lanes of collectives, on paper as in a run
+COPIES = "copies"  # the one queue of the lanes of copies, under plans that have one
 COLLECTIVE = (LaneKind.GATHER, LaneKind.REDUCE)
+COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
 DEVICE_LANES = (LaneKind.COMPUTE, LaneKind.H2D, LaneKind.D2H, LaneKind.GATHER, LaneKind.REDUCE)  # what a barrier joins
 
 
-def queue_of(lane: LaneKind) -> str:
-    """Operations of one queue are carried out in the order of their issue."""
+def queue_of(lane: LaneKind, *, one_copy_queue: bool = False) -> str:
+    """Operations of one queue are carried out in the order of their issue. one_copy_queue: see Plan."""
+    if one_copy_queue and lane in COPY_LANES:
+        return COPIES
     return LINK if lane in COLLECTIVE else lane.value
 
 
@@ -66,9 +70,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class PlannedOperation:
+    """first: before gradients leave or inputs come at its moment; behind a barrier there, and behind the ends of holds."""
+
     trigger: int
     priority: int
     operation: Operation
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ class Plan:
     others were given before. At an enter that is before anything else there; at an exit the unit has let go of its bundles, and
     its gradients in place are written, before. The host's updates go on, and the host does not wait.
     ahead: bundles whose updates run ahead of the norm, into their second versions, where all others wait for it.
+    times_lanes: steps under it tell what copies and updates took (Trace.lane_times).
+    one_copy_queue: copies to the device and from it are one queue, in the order of their issue; else each way is its own.
     sources of predictions: timeline and simulator; None where nothing was predicted.
     """
 
@@ -115,6 +124,8 @@ class Plan:
     sharded: frozenset[int] = frozenset()
     shards_at_start: frozenset[int] = frozenset()
     staying: frozenset[int] = frozenset()
+    one_copy_queue: bool = False
+    times_lanes: bool = False
 
 
 def optimizer_tiers(layout: Layout, on_device: frozenset[int]) -> tuple[Tier, ...]:

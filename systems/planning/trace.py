@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Phase(Enum):
@@ -36,6 +37,14 @@ class Moment:
     micro_step: int = 0
 
 
+class LaneTime(NamedTuple):
+    """What a lane did while it was timed. nbytes: of parameters, this rank's part, be they copied or updated."""
+
+    lane: str
+    nbytes: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Trace:
     """Measurements have one entry a moment and cover the time from that moment to the next.
@@ -52,6 +61,7 @@ class Trace:
     recomputed, offloaded: units that were recomputed, and whose inputs waited on the host, in this step (where a strategy
     chooses). input_bytes: (unit, bytes of its hidden state) of units that may be.
     inputs_left: per moment the units whose inputs left for the host before the next; empty where that was not seen.
+    lane_times: of copies and of the host's updates that ended in the step; empty unless its plan asked for them.
     """
 
     moments: tuple[Moment, ...]
@@ -64,6 +74,7 @@ class Trace:
     offloaded: frozenset[int] = frozenset()
     input_bytes: tuple[tuple[int, int], ...] = ()
     inputs_left: tuple[tuple[int, ...], ...] = ()
+    lane_times: tuple[LaneTime, ...] = ()
 
     @cached_property
     def signature(self) -> tuple[Moment, ...]:

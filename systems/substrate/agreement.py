@@ -111,7 +111,11 @@ class Agreement:
         traces = [trace for _, trace, _ in told if trace is not None]
         if len(traces) < len(told):
             return True, None
-        return True, reduce(lambda one, more: replace(merged(one, more), compute_time_s=one.compute_time_s), traces)
+
+        def with_first_times(one: Trace, more: Trace) -> Trace:
+            return replace(merged(one, more), compute_time_s=one.compute_time_s, lane_times=one.lane_times)
+
+        return True, reduce(with_first_times, traces)
 
 
 def lay_out_alike(ranks: Ranks, context: PlanningContext, layout: Layout) -> None:

@@ -11,6 +11,7 @@ from systems.planning.trace import Moment
 class Cursor:
     """A position in a plan's trace. Once an event differs from it, the rest of the step is on its own.
 
+    first: per moment, of those that have any, operations that come as it is reached (PlannedOperation).
     Of several ranks, see following.py: departed: this step differs from it. strayed: by more than what it leaves out.
     """
 
@@ -19,15 +20,17 @@ class Cursor:
         self.following = self.departed = self.strayed = False
         self.position = -1
         self._operations: list[list[Operation]] = []
+        self.first: dict[int, list[Operation]] = {}
 
     def use(self, plan: Plan | None) -> None:
         self.plan = plan
         self.following = False
-        self._operations = []
+        self._operations, self.first = [], {}
         if plan is not None:
             self._operations = [[] for _ in plan.signature]
             for planned in sorted(plan.operations, key=lambda p: (p.trigger, p.priority)):
-                self._operations[planned.trigger].append(planned.operation)
+                at = planned.trigger
+                (self.first.setdefault(at, []) if planned.first else self._operations[at]).append(planned.operation)
 
     def start(self) -> None:
         self.following, self.position = self.plan is not None, -1
@@ -53,7 +56,7 @@ class Cursor:
         """True if the plan wants the device's lanes to wait for each other at the current moment."""
         return self.following and self.plan is not None and self.position in self.plan.barriers
 
-    def operations(self) -> Iterator[Operation]:
-        """What the plan wants done at the current moment."""
+    def operations(self, *, first: bool = False) -> Iterator[Operation]:
+        """What the plan wants done at the current moment, in its turn or first of all."""
         if self.following:
-            yield from self._operations[self.position]
+            yield from self.first.get(self.position, ()) if first else self._operations[self.position]

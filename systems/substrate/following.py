@@ -174,9 +174,9 @@ class Following(Cursor):
         """See Cursor.at_barrier."""
         return not self.late and super().at_barrier
 
-    def operations(self) -> Iterator[Operation]:
+    def operations(self, *, first: bool = False) -> Iterator[Operation]:
         """See Cursor.operations."""
-        for operation in () if self.late else super().operations():
+        for operation in () if self.late else super().operations(first=first):
             if operation.kind is OpKind.FETCH:
                 self.guests.discard(operation.bundle)
             yield operation

@@ -50,11 +50,13 @@ class Moments:
             self._flushes.staying.depart()
         elif self._cursor.at_barrier:
             self._device.transfers.barrier(label=f"barrier at moment {self._cursor.position}")
+        if self._cursor.first:
+            self.carry_out_plan(first=True)
 
-    def carry_out_plan(self) -> None:
-        """What it wants at the moment that was reached last."""
+    def carry_out_plan(self, *, first: bool = False) -> None:
+        """What it wants at the moment that was reached last. first: what comes before all else there."""
         residency = self._residency
-        for operation in self._cursor.operations():
+        for operation in self._cursor.operations(first=first):
             managed = residency.bundles[operation.bundle]
             if operation.kind is OpKind.FETCH:
                 residency.fetch(operation.bundle)
@@ -100,6 +102,8 @@ class MomentsTogether(Moments):
         for position in moments:
             if self._cursor.at_barrier:
                 self._device.transfers.barrier(label=f"barrier at moment {position}")
+            if self._cursor.first:
+                self.carry_out_plan(first=True)
             self._flushes.units_done(())
             self.carry_out_plan()
         if self._cursor.departed and not before:

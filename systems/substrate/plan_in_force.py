@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from systems.device.device import Device
+from systems.device.watch.lane_times import LaneTimes
 from systems.planning.layout import Layout
 from systems.planning.plan import Plan, Tier
 from systems.planning.strategy import Strategy
@@ -170,6 +171,12 @@ class PlanInForce:
     def _use(self, plan: Plan | None) -> None:
         self._cursor.use(plan)
         self._updates.follow(None if plan is None else plan.signature)
+        transfers = self._device.transfers
+        transfers.one_copy_queue = plan is not None and plan.one_copy_queue
+        if plan is None or not plan.times_lanes:
+            transfers.times = None
+        elif transfers.times is None:
+            transfers.times = LaneTimes(self._layout, self._device.torch_device)
         self.ahead.allow(frozenset() if plan is None else plan.ahead)
         self._gradients.staying.allow(plan)
 

@@ -96,6 +96,7 @@ class Recorder:
             if fired == expected[bundle]:
                 self._flushes[late].remove(bundle)
                 self._flushes[since] = sorted([*self._flushes[since], bundle])
+        times = self._device.transfers.times
         return Trace(
             moments=tuple(self.moments),
             non_model_bytes=tuple(self._non_model),
@@ -107,6 +108,7 @@ class Recorder:
             offloaded=offloaded & (recomputation.units | self._input_bytes.keys()),
             input_bytes=tuple(sorted((recomputation.input_bytes | self._input_bytes).items())),
             inputs_left=tuple(tuple(units) for units in self._inputs),
+            lane_times=() if times is None else times.take(),
         )
 
 

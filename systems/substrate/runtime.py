@@ -4,10 +4,10 @@ Note [Order at a moment]
     enter   the moment; the unit's input, if it waits on the host; operations of the plan; holds (fetching what is absent);
             gradient ranges
     exit    releases, and gradients in place; the moment; flushes of complete gradients; operations of the plan
-    Where this says "the moment" it is recorded for the next plan, and the device's lanes wait for each other if the plan in
-    force has a barrier at it. So at an enter a barrier comes before all that is done there; at an exit it comes behind what
-    ends the unit's own use of its bundles. As a backward pass ends, units that are still open exit before its moment; what a
-    step's end does comes behind its own.
+    Where this says "the moment" it is recorded for the next plan, the device's lanes wait for each other if the plan in
+    force has a barrier at it, and operations of the plan that come first there are carried out. So at an enter a barrier
+    comes before all that is done there; at an exit it comes behind what ends the unit's own use of its bundles. As a
+    backward pass ends, units that are still open exit before its moment; what a step's end does comes behind its own.
 The timeline and the validator replay this order (Note [What happens at a moment] in planning/step/schedule.py).
 
 Note [Departures]

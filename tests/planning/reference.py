@@ -108,6 +108,7 @@ class ReferenceRuntime:
         what = self.trace.moments[moment]
         bundles = self.layout.bundles_of_unit.get(what.unit, ())
         if what.phase in ENTER:
+            self.carry_out(moment, first=True)
             self.carry_out(moment)
             for bundle in bundles:
                 assert bundle in self.resident, f"bundle {bundle} absent at moment {moment}"
@@ -131,6 +132,7 @@ class ReferenceRuntime:
                 self.holds[bundle] -= 1
             if what.phase is Phase.BACKWARD_EXIT:
                 self.carrying.update(self.in_place.intersection(bundles) - self.flushed)
+        self.carry_out(moment, first=True)
         for bundle in self.trace.flushes[moment]:
             self.flush(bundle, moment)
         if what.phase is Phase.STEP_END:
@@ -208,8 +210,8 @@ class ReferenceRuntime:
         units = self.layout.bundles[bundle].units
         return next(i for i, m in enumerate(self.trace.moments) if m.phase in ENTER and m.unit in units)
 
-    def carry_out(self, moment: int) -> None:
-        mine = [p for p in self.plan.operations if p.trigger == moment]
+    def carry_out(self, moment: int, *, first: bool = False) -> None:
+        mine = [p for p in self.plan.operations if p.trigger == moment and p.first == first]
         for planned in sorted(mine, key=lambda p: p.priority):
             bundle, kind = planned.operation.bundle, planned.operation.kind
             assert bundle not in self.settled

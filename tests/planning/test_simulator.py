@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systems.planning import hardware
-from systems.planning.clock import simulator
-from systems.planning.clock.rates import Rates, default_queues
+from systems.planning.clock.rates import Rates
 from systems.planning.clock.simulator import Simulation, step_time_of
 from systems.planning.hardware import BySize
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
+from systems.planning.plan import COPY_LANES, Operation, OpKind, Plan, PlannedOperation, Tier, UpdateRule
 from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import timeline
 from systems.planning.trace import Trace
@@ -247,20 +246,23 @@ def test_what_the_node_shares_is_divided_by_its_ranks() -> None:
     assert narrow.busy_s["h2d"] == pytest.approx(0.5 + 4.0)  # a quarter of the bytes at a sixteenth of the rate
 
 
-def test_lanes_may_share_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_may_be_one_queue() -> None:
     """H3T's three streams: calculation, GPU to GPU, and host copies in both directions."""
     layout = layout_of([(1000, [unit]) for unit in range(4)])
     trace = trace_of(layout, seconds=0.1)
     plan = planned(Case(layout, trace, context()), prefetch=2, spare=2 * BYTES, rule=UpdateRule.WHEN_REDUCED)
     slow = machine(h2d_bytes_per_s=BYTES, d2h_bytes_per_s=BYTES)
     apart = simulate(layout, trace, plan, context(), slow)
-    one = default_queues() | {LaneKind.H2D: "pcie", LaneKind.D2H: "pcie"}
-    monkeypatch.setattr(simulator, "default_queues", lambda: one)
-    together = simulate(layout, trace, plan, context(), slow)
+    together = simulate(layout, trace, replace(plan, one_copy_queue=True), context(), slow)
     copies = sorted((e.start_s, e.start_s + e.duration_s) for e in together.events if e.lane in ("h2d", "d2h"))
     assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(copies))
     assert together.step_time_s > apart.step_time_s
-    assert together.step_time_s >= together.busy_s["h2d"] + together.busy_s["d2h"] - 1e-9
+    assert together.step_time_s >= together.bounds_s["pcie"] - 1e-9
+    assert together.bounds_s["pcie"] == pytest.approx(together.busy_s["h2d"] + together.busy_s["d2h"])
+    assert apart.bounds_s["pcie"] < together.bounds_s["pcie"]
+    by_start = sorted((e for e in together.events if e.lane in ("h2d", "d2h")), key=lambda e: e.start_s)
+    issued = [o.label for o in expand(layout, trace, plan, context()).bare if o.lane in COPY_LANES and o.bytes]
+    assert [e.label for e in by_start] == issued
 
 
 def check_floor(found: Simulation, trace: Trace) -> None:

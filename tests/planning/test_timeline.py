@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, OpKind, Plan, Tier, UpdateRule
+from systems.planning.plan import LaneKind, OpKind, Plan, PlannedOperation, Tier, UpdateRule
 from systems.planning.policy.caching import CacheRequest, plan_cache
 from systems.planning.policy.nominal import nominal_trace
 from systems.planning.step.demand import demand_of, reusable
@@ -42,10 +42,13 @@ def planned(
     ahead: frozenset[int] = frozenset(),
     sharded: bool = False,
     moves: bool | None = None,
+    first: bool = False,
+    one_copy_queue: bool = False,
 ) -> Plan:
     """A cache of what is held at most plus `spare` bytes for every bundle that is not on the device for good. ahead: where they
     can be. sharded: of several ranks, bundles updated on the device that can rest there as shards do. moves: of what comes from
-    the host the shard stays where it is used again, and, if true, all of it comes in two.
+    the host the shard stays where it is used again, and, if true, all of it comes in two. first: what can be fetched before
+    gradients leave is.
     """
     trace = case.trace
     layout = replace(case.layout, in_place=frozenset(b.index for b in case.layout.bundles if b.trainable and in_place))
@@ -62,7 +65,17 @@ def planned(
     plan = Plan(trace.signature, cache.operations, tiers, resident, rule, in_place=written, sharded=shards)
     if moves is not None:
         plan = in_two(plan, demand, ranks=case.context.ranks, move=moves)
+    if first:
+        plan = replace(plan, operations=tuple(_first(p, plan, trace) for p in plan.operations))
+    plan = replace(plan, one_copy_queue=one_copy_queue)
     return replace(plan, ahead=ahead & can_run_ahead(layout, trace, plan, case.context))
+
+
+def _first(p: PlannedOperation, plan: Plan, trace: Trace) -> PlannedOperation:
+    """Not at the step's end, which updates it, nor where it leaves or something else is done with it."""
+    bundle, here = p.operation.bundle, [o for o in plan.operations if o.trigger == p.trigger]
+    alone = sum(o.operation.bundle == bundle for o in here) == 1 and bundle not in trace.flushes[p.trigger]
+    return replace(p, first=p.operation.kind is OpKind.FETCH and alone and p.trigger < len(trace) - 1)
 
 
 plans: st.SearchStrategy[dict[str, object]] = st.builds(
@@ -76,6 +89,8 @@ plans: st.SearchStrategy[dict[str, object]] = st.builds(
     ahead=st.one_of(st.just(ALL), st.frozensets(st.integers(0, 9))),
     sharded=st.booleans(),
     moves=st.sampled_from([None, False, True]),
+    first=st.booleans(),
+    one_copy_queue=st.booleans(),
 )
 
 
@@ -125,7 +140,7 @@ def test_schedules_have_no_race_and_no_cycle_and_move_the_planned_bytes(case: Ca
     schedule = expand(case.layout, case.trace, plan, case.context)
     assert not schedule.flaws
     assert find_races(schedule.issued(steps=3)) == []
-    assert circular_wait(schedule.operations) == []
+    assert circular_wait(schedule.operations, one_copy_queue=schedule.one_copy_queue) == []
     account = ReferenceRuntime(case.layout, case.trace, plan, case.context).run()
     assert sum(o.bytes for o in schedule.operations if o.kind in (Work.FETCH, Work.MOVE)) == account.h2d_bytes
     assert sum(o.bytes for o in schedule.operations if o.kind is Work.OFFLOAD) == account.d2h_bytes

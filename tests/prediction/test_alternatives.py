@@ -11,7 +11,7 @@ import pytest
 
 from harness import cli
 from systems import registry
-from systems.prediction.alternatives import GAIN, MOST, Alternative, alternatives
+from systems.prediction.alternatives import GAIN, MOST, Alternative, _of_options, alternatives
 from systems.prediction.forecast import Forecast, Question, forecast
 from systems.prediction.remedies import remedies
 from tests.prediction.test_forecast import MIB, STRATEGIES, observations, question
@@ -71,6 +71,15 @@ def test_at_most_three_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_named_where_the_device_computes_all_the_time() -> None:
     found, better = asked("resident", question(device_memory=64 << 30, batch_size=4096, seq_len=64))
     assert found.simulation.step_time_s < GAIN * found.simulation.bounds_s["compute"] and better == []
+
+
+def test_what_a_variant_s_rules_set_is_no_advice() -> None:
+    """`nonfinite` cannot be given with it."""
+    options = registry.get("h3t").Options
+    for variant, nonfinite in (("paper", False), ("global-offload", True)):
+        tried = [given for _, given, _ in _of_options(options(variant=variant), question())]
+        assert {"variant": "resident-optimizer"} in tried
+        assert ({"nonfinite": "stop"} in tried) == nonfinite
 
 
 @pytest.mark.parametrize("system", STRATEGIES)

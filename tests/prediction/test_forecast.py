@@ -207,7 +207,8 @@ def test_the_least_device_is_the_least_where_the_loss_sets_it(system: str, layer
         assert found.fits or "for unit 'head'" in (found.why_not or "")
 
 
-H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "off"}, {"variant": "resident-optimizer"})
+VARIANTS = ({"variant": "resident-optimizer"}, {"variant": "paper"})
+H3T_OPTIONS: tuple[dict[str, str], ...] = ({}, {"solver": "dp"}, {"solver": "off"}, *VARIANTS)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from systems.device.lanes.lane import Lane
 from systems.device.lanes.ticket import Ticket
 from systems.device.watch.events import EventLog, Extent
 from systems.device.watch.labels import issuing
+from systems.device.watch.lane_times import LaneTimes
 from systems.device.watch.phases import PhaseClock
 from systems.planning.plan import DEVICE_LANES, LaneKind
 from systems.planning.step.operations import LaneOperation
@@ -44,11 +45,15 @@ class Transfers:
     """Issues operations on lanes. All calls come from the thread that runs the step, one at a time.
 
     clock: of phased steps, in which each operation is waited for; None in all others.
+    one_copy_queue: copies from the device are carried out by the lane of those to it, see Plan. Waits are the same, so that it
+    may change at any time. times: of what is issued while there is one.
     """
 
     def __init__(self, lanes: Mapping[LaneKind, Lane], compute: ComputeLane, log: EventLog) -> None:
         self._lanes, self._compute, self._log = lanes, compute, log
         self.clock: PhaseClock | None = None
+        self.one_copy_queue = False
+        self.times: LaneTimes | None = None
         self._last: dict[LaneKind, Ticket] = {}  # of the device's lanes
         self._owed: dict[LaneKind, Ticket] = {}  # what a lane's next operation waits for since the last barrier
 
@@ -79,10 +84,13 @@ class Transfers:
         priority: int,
     ) -> Ticket:
         lane, waits = operation.lane, _waits(reads, writes)
+        if self.times is not None:
+            work = self.times.around(operation, work)
+        queue = LaneKind.H2D if self.one_copy_queue and lane is LaneKind.D2H else lane
         if lane in self._owed:
             waits.append(self._owed.pop(lane))
         with issuing(operation):
-            ticket = self._lanes[lane].submit(work, waits, id=self._log.next_ticket(), priority=priority, operation=operation)
+            ticket = self._lanes[queue].submit(work, waits, id=self._log.next_ticket(), priority=priority, operation=operation)
         if lane in DEVICE_LANES:
             self._last[lane] = ticket
         self._leave(ticket, operation, reads, writes, waits)

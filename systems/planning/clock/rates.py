@@ -149,9 +149,19 @@ class Rates:
         }
 
 
-def default_queues() -> dict[LaneKind, str]:
-    """Those that a run has."""
-    return {lane: queue_of(lane) for lane in LaneKind}
+def default_queues(*, one_copy_queue: bool = False) -> dict[LaneKind, str]:
+    """Those that a run has. one_copy_queue: its plan's."""
+    return {lane: queue_of(lane, one_copy_queue=one_copy_queue) for lane in LaneKind}
+
+
+def _gradient_bytes(context: PlanningContext) -> int:
+    return context.itemsize if context.accumulate == 1 else 4
+
+
+def update_bytes(context: PlanningContext, *, clears: bool = True) -> int:
+    """Read and written for each element that is updated, in a step of several micro-steps with what clears its accumulator."""
+    states = 8 * (1 + len(context.moments))  # read and written
+    return states + context.itemsize + _gradient_bytes(context) + (4 if clears and context.accumulate > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -209,7 +219,7 @@ class Costs:
         """An update reads the gradient and writes the parameter beside the states. It clears an accumulator as well, but not if
         it runs ahead: should that have been in vain, the gradient is needed again."""
         item = self.context.itemsize
-        gradient = item if self.context.accumulate == 1 else 4
+        gradient = _gradient_bytes(self.context)
         if operation.kind is Work.SQUARES:
             return gradient
         if operation.kind is Work.ACCUMULATE:
@@ -218,9 +228,7 @@ class Costs:
             return 4 + item
         if operation.kind is Work.CLEAR:
             return 4
-        clears = self.context.accumulate > 1 and operation.kind is not Work.UPDATE_AHEAD
-        states = 8 * (1 + len(self.context.moments))  # read and written
-        return states + item + gradient + (4 if clears else 0)
+        return update_bytes(self.context, clears=operation.kind is not Work.UPDATE_AHEAD)
 
     def _numel(self, operation: ScheduledOperation) -> int:
         mine = self.layout.bundles[operation.bundle].segments if operation.segment < 0 else (operation.segment,)

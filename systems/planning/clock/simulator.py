@@ -11,10 +11,10 @@ Note [The host]
 
 Note [Bounds]
     No order of work can beat these. compute: what the compute lane does. host-dram: what CPU Adam and copies take of it;
-    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together. disk: reads, or writes. link:
-    all collectives. issue: unit events on the host. norm: updates that wait for the norm lie between one backward and the next
-    forward's end, so a step is at least the backward and all of these host updates; those that run ahead, and accumulators that
-    are cleared for them, are no part of it.
+    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together, or one after the other if
+    they are one queue. disk: reads, or writes. link: all collectives. issue: unit events on the host. norm: updates that
+    wait for the norm lie between one backward and the next forward's end, so a step is at least the backward and all of
+    these host updates; those that run ahead, and accumulators that are cleared for them, are no part of it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def costs_of(schedule: Schedule, profile: HardwareProfile, ranks: int | None = N
         residence.layout,
         residence.context,
         rates,
-        default_queues(),
+        default_queues(one_copy_queue=schedule.one_copy_queue),
         {bundle: place for place, bundle in enumerate(updates)},
     )
 
@@ -267,7 +267,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
         "compute": sum(compute),
         "host-dram": shared.get(HOST_DRAM, 0.0),
         "cpu-adam": updated,
-        "pcie": max([shared.get(HOST_LINK, 0.0), *copied.values()]),
+        "pcie": max([shared.get(HOST_LINK, 0.0), *([sum(copied.values())] if plan.one_copy_queue else copied.values())]),
         "disk": max(stored.values(), default=0.0),
         "link": collected,
         "issue": len(trace) * costs.rates.profile.unit_event_s.value + EXCHANGES * costs.rates.link.exchange_s,

@@ -5,7 +5,7 @@ so whatever is proved, drawn or timed from a schedule holds for the run: the tim
 graph, the race detector replays its waits, the simulator gives its lanes a clock.
 
 Note [What happens at a moment]
-    first   a barrier, if the plan has one there
+    first   a barrier, if the plan has one there; then planned operations that come first
     ENTER   at BACKWARD_ENTER the unit's input, and the one needed next, if they wait on the host; planned operations; holds (a
             bundle that is missing is fetched on demand); gradient ranges at BACKWARD_ENTER
     EXIT    holds end; at BACKWARD_EXIT and BACKWARD_END the flushes: reduce, sum of squares, offload or accumulate (then
@@ -43,7 +43,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, OpKind, Plan
+from systems.planning.plan import LaneKind, OpKind, Plan, PlannedOperation
 from systems.planning.step.demand import Demand, demand_of
 from systems.planning.step.derived_waits import with_waits
 from systems.planning.step.device_copies import DeviceCopies
@@ -60,6 +60,7 @@ from systems.planning.trace import ENTER, NO_UNIT, Moment, Phase, Trace
 class Schedule:
     """bare: the operations without their waits. late: see `with_waits`. initial_device_bytes: the pool at the step's start,
     states included. resident_at_end: bundles there then. shards_at_end: those whose shard is, though it is not their home.
+    one_copy_queue: the plan's.
     """
 
     bare: tuple[ScheduledOperation, ...]
@@ -70,6 +71,7 @@ class Schedule:
     shards_at_end: frozenset[int]
     demand: Demand
     residence: Residence
+    one_copy_queue: bool = False
 
     @cached_property
     def operations(self) -> tuple[ScheduledOperation, ...]:
@@ -108,6 +110,7 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
         shards_at_end=frozenset(expansion.copies.shards - residence.sharded),
         demand=expansion.demand,
         residence=residence,
+        one_copy_queue=plan.one_copy_queue,
     )
 
 
@@ -129,11 +132,11 @@ class _Expansion:
         self.copies = DeviceCopies(plan, residence, demand, self.order)
         self._gradients = ScheduledGradients(residence, demand, self.copies, self.order)
         self._inputs = WaitingInputs(trace, plan, self.order)
-        self._planned: dict[int, list[tuple[int, OpKind, int]]] = {}
+        self._planned: dict[int, list[PlannedOperation]] = {}
         for p in plan.operations:
-            self._planned.setdefault(p.trigger, []).append((p.priority, p.operation.kind, p.operation.bundle))
+            self._planned.setdefault(p.trigger, []).append(p)
         for operations in self._planned.values():
-            operations.sort(key=lambda operation: operation[0])
+            operations.sort(key=lambda planned: planned.priority)
 
     def step(self, moment: int) -> None:
         """See Note [What happens at a moment]."""
@@ -142,6 +145,7 @@ class _Expansion:
         bundles = self.layout.bundles_of_unit.get(entering.unit, ()) if entering.unit != NO_UNIT else ()
         if moment in self.plan.barriers:
             self.order.add(Work.BARRIER, None)
+        self._planned_operations(moment, first=True)
         if entering.phase in ENTER:
             if entering.phase is Phase.BACKWARD_ENTER:
                 self._inputs.fetch_for(entering.unit)
@@ -170,10 +174,13 @@ class _Expansion:
         if moment < len(self.trace) - 1:
             self._compute(moment)
 
-    def _planned_operations(self, moment: int) -> None:
+    def _planned_operations(self, moment: int, *, first: bool = False) -> None:
         entering = self.trace.moments[moment].phase in ENTER  # then its own holds come after the plan's operations
         held = self.demand.held[moment - 1 if entering else moment]
-        for _, kind, bundle in self._planned.get(moment, ()):
+        for planned in self._planned.get(moment, ()):
+            if planned.first != first:
+                continue
+            kind, bundle = planned.operation.kind, planned.operation.bundle
             why = self._hindrance(kind, bundle, held)
             if why is not None:
                 self.order.flaw(bundle, why)

@@ -149,7 +149,7 @@ def check_budgets(trace: Trace, memory: MemTimeline, context: PlanningContext) -
 
 def check_waits(trace: Trace, schedule: Schedule) -> None:
     """No circular wait; nothing on a lane waits for an update of this step ahead of this step's last fetch on it."""
-    cycle = circular_wait(schedule.operations)
+    cycle = circular_wait(schedule.operations, one_copy_queue=schedule.one_copy_queue)
     if cycle:
         names = " -> ".join(f"{o.kind.value} {o.bundle} at moment {o.moment}" for o in cycle[:6])
         raise PlanError(f"{describe(trace, cycle[0].moment)}: circular wait over bundle {cycle[0].bundle}: {names}")
@@ -169,7 +169,7 @@ def check_waits(trace: Trace, schedule: Schedule) -> None:
             waiting[o.lane] = o
 
 
-def circular_wait(operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
+def circular_wait(operations: Sequence[ScheduledOperation], *, one_copy_queue: bool = False) -> list[ScheduledOperation]:
     """Operations of one cycle of the queues' order, data dependences and waits for room; empty if there is none.
 
     waits may point forward: to an operation that is issued later.
@@ -179,7 +179,7 @@ def circular_wait(operations: Sequence[ScheduledOperation]) -> list[ScheduledOpe
     by_ticket = {o.ticket: o for o in operations if o.lane is not None}
     for o in by_ticket.values():
         assert o.lane is not None
-        queue = queue_of(o.lane)
+        queue = queue_of(o.lane, one_copy_queue=one_copy_queue)
         before[o.ticket] = {t for t in (*o.waits, *o.room_waits) if t in by_ticket}
         if queue in tail:
             before[o.ticket].add(tail[queue])

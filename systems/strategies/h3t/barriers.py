@@ -14,10 +14,10 @@ def barriers(trace: Trace, switches: Mapping[int, Switches]) -> frozenset[int]:
     A layer's own segments end with its computation: its post-process, issued there, belongs to the next. The short ones
     (Note [Segments] in `costs.py`) end where the layer behind them begins, and where backward does.
     """
-    return frozenset(moment for moment, layer in _ends(trace, switches) if switches[layer].synchronise)
+    return frozenset(moment for moment, layer in ends(trace, switches) if switches[layer].synchronise)
 
 
-def _ends(trace: Trace, layers: Collection[int]) -> Iterator[tuple[int, int]]:
+def ends(trace: Trace, layers: Collection[int]) -> Iterator[tuple[int, int]]:
     """(moment at which a segment ends, the layer whose switch decides there)."""
     last: int | None = None
     for number, moment in enumerate(trace.moments):

@@ -17,6 +17,7 @@ from systems.strategies.h3t.switches import Switches
 HELD = Switches(partition=True, lazy_prefetch=True, economical_forward=True, economical_backward=True)
 EARLY = Switches(partition=True, lazy_prefetch=True)
 RESIDENT = Switches()
+FIRST, DROPS, FETCHES = -1, 0, 1  # turns at a moment; the first before gradients leave
 OTHERS: Mapping[str, Switches] = {"resident": RESIDENT, "early": EARLY, "held": HELD}  # of other modules' bundles
 
 
@@ -37,17 +38,18 @@ class Compiler:
         """
         demand = demand_of(self.layout, self.trace, self.context)
         layers = layer_of_bundle(self.layout, self.blocks)
-        fetched: list[tuple[int, int, int, Operation]] = []
+        found: list[tuple[int, int, int, Operation]] = []
         resident, shards = set(on_device), set[int]()
         gone = {b: moment for moment in reversed(range(len(self.trace))) for b in demand.stale[moment]}
         for bundle in (b.index for b in self.layout.bundles if b.index not in on_device):
             mine = switches.get(layers[bundle], HELD) if bundle in layers else OTHERS[others]
-            fetched += self._operations(demand, bundle, mine, gone.get(bundle))
+            near = switches if layers.get(bundle, -1) in switches else {}
+            found += self._operations(demand, bundle, mine, gone.get(bundle), near)
             if not mine.lazy_prefetch and demand.hold_spans.get(bundle):
                 (shards if self._rests(mine, gone.get(bundle)) else resident).add(bundle)
         operations = [
-            PlannedOperation(trigger, number, operation)
-            for number, (trigger, _, _, operation) in enumerate(sorted(fetched, key=lambda each: each[:3]))
+            PlannedOperation(trigger, number, operation, first=turn == FIRST)
+            for number, (trigger, turn, _, operation) in enumerate(sorted(found, key=lambda each: each[:3]))
         ]
         rematerialise = frozenset(unit for unit, s in switches.items() if s.rematerialise)
         hidden = frozenset(unit for unit, s in switches.items() if s.offload_hidden)
@@ -68,10 +70,10 @@ class Compiler:
         return self.context.ranks > 1 and not s.lazy_prefetch and gone is not None
 
     def _operations(
-        self, demand: Demand, bundle: int, s: Switches, gone: int | None
+        self, demand: Demand, bundle: int, s: Switches, gone: int | None, layers: Mapping[int, Switches]
     ) -> Iterator[tuple[int, int, int, Operation]]:
-        """(trigger, drops first, next use, operation) of a bundle that the host updates, or that is frozen. gone: the first
-        moment at which its device copy is stale.
+        """(trigger, turn there, next use, operation) of a bundle that the host updates, or that is frozen. gone: the first
+        moment at which its device copy is stale. layers: switches of all layers; none of a bundle that is no layer's.
         """
         rests, last = self._rests(s, gone), len(self.trace) - 1
         fetch, drop = Operation(OpKind.FETCH, bundle), Operation(OpKind.SHRINK if rests else OpKind.DROP, bundle)
@@ -80,38 +82,39 @@ class Compiler:
         for span in spans:
             after = -1 if before is None else before.end
             if before is not None and gone is not None and before.end <= gone <= span.begin:
-                yield span.begin, 1, span.begin, fetch  # its gradient has left, and it is used once more
+                yield span.begin, FETCHES, span.begin, fetch  # its gradient has left, and it is used once more
             elif before is None:
                 if s.lazy_prefetch or rests:
-                    yield self._trigger(span.begin, after, s), 1, span.begin, fetch
+                    yield *self._trigger(span.begin, after, s, layers), span.begin, fetch
             elif self._released(span.begin, s) and span.begin > before.end + 1:
-                yield before.end, 0, 0, drop
-                yield self._trigger(span.begin, after, s), 1, span.begin, fetch
+                yield before.end, DROPS, 0, drop
+                yield *self._trigger(span.begin, after, s, layers), span.begin, fetch
             before = span
         if before is None:
             return
         stale = gone is not None and gone >= before.end
         if s.lazy_prefetch and not (stale and gone == before.end):
             if before.end < last and not (stale and gone is not None and gone < last):
-                yield before.end, 0, 0, drop
+                yield before.end, DROPS, 0, drop
         elif not s.lazy_prefetch and gone is not None:
-            yield last, 1, spans[0].begin, Operation(OpKind.MOVE, bundle) if rests else fetch
+            yield last, FETCHES, spans[0].begin, Operation(OpKind.MOVE, bundle) if rests else fetch
 
     def _released(self, begin: int, s: Switches) -> bool:
         """True if the bundle goes between a use and the next one, which begins there."""
         return s.partition if self.trace.moments[begin].phase is Phase.BACKWARD_ENTER else s.lazy_prefetch
 
-    def _trigger(self, begin: int, after: int, s: Switches) -> int:
-        """Where a fetch for the use at `begin` is issued: there if economical, else where the layer before it begins.
+    def _trigger(self, begin: int, after: int, s: Switches, layers: Mapping[int, Switches]) -> tuple[int, int]:
+        """Where a fetch for the use at `begin` is issued: there if economical, else where the layer before it begins; and its
+        turn there.
 
         after: the moment since which the bundle is gone.
         """
         backward = self.trace.moments[begin].phase is Phase.BACKWARD_ENTER
         if s.economical_backward if backward else s.economical_forward:
-            return begin
+            return begin, FETCHES
         entering = [m for m in range(after + 1, begin) if self.trace.moments[m].phase in ENTER]
         phase = self.trace.moments[begin].phase
-        layers = [m for m in entering if self.trace.moments[m].phase is phase and self.trace.moments[m].unit in self.blocks]
-        if layers:
-            return layers[-1]
-        return entering[-1] if entering else min(after + 1, begin)
+        near = [m for m in entering if self.trace.moments[m].phase is phase and self.trace.moments[m].unit in self.blocks]
+        if near:
+            return near[-1], FETCHES
+        return entering[-1] if entering else min(after + 1, begin), FETCHES

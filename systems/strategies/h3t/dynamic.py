@@ -4,7 +4,7 @@ Note [States]
     After segment i a state is (current memory, peak memory, switches of i, switches of i+1) with the least runtime so far.
     Memory is kept exactly; the m bins of the paper only tell which states are alike, where there are too many to keep all.
     The switches that a state knows are R, the three of communication (Algorithm 4). In Algorithm 3 it knows all of them, which
-    gives far more states for the same optimum: that one is a test's (tests/strategies/h3t_oracles.py).
+    gives far more states for the same optimum: `basic.py`.
 
 Note [Prunings]
     The second of the paper: a state with no less memory, peak and runtime than another is dropped. Ours: choices that another

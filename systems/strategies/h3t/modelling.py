@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from systems.planning.clock.rates import Rates
 from systems.planning.hardware import HardwareProfile
@@ -12,23 +12,43 @@ from systems.planning.plan import LaneKind
 from systems.planning.policy.windows import Window, windows
 from systems.planning.step.timeline import MemTimeline
 from systems.planning.strategy import PlanningContext
-from systems.strategies.h3t.costs import SUBSTRATE, SUBSTRATE_OF_RANKS, LayerCosts, ModelCosts
+from systems.strategies.h3t.costs import (
+    PAPER,
+    PAPER_WITHOUT_LINK,
+    SUBSTRATE,
+    SUBSTRATE_OF_RANKS,
+    LayerCosts,
+    ModelCosts,
+    Rules,
+)
 from systems.strategies.h3t.layers import layer_of_bundle
 from systems.strategies.h3t.profiling import MeasuredLayers
 
 
 @dataclass(frozen=True)
 class Modeller:
-    """on_device: bundles that stay there, updated. unit_name: for messages."""
+    """unit_name: for messages. paper: costs by the paper's rules."""
 
     layout: Layout
     context: PlanningContext
     hardware: HardwareProfile
     blocks: frozenset[int]
     unit_name: Callable[[int], str]
+    paper: bool = False
+
+    @property
+    def rules(self) -> Rules:
+        """The paper's rules, where they are asked for, with the one that this substrate has in any case: a hidden state leaves
+        only where its layer rematerialises."""
+        if self.paper:
+            link = self.context.ranks == 1 or self.hardware.device_link_bytes_per_s is not None
+            return replace(PAPER if link else PAPER_WITHOUT_LINK, needs_remat=True)
+        return SUBSTRATE if self.context.ranks == 1 else SUBSTRATE_OF_RANKS
 
     def costs(self, measured: MeasuredLayers, memory: MemTimeline, on_device: frozenset[int]) -> ModelCosts:
-        """memory: of the plan with every switch on. Layers in order of forward."""
+        """memory: of a plan with every switch on in which a layer has the device without its neighbours' parameters.
+        on_device: bundles that stay there, updated. Layers in order of forward.
+        """
         trace = measured.base
         calls = sorted(((unit, list(windows(trace, unit))) for unit in measured.layers), key=lambda each: each[1][0].enter)
         layers = [self._layer(measured, memory, on_device, unit, found) for unit, found in calls]
@@ -38,7 +58,7 @@ class Modeller:
         first, last = firsts[0], firsts[-1]
         return ModelCosts(
             tuple(layers),
-            SUBSTRATE if self.context.ranks == 1 else SUBSTRATE_OF_RANKS,
+            self.rules,
             start_s=sum(seconds[: first.enter]),
             turn_s=sum(seconds[last.exit : last.back]),
             end_s=sum(seconds[first.done :]),
@@ -78,6 +98,7 @@ class Modeller:
             hidden_bytes=hidden if unit in trace.offloaded else 0,
             forward_bytes=max(max(total[w.enter : w.exit]) for w in calls) - moved,
             backward_bytes=max(max(total[w.back : w.done + 1]) for w in calls) - moved,
+            lingering_bytes=trained if self.rules.lingers else 0,
         )
 
     def _with_gap(self, layer: LayerCosts, memory: MemTimeline, calls: list[Window], i: int) -> LayerCosts:

@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from systems.planning import hardware
 from systems.planning.policy.options import StrategyOptions, StrategyStatistics
 from systems.strategies.h3t.profiling import prepare, read_profile
 
-Variant = Literal["global-offload", "resident-optimizer"]
-Solver = Literal["best", "dp", "greedy", "manual", "random", "on", "off", "drawn"]
+Variant = Literal["global-offload", "resident-optimizer", "paper"]
+Solver = Literal["best", "dp", "basic-dp", "greedy", "manual", "random", "on", "off", "drawn"]
 
 
 class H3TOptions(StrategyOptions):
@@ -25,10 +25,11 @@ class H3TOptions(StrategyOptions):
     one, else an H100's.
 
     solver: best is the fastest by simulated time of dp, greedy and manual, without the barriers of segment synchronisation; on
-    and off have every switch alike, drawn takes a random setting for each layer (by --seed) without looking at time. samples:
-    T_rand of random. bins: m of dp.
-    variant: global-offload is the paper's, gradients and optimizer of every layer on the host; resident-optimizer keeps
-    optimizer state on the device where it fits, first layers first.
+    and off have every switch alike, drawn takes a random setting for each layer (by --seed) without looking at time; basic-dp
+    is Algorithm 3, for a few layers and bins. samples: T_rand of random. bins: m of dp and basic-dp.
+    variant: global-offload has gradients and optimizer of every layer on the host; resident-optimizer keeps optimizer state on
+    the device where it fits, first layers first; paper is global-offload by the paper's workflow and cost model, where solver
+    is dp unless given, and never best: on is the paper's "w/o H3T".
     """
 
     profile_steps: int = Field(default=10, ge=1)
@@ -42,7 +43,25 @@ class H3TOptions(StrategyOptions):
     may_help: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
         {**StrategyOptions.may_help, "variant": ("resident-optimizer", "optimizer states take device memory")}
     )
+    rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {"paper": {"run_ahead": False, "nonfinite": "skip"}}  # updates are behind the last backward (section 3.1)
+    )
     for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"profile_steps": 1})  # the second step has a plan
+
+    @model_validator(mode="before")
+    @classmethod
+    def _solver_of_the_variant(cls, given: Any) -> Any:
+        paper = isinstance(given, Mapping) and given.get("variant") == "paper"
+        return {"solver": "dp", **given} if paper else given
+
+    @model_validator(mode="after")
+    def _solver_is_the_paper_s(self) -> Self:
+        if self.variant == "paper" and self.solver == "best":
+            others = ", ".join(get_args(Solver)[1:])
+            raise ValueError(
+                f"variant=paper has no solver=best, which leaves barriers out: give one of {others}, or leave it out"
+            )
+        return self
 
     @field_validator("hardware")
     @classmethod
@@ -67,7 +86,8 @@ class H3TStatistics(StrategyStatistics):
     solver: whose assignment is in force; candidates_s: simulated step time of each that fits. other_modules: what becomes of
     parameters outside the layers (held: on the device while used; early: fetched ahead; resident: kept).
     barriers_per_step: of segment synchronisation, as run.
-    hardware: description of the profile reckoned with. solver_s: all solvers together. profiled_steps: measured so far.
+    hardware: description of the profile reckoned with; measured_bytes_per_s: of lanes, what variant=paper measured in its place
+    (nothing where profile_steps is 1, as that step has no plan). solver_s: all solvers together. profiled_steps: so far.
     """
 
     variant: Variant
@@ -77,6 +97,7 @@ class H3TStatistics(StrategyStatistics):
     solver: str | None = None
     solver_s: float | None = None
     hardware: str | None = None
+    measured_bytes_per_s: dict[str, float] = Field(default_factory=dict)
     simulated_step_time_s: float | None = None
     candidates_s: dict[str, float] = Field(default_factory=dict)
     switch_on_ratios: dict[str, float] | None = None

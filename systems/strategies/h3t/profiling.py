@@ -19,7 +19,8 @@ from systems.machine.durable import prove_writable, write_whole
 from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line
 from systems.planning.policy.windows import kept_bytes, windows
-from systems.planning.trace import Moment, Phase, Trace
+from systems.planning.trace import LaneTime, Moment, Phase, Trace
+from systems.strategies.h3t.rates import summed
 
 FORMAT = 1
 _MOST_BYTES = 256 << 20  # of a file
@@ -59,7 +60,8 @@ class MeasuredLayers:
         medians = tuple(
             median(found) if found else old for found, old in zip(self.times, self.base.compute_time_s, strict=True)
         )
-        self.base = replace(self.base, compute_time_s=medians, input_bytes=trace.input_bytes)
+        seen = trace.lane_times if self.steps == 1 else summed(self.base.lane_times, trace.lane_times)
+        self.base = replace(self.base, compute_time_s=medians, input_bytes=trace.input_bytes, lane_times=seen)
 
 
 class Profiler:
@@ -165,6 +167,7 @@ class _Base(_Read):
     offloaded: frozenset[NonNegativeInt]
     input_bytes: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
     inputs_left: tuple[tuple[NonNegativeInt, ...], ...] = ()
+    lane_times: tuple[tuple[str, NonNegativeInt, _Seconds], ...] = ()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -175,7 +178,8 @@ class _Base(_Read):
         return self
 
     def trace(self) -> Trace:
-        return Trace(**{**dict(self), "moments": tuple(Moment(*each) for each in self.moments)})
+        moments, times = (Moment(*each) for each in self.moments), (LaneTime(*each) for each in self.lane_times)
+        return Trace(**{**dict(self), "moments": tuple(moments), "lane_times": tuple(times)})
 
 
 def _one_a_moment(name: str, given: Sequence[Any], base: _Base) -> None:

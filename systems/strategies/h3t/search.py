@@ -20,6 +20,7 @@ from systems.planning.step.timeline import MemTimeline, excess_bytes, timeline_o
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import NO_UNIT, Trace
 from systems.sizes import format_size
+from systems.strategies.h3t.basic import basic_dp
 from systems.strategies.h3t.compiling import OTHERS, Compiler
 from systems.strategies.h3t.costs import ModelCosts
 from systems.strategies.h3t.dynamic import pruned_dp
@@ -27,6 +28,7 @@ from systems.strategies.h3t.evaluation import allowed
 from systems.strategies.h3t.modelling import Modeller
 from systems.strategies.h3t.options import H3TOptions
 from systems.strategies.h3t.profiling import MeasuredLayers
+from systems.strategies.h3t.segments import PaperCompiler
 from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
 from systems.strategies.h3t.switches import ALL_ON, EVERY, Switches
 
@@ -46,6 +48,15 @@ class Asked:
     blocks: frozenset[int]
     forced: frozenset[int]
     unit_name: Callable[[int], str]
+
+    @property
+    def paper(self) -> bool:
+        """By the paper's workflow and cost model."""
+        return self.options.variant == "paper"
+
+    @property
+    def compiles(self) -> type[Compiler]:
+        return PaperCompiler if self.paper else Compiler
 
 
 @dataclass(frozen=True)
@@ -138,8 +149,9 @@ class Search:
             yield self._simulated(least)
             return
         asked = self._asked
-        modeller = Modeller(self._layout, self._context, asked.hardware, asked.blocks, asked.unit_name)
-        costs = modeller.costs(self._measured, least.memory, on_device)
+        modeller = Modeller(self._layout, self._context, asked.hardware, asked.blocks, asked.unit_name, asked.paper)
+        bare = self.unchecked(everything, others, "on", on_device, Compiler) if asked.paper else least
+        costs = modeller.costs(self._measured, bare.memory, on_device)
         names = ("dp", "greedy", "manual") if options.solver == "best" else (options.solver,)
         for name in names:
             found = self._fitting(name, costs, others, on_device)
@@ -168,6 +180,8 @@ class Search:
     def _assigned(self, name: str, costs: ModelCosts, budget: int) -> tuple[Switches, ...]:
         if name == "dp":
             return pruned_dp(costs, budget, bins=self._options.bins).switches
+        if name == "basic-dp":
+            return basic_dp(costs, budget, bins=self._options.bins).switches
         if name == "greedy":
             return greedy_solver(costs, budget).switches
         if name == "manual":
@@ -192,11 +206,20 @@ class Search:
         return found if found.fits(self._context) else None
 
     def unchecked(
-        self, switches: Mapping[int, Switches], others: str, solver: str, on_device: frozenset[int] | None = None
+        self,
+        switches: Mapping[int, Switches],
+        others: str,
+        solver: str,
+        on_device: frozenset[int] | None = None,
+        compiles: type[Compiler] | None = None,
     ) -> Candidate:
-        """The best plan has no barriers: they take time here and save no memory, for what leaves frees its room at once."""
+        """The best plan has no barriers: they take time here and save no memory, for what leaves frees its room at once.
+
+        compiles: None for the variant's own.
+        """
         base = self._measured.base
-        compiler = Compiler(self._layout, base, self._context, self._asked.rule, self._asked.blocks)
+        compiles = compiles or self._asked.compiles
+        compiler = compiles(self._layout, base, self._context, self._asked.rule, self._asked.blocks)
         staying = unmovable(self._layout) if on_device is None else on_device
         plan = compiler.plan(switches, others=others, on_device=staying)
         if self._options.solver == "best":

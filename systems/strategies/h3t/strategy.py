@@ -21,9 +21,10 @@ from systems.planning.step.timeline import timeline, with_peaks
 from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
-from systems.strategies.h3t.compiling import Compiler
+from systems.strategies.h3t.basic import check_size
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import MeasuredLayers, Profiler
+from systems.strategies.h3t.rates import bytes_per_s, with_measured
 from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
 from systems.strategies.h3t.switches import ALL_ON, Assignment
 
@@ -40,7 +41,7 @@ class H3T(StrategyBase):
     _options: H3TOptions
 
     def __init__(self, options: H3TOptions, context: PlanningContext) -> None:
-        if context.any_plan and options.variant == "global-offload":
+        if context.any_plan and options.variant != "resident-optimizer":
             options = options.model_copy(update={"solver": "on"})  # fits wherever anything does
         super().__init__(options, context)
         self.rematerialised = frozenset()
@@ -58,6 +59,8 @@ class H3T(StrategyBase):
         self._forced = frozenset(u.index for u in index.units if u.block is not None and u.block in numbers)
         layout = bundle_a_unit(index, self._context)
         layers, described = len(index.blocks), self._hardware.description
+        if self._options.solver == "basic-dp":
+            check_size(layers, self._options.bins)
         self.tell(variant=self._options.variant, num_layers=layers, num_bundles=len(layout.bundles), hardware=described)
         return layout
 
@@ -67,15 +70,11 @@ class H3T(StrategyBase):
         if not self._profiler.can_use(trace, layers):
             return self._measuring(layout, trace, layers)
         measured = self._profiler.add(trace, layers)
-        asked = Asked(
-            self._context,
-            self._options,
-            self.update_rule,
-            self._hardware,
-            self._blocks,
-            self._forced,
-            self.unit_name,
-        )
+        asked = self._asked
+        if asked.paper and self._context.hardware is None:
+            times = measured.base.lane_times
+            asked = replace(asked, hardware=with_measured(self._hardware, times, self._context))
+            self.tell(measured_bytes_per_s=bytes_per_s(times, self._context))
         search = Search(asked, layout, measured)
         if self._profiler.wants_more(measured):
             return self._provisional(search, layout, measured)
@@ -88,6 +87,11 @@ class H3T(StrategyBase):
         return replace(
             plan, predicted_step_time_s=best.step_time_s, provisional_peak_bytes=self._profiling_peak(search, layout, measured)
         )
+
+    @property
+    def _asked(self) -> Asked:
+        given = self._context, self._options, self.update_rule, self._hardware
+        return Asked(*given, self._blocks, self._forced, self.unit_name)
 
     def _profiling_peak(self, search: Search, layout: Layout, measured: MeasuredLayers) -> int:
         """Of the steps in which a run would measure some layers at a time; 0 at run time, where they were run."""
@@ -102,10 +106,10 @@ class H3T(StrategyBase):
 
     def _measuring(self, layout: Layout, trace: Trace, layers: list[int]) -> Plan:
         """Every switch on but synchronisation, for a kind of step of which no trace tells enough; this one bounds it."""
-        compiler = Compiler(layout, trace, self._context, self.update_rule, self._blocks)
+        compiler = self._asked.compiles(layout, trace, self._context, self.update_rule, self._blocks)
         plan = compiler.plan(dict.fromkeys(layers, ALL_ON), others="held", on_device=unmovable(layout))
         memory = timeline(layout, trace, plan, self._context)
-        return replace(with_peaks(plan, memory, layout, self._context), provisional=True, barriers=frozenset())
+        return self._to_measure(with_peaks(plan, memory, layout, self._context))
 
     def _provisional(self, search: Search, layout: Layout, measured: MeasuredLayers) -> Plan:
         """Every switch on but synchronisation, and those of the layers that this step measures: as many as fit."""
@@ -120,7 +124,11 @@ class H3T(StrategyBase):
         elif not found.fits(self._context):
             raise search.refusal(found)
         peaks = with_peaks(found.plan, found.memory, layout, self._context)
-        return replace(peaks, provisional=True, barriers=frozenset())
+        return self._to_measure(peaks)
+
+    def _to_measure(self, plan: Plan) -> Plan:
+        """Under the paper's rules the profiler sees what copies and updates take, too."""
+        return replace(plan, provisional=True, barriers=frozenset(), times_lanes=self._asked.paper)
 
     def _with_open(self, search: Search, measured: MeasuredLayers, layers: Sequence[int]) -> Candidate:
         switches = dict.fromkeys(measured.layers, ALL_ON)
