@@ -56,9 +56,7 @@ def asked(system: str, model: str, about: Question, *, layers: int | None = None
     return forecast(chosen, chosen.Options(**options), about, observations(model, layers))
 
 
-@pytest.mark.parametrize(
-    ("system", "budget", "accumulate"), in_turn(STRATEGIES, [(8 * MIB, 1), (14 * MIB, 2), (64 * MIB, 1)])
-)
+@pytest.mark.parametrize(("system", "budget", "accumulate"), in_turn(STRATEGIES, [(8 * MIB, 1), (14 * MIB, 2), (64 * MIB, 1)]))
 @pytest.mark.one_in(4)
 def test_the_simulated_peak_is_never_below_the_emulated_one(system: str, budget: int, accumulate: int) -> None:
     """The very plan with the very trace; and the forecast, made before anything ran, is of the same size."""

@@ -21,11 +21,12 @@ from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, Moment, Phase, Trace
 from systems.strategies.h3t.compiling import Compiler
-from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, SUBSTRATE, SUBSTRATE_OF_RANKS, Rules
+from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, SUBSTRATE, SUBSTRATE_OF_RANKS, LayerCosts, ModelCosts, Rules
+from systems.strategies.h3t.evaluation import runtime_of
 from systems.strategies.h3t.modelling import Modeller
 from systems.strategies.h3t.options import H3TOptions, Solver
 from systems.strategies.h3t.segments import PaperCompiler
-from systems.strategies.h3t.switches import ALL_ON, Switches
+from systems.strategies.h3t.switches import ALL_ON, Switches, array_of
 from tests.planning.machines import machine, simulate
 from tests.planning.synthetic import context, layout_of, trace_of
 
@@ -192,8 +193,21 @@ def test_the_solvers_reckon_by_the_paper_s_rules(ranks: int, link: float | None)
         return Modeller(found.layout, context(ranks=ranks), profile, LAYERS, str, *paper).rules
 
     theirs = PAPER if ranks == 1 or link else PAPER_WITHOUT_LINK
-    assert rules(True) == replace(theirs, needs_remat=True)
+    assert rules(True) == replace(theirs, needs_remat=True, renews=True)
     assert rules() == (SUBSTRATE if ranks == 1 else SUBSTRATE_OF_RANKS)
+
+
+@pytest.mark.parametrize("s", [ALL_ON, AHEAD, RESTS, Switches(), Switches(partition=True)])
+def test_a_shard_that_rests_costs_its_copy_behind_the_update(s: Switches) -> None:
+    """Figure 3a. Under other rules it is free, the paper's as figures are drawn by them too."""
+    layer = LayerCosts("layer", forward_s=1.0, backward_s=2.0, prefetch_s=0.25)
+    rows = array_of([s] * 3)[None]
+
+    def seconds(rules: Rules) -> float:
+        return float(runtime_of(ModelCosts((layer,) * 3, rules), rows)[0])
+
+    moved = 0.0 if s.lazy_prefetch else 3 * 0.25
+    assert seconds(replace(PAPER, renews=True)) == pytest.approx(seconds(PAPER) + moved)
 
 
 # ---- options

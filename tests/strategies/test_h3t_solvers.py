@@ -25,7 +25,7 @@ from tests.strategies.h3t_algorithm4 import algorithm_4
 from tests.strategies.h3t_oracles import WholePass, basic_dp, exhaustive_solver
 from tests.systems.setups import in_turn
 
-RULES = (PAPER, PAPER_WITHOUT_LINK, SUBSTRATE)
+RULES = (PAPER, PAPER_WITHOUT_LINK, SUBSTRATE, replace(PAPER, needs_remat=True, renews=True))
 seconds = st.floats(0, 2, allow_nan=False)
 sizes = st.integers(0, 200)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from systems.device.watch import lane_times
 from systems.planning.clock.rates import Rates
+from systems.planning.plan import LaneKind
+from systems.planning.step.operations import LaneOperation, Work
 from systems.planning.trace import LaneTime, Trace
 from systems.strategies.h3t.rates import summed, with_measured
 from tests.planning.machines import machine
-from tests.planning.synthetic import context
+from tests.planning.synthetic import context, layout_of
 from tests.systems.running import h3t, managed
 from tests.systems.test_ranks import STEPS, on_ranks
 
@@ -78,3 +81,41 @@ def test_steps_add_up_by_lane() -> None:
 
 def test_jobs_that_overlap_take_what_they_take_together() -> None:
     assert lane_times._together([(1, 0.0, 2.0), (1, 1.0, 3.0), (1, 5.0, 6.0), (1, 5.2, 5.4)]) == pytest.approx(4.0)
+
+
+class FakeEvent:
+    """Of a stream on which each event lies two milliseconds behind the one before; ended once it is told so."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_ms, self.ended = 0.0, False
+
+    def record(self) -> None:
+        self.made.append(self)
+        self.at_ms = 2.0 * len(self.made)
+
+    def query(self) -> bool:
+        return self.ended
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_on_a_stream_events_tell_the_time_and_what_has_not_ended_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "made", [])
+    layout, ran = layout_of([(2, [0]), (6, [1])]), list[int]()
+    times = lane_times.LaneTimes(layout, torch.device("cuda"))
+    for bundle in (0, 1):
+        times.around(LaneOperation(Work.FETCH, LaneKind.H2D, bundle=bundle), lambda: ran.append(1))()
+    first, second = layout.shard_bytes(0), layout.shard_bytes(1)
+    assert times.take() == () and len(ran) == 2
+    for event in FakeEvent.made[:2]:
+        event.ended = True
+    assert times.take() == (LaneTime("h2d", first, 2.0 / 1000),)
+    for event in FakeEvent.made:
+        event.ended = True
+    assert times.take() == (LaneTime("h2d", second, 2.0 / 1000),)
+    assert times.take() == ()

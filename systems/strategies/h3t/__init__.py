@@ -37,12 +37,10 @@ Where this departs from the paper, and why, whatever the variant
 * A layer that edits its own input in place cannot be recomputed, which the profiler's first step does: it is refused.
 * Parameters outside the layers (embedding, head) are no layers: they are resident, fetched early, or on the device only while
   held, whichever is fastest by simulated time. The paper does not say.
-* `--recompute full` or block numbers hold the switch of those layers on; without, the solver decides for every layer.
+* `--recompute full` or block numbers hold the switch of those layers on; without, the solver decides for every layer. Solvers
+  do not know of it, and may save memory that is there then; but with variant=paper they do where it is all layers.
 * What no step has measured yet, A_i of a layer that was always rematerialised, is bounded by its backward's peak.
 * The rates of collectives and of all but copies and CPU Adam are those of a hardware profile (option hardware), not of the run.
-* The cost model counts no copy for a shard that rests, though each is moved once a step behind its update (figure 3a): counted,
-  lazy prefetching would be still cheaper beside it than in table 6, where the paper has it in 8 % of the layers. The simulator
-  and the run have those copies.
 * On several ranks frozen bundles without lazy prefetching stay whole. A shard rests beside the gathered copy, not in it.
 * Collectives have a queue of their own without a link between GPUs too, where figure 8 has them in the PCI-E stream. They share
   the host link's bandwidth there, and the paper's cost model (PAPER_WITHOUT_LINK) has them one after the other.
@@ -59,12 +57,17 @@ Where the defaults do, for more speed, and variant=paper does not
   needs that, not its plan. So `best` runs each assignment without any; a solver asked for by name is run as solved.
 * `best` is the fastest of dp, greedy and manual by the simulator, each under the rules of the substrate (`costs.SUBSTRATE`).
 * The rates of copies and updates are the hardware profile's too.
+* The cost model counts no copy for what rests on the device, though it is moved once a step behind its update (figure 3a). The
+  simulator and the run have those copies.
 * Updates run ahead of the norm where host memory allows (option run_ahead), or begin during backward (nonfinite=stop).
 
 Where variant=paper still departs
 
 * Section 3.2.3 has parameter optimization in the calculation stream. Here it begins behind the last backward, when the norm is
   known, first layers' first, in a lane of its own: the next forward waits for its own layers' updates alone.
+* The cost model counts the copy of a shard that rests (`costs.renewal`), as time of its own behind all else, since the first
+  segment of the next step waits for it. The paper does not say; by its table 6, where lazy prefetching is on in 8 % of the
+  layers, it may count nothing. Figures of the paper that are drawn by `costs.PAPER` alone do not count it.
 * Without synchronisation a layer's preparation waits for its segment only as far as it needs room that is freed there.
 * The profiler's steps, S of them, have every switch on but synchronisation. That S more steps are skipped, and S timed
   (appendix C.3), is the harness's: `--warmup 20 --steps 30` with the ten steps of profile_steps. Fewer are allowed, for tests.
@@ -79,6 +82,7 @@ Where variant=paper still departs
 | post-process first if economical, else preparation (A.2) | PlannedOperation.first | post-process first | - |
 | a shard that rests stays when partition releases (3.2.2) | on one rank too, as a whole | of several ranks | - |
 | segment synchronisation on for dp (3.3.2) | as solved | left out by best | - |
+| a shard that rests comes behind its update (figure 3a) | Rules.renews | not in the cost model | - |
 | solver: Algorithm 4, m = 128, by the paper's machine (3.3.2, B.3, C.3) | dp, `costs.PAPER` | best, `costs.SUBSTRATE` | - |
 | optimizer offloaded for all layers (3.2.2) | yes | yes | - |
 | optimize behind the last backward (3.1) | run_ahead=false, nonfinite=skip | run_ahead=true | - |

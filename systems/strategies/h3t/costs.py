@@ -67,7 +67,8 @@ class LayerCosts:
 class Rules:
     """See Note [Two sets of rules]. link: gathers and reductions have a stream of their own.
 
-    needs_remat: a hidden state can only be offloaded where the layer rematerialises.
+    needs_remat: a hidden state can only be offloaded where the layer rematerialises. renews: what rests on the device is moved
+    there behind its update, once a step, and that is counted (figure 3a of the paper).
     """
 
     link: bool = True
@@ -75,6 +76,7 @@ class Rules:
     shards_rest: bool = True
     lingers: bool = True
     needs_remat: bool = False
+    renews: bool = False
 
 
 PAPER = Rules()
@@ -203,6 +205,11 @@ def _fetches_again(rules: Rules, layer: Any, s: Any) -> list[tuple[str, Any]]:
     copied = s.partition & s.lazy_prefetch if rules.shards_rest else s.partition
     hidden = ("hidden", layer.hidden_in_s * s.offload_hidden)
     return [hidden, ("up", layer.prefetch_s * copied), ("gather", layer.gather_s * s.partition)]
+
+
+def renewal(rules: Rules, layer: Any, s: Any) -> Any:
+    """Seconds for which a layer's shard is moved when all else of the step is done, if it rests and that counts."""
+    return layer.prefetch_s * ~s.lazy_prefetch * rules.renews
 
 
 def forward(clocks: Clocks, rules: Rules, layers: Any, switches: Any) -> None:

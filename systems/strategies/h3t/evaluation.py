@@ -47,6 +47,8 @@ def runtime_of(model: ModelCosts, rows: Bools) -> np.ndarray:
         costs.backward(clocks, rules, _around(model, i), switches[i : i + 3])
     costs.end(clocks, model.end_s, model.layer(0), switches[1])
     total: np.ndarray = clocks.end + model.fixed_s
+    for i in range(count if rules.renews else 0):
+        total = total + costs.renewal(rules, model.layer(i), switches[i + 1])
     return total
 
 
@@ -118,6 +120,8 @@ def _tables(model: ModelCosts, i: int, rows: Bools) -> Tables:
         clocks = Clocks(rules, np.zeros(shape))
         segment(clocks, around, switches)
         total = total + clocks.end
+    if rules.renews:
+        total = total + costs.renewal(rules, model.layer(i), mine)
     memory = costs.memory(rules, around, switches)
     alone = costs.memory(rules, around, (on(np.zeros_like(rows)), on(rows), on(np.zeros_like(rows))))
     peak = np.broadcast_to(memory.peak, shape).astype(np.int64)

@@ -38,11 +38,12 @@ class Modeller:
 
     @property
     def rules(self) -> Rules:
-        """The paper's rules, where they are asked for, with the one that this substrate has in any case: a hidden state leaves
-        only where its layer rematerialises."""
+        """The paper's rules, where they are asked for, and two that hold here in any case: a hidden state leaves only where its
+        layer rematerialises, and a shard that rests is moved behind its update, for which the next step's first segment waits.
+        """
         if self.paper:
             link = self.context.ranks == 1 or self.hardware.device_link_bytes_per_s is not None
-            return replace(PAPER if link else PAPER_WITHOUT_LINK, needs_remat=True)
+            return replace(PAPER if link else PAPER_WITHOUT_LINK, needs_remat=True, renews=True)
         return SUBSTRATE if self.context.ranks == 1 else SUBSTRATE_OF_RANKS
 
     def costs(self, measured: MeasuredLayers, memory: MemTimeline, on_device: frozenset[int]) -> ModelCosts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from systems.errors import BudgetError
@@ -30,7 +30,7 @@ from systems.strategies.h3t.options import H3TOptions
 from systems.strategies.h3t.profiling import MeasuredLayers
 from systems.strategies.h3t.segments import PaperCompiler
 from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
-from systems.strategies.h3t.switches import ALL_ON, EVERY, Switches
+from systems.strategies.h3t.switches import ALL_ON, EVERY, SYNCHRONISED, Switches
 
 ROUNDS = 4  # of solving with a smaller budget, where the cost model was too hopeful
 LIKE = 1e-3  # relative difference of simulated times that are taken as equal
@@ -179,18 +179,24 @@ class Search:
 
     def _assigned(self, name: str, costs: ModelCosts, budget: int) -> tuple[Switches, ...]:
         if name == "dp":
-            return pruned_dp(costs, budget, bins=self._options.bins).switches
+            return pruned_dp(costs, budget, bins=self._options.bins, choices=self._among(SYNCHRONISED)).switches
         if name == "basic-dp":
-            return basic_dp(costs, budget, bins=self._options.bins).switches
+            return basic_dp(costs, budget, bins=self._options.bins, choices=self._among(SYNCHRONISED)).switches
         if name == "greedy":
-            return greedy_solver(costs, budget).switches
+            return greedy_solver(costs, budget, choices=self._among(EVERY)).switches
         if name == "manual":
-            return manual_solver(costs, budget).switches
+            return manual_solver(costs, budget, choices=self._among(EVERY)).switches
         if name == "random":
-            return random_solver(costs, budget, samples=self._options.samples, seed=self._context.seed).switches
+            samples, seed = self._options.samples, self._context.seed
+            return random_solver(costs, budget, samples=samples, seed=seed, choices=self._among(EVERY)).switches
         if name == "off":
             return (Switches(),) * len(costs.layers)
         return tuple(random.Random(self._context.seed).choices(allowed(costs, EVERY), k=len(costs.layers)))
+
+    def _among(self, choices: Sequence[Switches]) -> Sequence[Switches]:
+        """Under the paper's rules solvers know that all layers are to rematerialise, if they are; else plans alone do."""
+        all_forced = self._asked.forced.issuperset(self._measured.layers)
+        return [s for s in choices if s.rematerialise] if self._asked.paper and all_forced else choices
 
     def _first_use(self, unit: int) -> int:
         return next(number for number, m in enumerate(self._measured.base.moments) if m.unit == unit)
