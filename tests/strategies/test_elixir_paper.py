@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,7 @@ from systems.strategies.elixir.chunks import ElixirChunker
 from systems.strategies.elixir.options import PAPER_CACHE, ElixirOptions, ElixirStatistics
 from systems.strategies.elixir.placement import ElixirDivision, Placer
 from systems.strategies.elixir.strategy import Elixir, Sparing
+from tests.planning.machines import machine, simulate
 from tests.planning.races import find_races
 from tests.planning.reference import ReferenceRuntime
 from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
@@ -114,10 +116,19 @@ def gradients_take_place(found: Planned, cache: int) -> bool:
     return not [o for o in found.schedule.bare if o.kind is Work.ALLOCATE and o.bundle in single]
 
 
+def compute_waits(found: Planned, cache: int) -> bool:
+    """Nothing is computed while something comes, on a machine whose copies are slow."""
+    slow = machine(devices=found.context.ranks, h2d_bytes_per_s=1e6, device_link_bytes_per_s=1e6)
+    comes, computes = list[tuple[float, float]](), list[tuple[float, float]]()
+    for event in simulate(found.layout, found.trace, found.plan, found.context, slow).events:
+        spans = {"h2d": comes, "gather": comes, "compute": computes}.get(event.lane, [])
+        spans.append((event.start_s, event.start_s + event.duration_s))
+    return bool(comes) and max(min(a[1], b[1]) - max(a[0], b[0]) for a, b in product(comes, computes)) < 1e-9
+
+
 Law = Callable[[Planned, int], bool]
-LAWS: Mapping[str, Law] = MappingProxyType(
-    {law.__name__: law for law in (fetch_waits, update_waits, cache_is_enough, host_updates, gradients_take_place)}
-)
+EVERY = (fetch_waits, compute_waits, update_waits, cache_is_enough, host_updates, gradients_take_place)
+LAWS: Mapping[str, Law] = MappingProxyType({law.__name__: law for law in EVERY})
 
 
 def broken(found: Planned, cache: int) -> set[str]:
@@ -159,7 +170,7 @@ def test_the_laws_hold_whatever_room_there_is(times: int, accumulate: int, ranks
     assert (told.cache_bytes, told.optimizer_share_on_device) == (cache, 0)
 
 
-ALL_BUT_TIME = {"fetch_waits", "cache_is_enough", "gradients_take_place"}
+ALL_BUT_TIME = {"fetch_waits", "compute_waits", "cache_is_enough", "gradients_take_place"}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +190,7 @@ def test_the_default_breaks_each(options: dict[str, Any], laws: set[str]) -> Non
 
 def test_with_room_for_everything_the_default_moves_nothing_and_updates_all_of_it_there() -> None:
     default = planned(TINY, context())
-    assert default.plan.operations == () and broken(default, 1 << 40) == {"host_updates"}
+    assert default.plan.operations == () and broken(default, 1 << 40) == {"host_updates", "compute_waits"}
     assert planned(TINY, context(), variant="paper", cache=cache_of(1)).plan.operations
 
 
@@ -197,6 +208,10 @@ def test_the_plans_differ_where_a_rule_binds() -> None:
 def without(option: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
     rules = dict(ElixirOptions.rules["paper"]) | {option: value}
     return lambda patch: patch.setattr(ElixirOptions, "rules", {"paper": rules})
+
+
+def nothing_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("systems.strategies.elixir.strategy.demanding", lambda operations: frozenset())
 
 
 def placed_as_by_default(patch: pytest.MonkeyPatch) -> None:
@@ -235,6 +250,7 @@ def ranges(patch: pytest.MonkeyPatch) -> None:
     ("mutate", "law", "device", "accumulate"),
     [
         (without("prefetch", 8), "fetch_waits", "half", 1),
+        (nothing_waits, "compute_waits", "half", 1),
         (without("nonfinite", "stop"), "update_waits", "half", 1),
         (placed_as_by_default, "host_updates", "half", 1),
         (all_that_fits, "host_updates", "plenty", 1),

@@ -49,6 +49,13 @@ class CachePlan:
     resident: frozenset[int]
 
 
+def demanding(operations: Sequence[PlannedOperation]) -> frozenset[int]:
+    """Moments at which something is fetched. As barriers they are demand paging as a hook in the program has it: a fetch begins
+    when all that was computed before has ended, and not as soon as a lane and room are free.
+    """
+    return frozenset(p.trigger for p in operations if p.operation.kind is OpKind.FETCH)
+
+
 def plan_cache(request: CacheRequest) -> CachePlan:
     """Steps are simulated until one ends as it began."""
     start: frozenset[int] = frozenset()

@@ -72,8 +72,9 @@ How `paper` is to be read
 * The fused chunk is there from its first use in a step until its gradient leaves, outside the cache, and nothing evicts it.
   With offload its update runs on the host as all others do, so that the gradient goes there and the new values come with
   the next step's first use. If it is frozen it never moves at all.
-* Copies have lanes of their own, and the host issues ahead of the device: a chunk that is fetched on demand still comes while
-  units before its own compute, as far as the cache has room for it. The paper says nothing of streams.
+* The pre-op hook brings a chunk in the program's order: a fetch begins when all that was computed before has ended
+  (Plan.barriers), though the host issues ahead of the device and copies have lanes of their own. The paper says nothing of
+  streams.
 * C holds in a step without a plan too, and in a pass without gradients. As a plan comes into force what it has on the device
   between two steps (frozen chunks that the cache keeps) is brought there once; from then on nothing comes before its use.
 * With C = inf and several ranks all chunks are shards at rest ("all chunks are scattered by default and gathered in the forward
@@ -85,7 +86,7 @@ How `paper` is to be read
 | R cache of a size that users set, 1-2 GB ("Replicated Cache", "Experimental Results") | 2GiB, or cache | what is left | - |
 | chunks outside the cache are shards ("Introduction"), stored in CPU ("Heterogeneous Training") | all | what has no room | - |
 | fp32 computations of the optimizer update in CPU ("Heterogeneous Training") | with O_FLAG | first units' on the device | - |
-| gathered in the pre-op hook ("Overview"), no prefetching | prefetch=0 | prefetch=8 | - |
+| gathered in the pre-op hook ("Overview"), no prefetching | prefetch=0, compute waits | prefetch=8 | - |
 | the parameters' update follows the backward pass ("Background") | after the norm of all | run_ahead | - |
 | chunk reused as gradients ("Relationship with other DP Strategies") | in place | ranges | - |
 | small groups bundled, fused, never split or moved ("Initialization Algorithm") | always | up to 1/16 of the device | - |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from systems.errors import UnsupportedError
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import OpKind, Plan, PlannedOperation
 from systems.planning.policy.base import FittedStrategy
-from systems.planning.policy.caching import CachePlan, CacheRequest, plan_cache
+from systems.planning.policy.caching import CachePlan, CacheRequest, demanding, plan_cache
 from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import RandomOrder
 from systems.planning.policy.homes import check_host
@@ -84,6 +85,8 @@ class Elixir(FittedStrategy):
             room = (sum(staying.values()),) * len(division.demand)
             cache = _together(cache, plan_cache(CacheRequest(division.demand, staying, room, prefetch=0)))
         plan = division.plan(cache.operations, residence, cache.resident)
+        if self._options.variant == "paper":
+            plan = replace(plan, barriers=demanding(plan.operations))
         self.tell(cache_bytes=placement.cache_bytes, resident_bundles=len(plan.resident_at_start))
         return plan
 
