@@ -17,7 +17,7 @@ from systems.strategies.patrickstar.strategy import PatrickStar
 from systems.substrate.moves.staying import StayingGradients
 from tests.planning.races import find_races
 from tests.strategies.patrickstar_laws import RUN_LAWS, Step, labels
-from tests.systems.interrupts import Course, Sweep, batch, chosen
+from tests.systems.interrupts import Course, Sweep, chosen
 from tests.systems.interrupts import build as build_stack
 from tests.systems.models_plain import CASES
 from tests.systems.models_plain import build as build_plain
@@ -317,7 +317,7 @@ def test_a_step_that_breaks_off_is_forgotten_with_all_that_stays(name: str, coun
 
 def test_ctrl_c_at_every_place_where_a_gradient_stays_or_leaves() -> None:
     """Of a step under a plan: it is forgotten or done, and nothing is lost of either memory."""
-    ids = batch(1)
+    ids = tokens(1, 1)[0]
     course = Course(start(RESIDENT, build_stack(), settings()), ids)
     chosen_options = PatrickStarOptions(variant="osc")
     sweep = Sweep(lambda: start(patrickstar(), build_stack(), settings(device_memory=150_000), chosen_options), course, 1)
