@@ -61,8 +61,8 @@ class PlanInForce:
 
     def set_switches(self) -> None:
         """Which units this step recomputes, and whose inputs leave: the plan's, or the strategy's without one."""
-        plan, strategy = self._cursor.plan, self._strategy
-        self._gradients.staying.allow(plan)
+        plan, strategy, staying = self._cursor.plan, self._strategy, self._gradients.staying
+        staying.allowed = frozenset() if plan is None else plan.staying  # a departure may have forbidden it
         rematerialise = strategy.rematerialised if plan is None or plan.rematerialise is None else plan.rematerialise
         inputs = strategy.offloaded_inputs if plan is None or plan.offload_inputs is None else plan.offload_inputs
         recomputed = rematerialise or frozenset()
@@ -178,7 +178,7 @@ class PlanInForce:
         elif transfers.times is None:
             transfers.times = LaneTimes(self._layout, self._device.torch_device)
         self.ahead.allow(frozenset() if plan is None else plan.ahead)
-        self._gradients.staying.allow(plan)
+        self._gradients.staying.allowed = frozenset() if plan is None else plan.staying
 
     @property
     def _unplanned_bytes(self) -> int:

@@ -220,4 +220,5 @@ def drawn_options(kind: type[BaseModel], luck: random.Random) -> BaseModel:
             found[name] = luck.choice(NUMBERS[name])
         elif name in FEW:
             found[name] = FEW[name]
-    return kind(**found)
+    rules: Mapping[str, Any] = getattr(kind, "rules", {}).get(found.get("variant"), {})
+    return kind(**{name: value for name, value in found.items() if name not in rules})  # which the variant sets itself

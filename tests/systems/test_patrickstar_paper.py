@@ -17,6 +17,8 @@ from systems.strategies.patrickstar.strategy import PatrickStar
 from systems.substrate.moves.staying import StayingGradients
 from tests.planning.races import find_races
 from tests.strategies.patrickstar_laws import RUN_LAWS, Step, labels
+from tests.systems.interrupts import Course, Sweep, chosen
+from tests.systems.interrupts import build as build_stack
 from tests.systems.models_plain import CASES
 from tests.systems.models_plain import build as build_plain
 from tests.systems.models_small import build, next_token_loss, tokens
@@ -311,6 +313,21 @@ def test_a_step_that_breaks_off_is_forgotten_with_all_that_stays(name: str, coun
     run = finished(engine, losses)
     expected = reference("opt")
     assert_equal(expected, run)
+
+
+def test_ctrl_c_at_every_place_where_a_gradient_stays_or_leaves() -> None:
+    """Of a step under a plan: it is forgotten or done, and nothing is lost of either memory."""
+    ids = tokens(1, 1)[0]
+    course = Course(start(RESIDENT, build_stack(), settings()), ids)
+    chosen_options = PatrickStarOptions(variant="osc")
+    sweep = Sweep(lambda: start(patrickstar(), build_stack(), settings(device_memory=150_000), chosen_options), course, 1)
+    places = chosen(sweep.places(), [0.0, 1.0])
+    mine = [(place, time) for place, time in places if place.file.endswith("moves/staying.py")]
+    assert len(mine) > 20, "void: nothing stays"
+    for place, time in mine:
+        sweep.interrupt(place, time)
+    sweep.end()
+    assert sweep.happened > len(mine) // 2, "void: hardly any interrupt came"
 
 
 def test_a_gradient_leaves_where_its_plan_evicts_it() -> None:

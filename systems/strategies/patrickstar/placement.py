@@ -117,8 +117,8 @@ def _refusal(division: Division, share: float, need: int) -> BudgetError:
     needed, given = (division.context.memory_for(nbytes) for nbytes in (need, division.context.device_budget))
     return BudgetError(
         f"{division.system} needs at least {format_need(needed, given)} of device memory with variant=static-partition, where "
-        f"{share:.0%} of it is for chunks whatever activations take, {format_size(given)} is given: raise `device_memory`, lower "
-        "`warmup_share`, take a smaller batch or recompute more",
+        f"{share:.0%} of it is for chunks whatever activations take, {format_size(given)} is given: raise `device_memory`, "
+        "lower `warmup_share`, take a smaller batch or recompute more",
         tier="device",
         need=needed,
         have=given,

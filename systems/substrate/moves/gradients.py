@@ -259,7 +259,7 @@ class Gradients:
             if gradient.written:
                 self.in_place.let_go(bundle, gradient)
             gradient.end_step()
-        self.staying.forget()
+        self.staying.there.clear()
         self.squares.forget()
         if self.reductions is not None:
             self.reductions.forget()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from systems.planning.plan import Plan
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.states import GradientState
 from systems.substrate.moves.in_place import HOLD
@@ -25,10 +24,6 @@ class StayingGradients:
         self._ranges = ranges
         self.allowed: frozenset[int] = frozenset()
         self.there: dict[int, ManagedBundle] = {}
-
-    def allow(self, plan: Plan | None) -> None:
-        """What this one says, from now on."""
-        self.allowed = frozenset() if plan is None else plan.staying
 
     def depart(self) -> None:
         """No plan says any more when they leave: they do now, and nothing stays in the rest of the step."""
@@ -62,7 +57,3 @@ class StayingGradients:
         for bundle in order:
             if bundle.index in self.there:
                 self.leave(bundle)
-
-    def forget(self) -> None:
-        """The step is over, or was given up."""
-        self.there.clear()
