@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from systems.planning.clock.simulator import Simulation, simulation_of
@@ -60,3 +61,15 @@ def scaled(profile: HardwareProfile, names: Iterable[str], factor: float) -> Har
 
 def simulate(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext, profile: HardwareProfile) -> Simulation:
     return simulation_of(expand(layout, trace, plan, context), trace, plan, profile)
+
+
+def computes_beside_fetches(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -> bool:
+    """Whether anything is computed while something comes, on a machine whose copies and link are slow."""
+    slow = machine(devices=context.ranks, h2d_bytes_per_s=1e6, device_link_bytes_per_s=1e6)
+    spans: dict[str, list[tuple[float, float]]] = {"h2d": [], "gather": [], "compute": []}
+    for event in simulate(layout, trace, plan, context, slow).events:
+        if event.lane in spans:
+            spans[event.lane].append((event.start_s, event.start_s + event.duration_s))
+    comes = [*spans["h2d"], *spans["gather"]]
+    assert comes, "void: nothing comes"
+    return max(min(a[1], b[1]) - max(a[0], b[0]) for a, b in product(comes, spans["compute"])) > 1e-9

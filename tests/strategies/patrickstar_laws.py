@@ -17,6 +17,7 @@ from systems.planning.step.schedule import expand
 from systems.planning.step.timeline import timeline
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import ENTER, Phase, Trace
+from tests.planning.machines import computes_beside_fetches
 
 Step = Sequence[tuple[str, str]]  # (lane, label), as issued
 EVICTIONS = (OpKind.WRITE_BACK, OpKind.DROP)
@@ -181,3 +182,8 @@ RUN_LAWS: dict[str, Callable[[Step, Layout, Plan], None]] = {
     "updates behind backward": run_updates_behind_backward,
     "gradients stay": run_gradients_stay,
 }
+
+
+def compute_waits(planned: Planned) -> None:
+    """6.1.2: what an operator accesses is moved before it computes, and nothing computes beside that."""
+    assert not computes_beside_fetches(planned.layout, planned.trace, planned.plan, planned.context)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +30,7 @@ from systems.strategies.elixir.chunks import ElixirChunker
 from systems.strategies.elixir.options import PAPER_CACHE, ElixirOptions, ElixirStatistics
 from systems.strategies.elixir.placement import ElixirDivision, Placer
 from systems.strategies.elixir.strategy import Elixir, Sparing
-from tests.planning.machines import machine, simulate
+from tests.planning.machines import computes_beside_fetches
 from tests.planning.races import find_races
 from tests.planning.reference import ReferenceRuntime
 from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
@@ -117,13 +116,7 @@ def gradients_take_place(found: Planned, cache: int) -> bool:
 
 
 def compute_waits(found: Planned, cache: int) -> bool:
-    """Nothing is computed while something comes, on a machine whose copies are slow."""
-    slow = machine(devices=found.context.ranks, h2d_bytes_per_s=1e6, device_link_bytes_per_s=1e6)
-    comes, computes = list[tuple[float, float]](), list[tuple[float, float]]()
-    for event in simulate(found.layout, found.trace, found.plan, found.context, slow).events:
-        spans = {"h2d": comes, "gather": comes, "compute": computes}.get(event.lane, [])
-        spans.append((event.start_s, event.start_s + event.duration_s))
-    return bool(comes) and max(min(a[1], b[1]) - max(a[0], b[0]) for a, b in product(comes, computes)) < 1e-9
+    return bool(found.fetches) and not computes_beside_fetches(found.layout, found.trace, found.plan, found.context)
 
 
 Law = Callable[[Planned, int], bool]

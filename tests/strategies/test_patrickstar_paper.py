@@ -34,6 +34,7 @@ from tests.planning.races import find_races
 from tests.planning.synthetic import PLENTY, context, model_of, models, trace_of, transformer
 from tests.strategies.patrickstar_laws import (
     Planned,
+    compute_waits,
     evicted_for_want_of_room,
     farthest_is_evicted,
     fetched_when_needed,
@@ -66,6 +67,7 @@ def planned(variant: str, share: float = 0.5, activation: int = 2000, index: Mod
 SPILLS: dict[str, Any] = {"share": 0.1, "activation": 500}  # parameters do not all fit
 LAWS: dict[str, tuple[Callable[[Planned], None], str, dict[str, Any]]] = {
     "fetched when needed": (fetched_when_needed, "paper", {}),
+    "compute waits": (compute_waits, "paper", {}),
     "farthest is evicted": (farthest_is_evicted, "osc", SPILLS),
     "gradients stay": (gradients_stay, "osc", SPILLS),
     "evicted for want of room": (evicted_for_want_of_room, "osc", SPILLS),
@@ -83,7 +85,7 @@ def test_a_rule_of_the_paper_holds(name: str) -> None:
         assert any(moved.evicted for moved in moves(found)), "void: nothing is evicted"
 
 
-@pytest.mark.parametrize("name", ["fetched when needed", "gradients stay", "margin is filled"])
+@pytest.mark.parametrize("name", ["fetched when needed", "compute waits", "gradients stay", "margin is filled"])
 def test_the_default_breaks_it_and_has_another_plan(name: str) -> None:
     law, _, given_case = LAWS[name]
     found = planned("base", **given_case)
@@ -104,6 +106,8 @@ def without(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     if name == "fetched when needed":
         changed = {"prefetch": 8}
+    elif name == "compute waits":
+        monkeypatch.setattr(module, "demanding", lambda operations: frozenset())
     elif name == "farthest is evicted":
         monkeypatch.setattr(module, "CacheRequest", partial(_asked, ModelOrder(last=False)))
     elif name == "gradients stay":

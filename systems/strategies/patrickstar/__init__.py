@@ -70,7 +70,7 @@ Where this departs from the paper, and why
 
 | rule of the paper | `paper` | default | measured difference |
 |---|---|---|---|
-| a chunk is fetched when an operator accesses it (6.1.2) | prefetch=0: as the unit starts, compute waits | prefetch=8 | - |
+| a chunk is fetched when an operator accesses it (6.1.2) | prefetch=0: when all before has been computed | prefetch=8 | - |
 | warm-up: 20 % of the device, chunk-list order (7.3) | the same, of all model data | the same, beside what never moves | - |
 | the longest future reference chunk is evicted (7.3) | OPT, ADAM being the next use of a gradient | OPT with prefetching | - |
 | ADAM after BWD (6.1.2) | run_ahead=False, nonfinite=skip | updates run ahead of the norm in spare host memory | - |

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import OpKind, Plan
 from systems.planning.policy.base import FittedStrategy
-from systems.planning.policy.caching import CacheRequest, plan_cache
+from systems.planning.policy.caching import CacheRequest, demanding, plan_cache
 from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import ModelOrder
 from systems.planning.policy.options import StrategyStatistics
@@ -72,6 +72,8 @@ class PatrickStar(FittedStrategy):
         asked = CacheRequest(division.demand, sizes, placement.room, prefetch, OpKind.WRITE_BACK, shards, order)
         cache = plan_cache(asked)
         plan = division.plan(cache.operations, residence, cache.resident)
+        if self._options.as_published:
+            plan = replace(plan, barriers=demanding(plan.operations))
         self._tell_step(division, plan, residence)
         return plan
 
