@@ -45,6 +45,7 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "hardware=h200-141g-x1": ("h200 rates", "H3T's solvers reckon with that profile's rates"),
         "solver=manual": ("manual", "the best of those settings of H3T's switches that all layers share"),
         "solver=on": ("all on", "each of H3T's switches on in every layer, segment synchronisation too"),
+        "variant=paper": ("paper", "the rules and constants of the system's own paper"),
         "variant=base": ("base", "PatrickStar as it is by default, beside its ablations"),
         "variant=static-partition": ("static partition", f"chunks get a fixed share of the device; {ABLATED}"),
         "variant=osc": ("osc", f"the optimizer's chunks stay on the host; {ABLATED}"),

@@ -92,6 +92,7 @@ How `paper` is to be read
 | small groups bundled, fused, never split or moved ("Initialization Algorithm") | always | up to 1/16 of the device | - |
 | random eviction in the warm-up step, Belady after it ("Chunk Replacement Policy") | yes | yes | - |
 | master copy of each shard, no write at eviction ("Optimizations for Offloading") | yes | yes | - |
+| all of these, ps-4b in 20 GiB on one H200 (docs/results.md) | 1.731 s a step | 1.086 s a step | 0.61x |
 """
 
 from systems.strategies.elixir.strategy import Elixir
