@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from harness.likeness import Difference, differences
+from harness.likeness import Difference, differences, elsewhere, of_one_machine
 from harness.record import Part, Reason, Record
 from harness.stats import ENOUGH_PROCESSES, LARGEST, MedianFigure, Ratio, compare_rates, summarize
 
@@ -125,6 +125,7 @@ def _row(
 ) -> ComparisonRow:
     bad = next((record for record in records if record.status != "ok"), None)
     rates = _figures(good, "tokens_per_s")
+    there, theirs = of_one_machine(good, reference)
     comparable = not is_reference and not any(difference.refused for difference in unlike)
     shown = good[0] if good else bad
     return ComparisonRow(
@@ -138,13 +139,17 @@ def _row(
         mean_step_time_s=summarize(_figures(good, "mean_step_time_s")),
         tokens_per_s=summarize(rates),
         relative_tflops=summarize(_figures(good, "relative_tflops")),
-        speed_ratio=compare_rates(rates, _figures(reference, "tokens_per_s")) if comparable else None,
+        speed_ratio=_ratio(there, theirs) if comparable else None,
         losses=_losses(good, reference),
         peaks=_peaks(records),
         configuration=_configuration(shown),
         differences=unlike,
         doubts=list(dict.fromkeys(doubt.code for record in good for doubt in record.doubts)),
     )
+
+
+def _ratio(records: Sequence[Record], reference: Sequence[Record]) -> Ratio | None:
+    return compare_rates(_figures(records, "tokens_per_s"), _figures(reference, "tokens_per_s"))
 
 
 def _figures(records: Sequence[Record], metric: str) -> list[float]:
@@ -161,6 +166,8 @@ def _differences(records: Sequence[Record], reference: Sequence[Record], intende
             for difference in differences(record, other):
                 if difference.fact not in found or (difference.refused and not found[difference.fact].refused):
                     found[difference.fact] = difference
+    if (other_machine := elsewhere(records, reference)) is not None:
+        found[other_machine.fact] = other_machine
     return [one.model_copy(update={"refused": one.refused and one.fact not in intended}) for one in found.values()]
 
 

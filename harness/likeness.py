@@ -7,7 +7,7 @@ it. What one of the two does not say is marked too, never taken for equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,26 @@ def differences(ours: Record, reference: Record) -> list[Difference]:
 def alike(ours: Record, other: Record) -> bool:
     """Whether they may be replicates: nothing that both know differs."""
     return all(NOT_KNOWN in (one.ours, one.reference) for one in differences(ours, other))
+
+
+def machine(record: Record) -> str | None:
+    """Which one it was, and since when it was up; None where a record, as older ones, does not say."""
+    hardware = record.environment.hardware
+    return None if hardware.boot_id is None else f"{hardware.device_uuid or 'no device'} {hardware.boot_id}"
+
+
+def of_one_machine(ours: Sequence[Record], reference: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Those of both on machines that both have run on; all of them where one does not say where it was."""
+    here, there = ({machine(record) for record in records} for records in (ours, reference))
+    shared = here | there if None in here | there else here & there
+    return [r for r in ours if machine(r) in shared], [r for r in reference if machine(r) in shared]
+
+
+def elsewhere(ours: Sequence[Record], reference: Sequence[Record]) -> Difference | None:
+    """That no machine has run both."""
+    if not ours or not reference or of_one_machine(ours, reference)[0]:
+        return None
+    return Difference(fact="machine", ours="one that the reference did not run on", reference="others", refused=True)
 
 
 def _difference(fact: Fact, ours: Any, reference: Any) -> Difference | None:

@@ -170,3 +170,21 @@ def test_an_older_record_without_the_later_fields_can_still_be_compared() -> Non
 def test_a_longer_warm_up_is_no_other_work() -> None:
     """A profiler's, as H3T has it."""
     assert alike(run(resolved__warmup_steps=14), run()) and not differences(run(resolved__warmup_steps=14), run())
+
+
+def on(boot: str | None, rate: float, number: int = 0) -> Record:
+    hardware = RUN["environment"]["hardware"] | {"boot_id": boot, "device_uuid": "a device" if boot else None}
+    rates = RUN["metrics"] | {"tokens_per_s": rate}
+    return run(run_id=f"2026-{boot}-{rate:g}-{number}", environment__hardware=hardware, metrics=rates)
+
+
+def test_a_ratio_is_of_one_machine() -> None:
+    """Here it is 2, of all runs it would be 1; with no machine in common there is none; what says nothing counts."""
+    ours = [on("here", 200.0), on("there", 50.0)]
+    ratio = compare({"reference": [on("here", 100.0)], "ours": ours}).rows[1].speed_ratio
+    assert ratio is not None and ratio.value == 2.0
+    row = compare({"reference": [on("here", 100.0)], "ours": [on("there", 50.0)]}).rows[1]
+    assert row.speed_ratio is None and [one.fact for one in row.refused] == ["machine"]
+    old = compare({"reference": [on(None, 100.0)], "ours": [on("there", 50.0)]}).rows[1].speed_ratio
+    assert old is not None and old.value == 0.5
+    assert alike(on("here", 1.0), on("there", 1.0)), "they are replicates all the same"
