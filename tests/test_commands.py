@@ -26,6 +26,7 @@ from torch.distributed.run import get_args_parser
 
 from harness import cli
 from harness.compare import CompareSpec, StoredSpec
+from harness.export import ExportSpec
 from harness.listing import HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
 from harness.plan_spec import ALL, PlanSpec
 from harness.profile_spec import ProfileSpec
@@ -52,11 +53,13 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "max-batch": (BatchSpec,),
     "sweep": (SweepSpec,),
     "tables": (TablesSpec,),
+    "export": (ExportSpec,),
     "profile": (ProfileSpec,),
     "ls": (SystemsSpec, ModelsSpec, HardwareSpec, RunsSpec),
     "doctor": (cli.DoctorSpec,),
 }
 CALLED = (
+    "harness.export.export",
     "harness.plan.plan",
     "harness.listing._tell",
     "harness.profile.take_profile",
