@@ -61,6 +61,7 @@ EXAMPLES = {
     "max-batch": "harness max-batch --system elixir --model opt-tiny --device cpu --device-memory 6MiB --most 64",
     "sweep": "harness sweep 10-h200-speed --group ps-4b --for 25 --archive records.tar.gz",
     "tables": "harness tables --check",
+    "figure": "harness figure patrickstar-table4",
     "profile": "harness profile --out machine.json",
     "doctor": "harness doctor",
 }
@@ -72,8 +73,9 @@ COMMANDS = {
     "max-batch": "find the largest batch that a model trains with here",
     "sweep": "run what a table's cells still want, to be stopped and gone on with at any time",
     "tables": "write the results tables in docs/results.md from the kept records",
+    "figure": "show a table or figure of a paper, beside what was measured and simulated here",
     "profile": "measure this machine's roofs into a hardware profile",
-    "ls": "list systems, models, hardware or runs, or tell of one",
+    "ls": "list systems, models, hardware, figures or runs, or tell of one",
     "doctor": "say what this machine lacks",
 }
 _Spec = TypeVar("_Spec", bound=BaseModel)
@@ -331,6 +333,10 @@ def _carry_out(command: str, rest: Sequence[str]) -> int:
         from harness.profile import take_profile
 
         return take_profile(asked)
+    if command == "figure":
+        from harness.figures import FigureSpec, show_figure
+
+        return show_figure(_asked(FigureSpec, command, rest, positional="name"))
     if command == "tables":
         from harness.tables import TablesSpec, write_tables
 
