@@ -7,11 +7,11 @@ makes it anew. Nothing here is measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.environment import source_sha256
 from harness.output import counted
@@ -27,8 +27,14 @@ from systems.planning.allowance import CUDA
 from systems.prediction.forecast import Observations, Question, forecast
 from systems.settings import DType
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(__file__).with_name("simulated")
+MADE_BY = ("systems", "models")  # whose source decides what a forecast says
+
+_Case = TypeVar("_Case", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +51,8 @@ class ForecastCase:
     dtype: DType = "fp16"
     device_memory: int = 0
 
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+    def __str__(self) -> str:
+        return f"{self.system} {self.model} {self.profile} x{self.ranks}, batch {self.batch_size}"
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,13 @@ class KeptForecasts:
     source: str
     found: Mapping[str, ForecastFound]
 
-    def of(self, case: ForecastCase) -> ForecastFound | None:
+    def of(self, case: Any) -> ForecastFound | None:
         """None: it is not kept."""
-        return self.found.get(case.key)
+        return self.found.get(_key(case))
 
     def remark(self, name: str) -> str:
         """Where the numbers are from, and whether by today's source."""
-        same = self.source == source_sha256(ROOT)
+        same = self.source == source_sha256(ROOT, MADE_BY)
         now = "this source" if same else f"source {self.source[:12]}, which has changed since"
         return f"simulated by {now}: harness figure {name} --fresh makes it anew."
 
@@ -109,22 +114,34 @@ def observations(model: str) -> Observations:
         return Observations(models_registry.build(shape), partial(token_loss, objective=shape.objective))
 
 
-def simulated(name: str, cases: Sequence[ForecastCase], *, fresh: bool) -> KeptForecasts:
-    """What is kept of a figure's forecasts. fresh: make them all, and keep them. Raises OSError, ValueError."""
+def ask_all(cases: Sequence[ForecastCase]) -> Iterator[tuple[ForecastCase, ForecastFound]]:
+    """Model by model, each of which is observed once for a batch."""
+    name, seen = "", None
+    for case in sorted(cases, key=lambda case: case.model):
+        if seen is None or name != case.model:
+            name, seen = case.model, observations(case.model)
+        yield case, asked(case, seen)
+
+
+def simulated(
+    name: str,
+    cases: Sequence[_Case],
+    *,
+    fresh: bool,
+    ask: Callable[[Sequence[_Case]], Iterator[tuple[_Case, ForecastFound]]],
+) -> KeptForecasts:
+    """What is kept of a figure's simulations. cases: dataclasses. fresh: ask for all, and keep them. Raises OSError, ValueError."""
     path = FOLDER / f"{name}.json"
     if fresh:
-        ordered = sorted(cases, key=lambda case: case.model)
-        found, seen = dict[str, ForecastFound](), ("", observations("gpt-tiny"))
-        for case in counted(ordered, len(ordered), lambda case: f"{case.system} {case.model} {case.profile} x{case.ranks}"):
-            seen = seen if seen[0] == case.model else (case.model, observations(case.model))
-            found[case.key] = asked(case, seen[1])
-        tree = {"source_sha256": source_sha256(ROOT), "cells": [_as_tree(case, found[case.key]) for case in cases]}
+        made = {_key(case): found for case, found in counted(ask(cases), len(cases), lambda pair: str(pair[0]))}
+        cells = [{"case": asdict(case), "found": asdict(made[_key(case)])} for case in cases]
+        text = json.dumps({"source_sha256": source_sha256(ROOT, MADE_BY), "cells": cells}, indent=1)
         FOLDER.mkdir(exist_ok=True)
-        write_whole(path, (json.dumps(tree, indent=1) + "\n").encode(), over="file", mode=0o644)
+        write_whole(path, f"{text}\n".encode(), over="file", mode=0o644)
     kept: Any = read_json(path)
-    cells = {json.dumps(cell["case"], sort_keys=True): ForecastFound(**cell["found"]) for cell in kept["cells"]}
-    return KeptForecasts(kept["source_sha256"], cells)
+    found = {json.dumps(cell["case"], sort_keys=True): ForecastFound(**cell["found"]) for cell in kept["cells"]}
+    return KeptForecasts(kept["source_sha256"], found)
 
 
-def _as_tree(case: ForecastCase, found: ForecastFound) -> dict[str, Any]:
-    return {"case": asdict(case), "found": asdict(found)}
+def _key(case: Any) -> str:
+    return json.dumps(asdict(case), sort_keys=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from harness.figures import FigureSpec
 from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, table
-from paper_figures.kept import ForecastCase, simulated
+from paper_figures.kept import ForecastCase, ask_all, simulated
 
 SHOWS = {
     "patrickstar-table4": "margin for optimizer chunks, or parameter chunks that spill",
@@ -61,7 +61,7 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
     if name == "patrickstar-table5":
         yield _bandwidths()
         return
-    kept = simulated(name, [case(plan, batch) for plan in TABLE4 for batch in BATCHES], fresh=asked.fresh)
+    kept = simulated(name, [case(plan, batch) for plan in TABLE4 for batch in BATCHES], fresh=asked.fresh, ask=ask_all)
     rows: list[list[FigureCell]] = []
     for plan in TABLE4:
         row: list[FigureCell] = [plan.plan, plan.ranks, PrintedCell(plan.margin, "table 4")]

@@ -14,7 +14,7 @@ from harness.output import counted
 from harness.paper_table import ComputedCell, FigureCell, FigureColumn, MeasuredCell, PaperTable, PrintedCell, SimulatedCell, table
 from harness.record import Record
 from models import registry as models_registry
-from paper_figures.kept import ForecastCase, simulated
+from paper_figures.kept import ForecastCase, ask_all, simulated
 from paper_figures.patrickstar_chunks import PAPER, found, off_the_grid
 from paper_figures.recorded import cells, machine_of, records
 from systems.sizes import format_size
@@ -105,7 +105,7 @@ def curves(results: str) -> list[Record]:
 
 
 def _memory(asked: FigureSpec) -> PaperTable:
-    kept = simulated("patrickstar-figure2", [FIGURE2], fresh=asked.fresh)
+    kept = simulated("patrickstar-figure2", [FIGURE2], fresh=asked.fresh, ask=ask_all)
     forecast = kept.of(FIGURE2)
     peak = None if forecast is None else forecast.statistics.get("non_model_peak_bytes")
     rows: list[list[FigureCell]] = [
