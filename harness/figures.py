@@ -78,7 +78,12 @@ def _place(figure: NamedFigure) -> tuple[Any, ...]:
     """Papers, then tables before figures, then numbers as numbers."""
     paper, _, rest = figure.name.partition("-")
     kind, number = re.match(r"(\D*)(\d*)", rest).groups()  # type: ignore[union-attr]
-    return list(PAPERS).index(paper), ("table", "figure").index(kind) if kind in ("table", "figure") else 2, int(number or 0), rest
+    return (
+        list(PAPERS).index(paper),
+        ("table", "figure").index(kind) if kind in ("table", "figure") else 2,
+        int(number or 0),
+        rest,
+    )
 
 
 def show_figure(spec: FigureSpec) -> int:
@@ -107,4 +112,3 @@ def show_figure(spec: FigureSpec) -> int:
     except OSError as error:
         raise BadInputError(f"{error.filename or spec.out} cannot be used: {error.strerror}: name another file") from None
     return 0
-

@@ -71,12 +71,13 @@ class FigureColumn:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """remarks: what contradicts itself, what is a hole and why, how something was worked out; a line each."""
+    """remarks: what contradicts itself, what is a hole and why, how something was worked out; a line each. drawing: as text."""
 
     title: str
     columns: tuple[FigureColumn, ...]
     rows: tuple[tuple[FigureCell, ...], ...]
     remarks: tuple[str, ...] = ()
+    drawing: str = ""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -96,7 +97,8 @@ class PaperTable:
         lines = [f"### {self.title}", "", _line(column.heading for column in self.columns), "| --- " * len(self.columns) + "|"]
         lines += [_line(_shown(cell, runs) for cell in row) for row in self.rows]
         said = [*self._sources(), *self.remarks]
-        return "\n".join([*lines, "", *(f"* {printable(line)}" for line in said)]).rstrip() + "\n"
+        drawn = ["", "```text", self.drawing, "```"] if self.drawing else []
+        return "\n".join([*lines, "", *(f"* {printable(line)}" for line in said), *drawn]).rstrip() + "\n"
 
     def _sources(self) -> Iterator[str]:
         cells = [cell for row in self.rows for cell in row]
@@ -112,6 +114,8 @@ class PaperTable:
         profiles = list(dict.fromkeys(cell.profile for cell in cells if isinstance(cell, SimulatedCell)))
         if profiles:
             yield f"simulated, not measured: on the profile {', '.join(profiles)}."
+        elif any(column.origin == "simulated" for column in self.columns):
+            yield "simulated: nothing is."
 
     def cells(self) -> Iterator[dict[str, Any]]:
         """One a cell, all with the same names: for a file that another program reads."""

@@ -112,7 +112,9 @@ def _table1() -> PaperTable:
     size = {"width": shape.hidden_size, "inner": shape.ffn_size or 0}
     params, acts, optims = (summed(part) for part in ("params", "acts", "optims"))
     rows: list[list[FigureCell]] = [[*printed(row), None, None, None] for row in TABLE1]
-    rows.append([*printed(TOTAL), *map(ComputedCell, (formula(params, WEIGHTS), formula(acts, TOKEN), formula(optims, WEIGHTS)))])
+    rows.append(
+        [*printed(TOTAL), *map(ComputedCell, (formula(params, WEIGHTS), formula(acts, TOKEN), formula(optims, WEIGHTS)))]
+    )
     figures = (
         evaluated(TOTAL.params, **size), evaluated(TOTAL.acts, tokens=TOKENS, **size), evaluated(TOTAL.optims, **size)
     )  # fmt: skip
@@ -140,16 +142,18 @@ def _table2() -> PaperTable:
         count = TABLE2.get(size)
         mine, what = ours.get(size, (None, None))
         printed = [None, None] if count is None else [PrintedCell(size, "table 2"), PrintedCell(count, "table 2")]
-        rows.append([*printed, None if mine is None else ComputedCell(size), mine and ComputedCell(mine), what and ComputedCell(what)])
+        rows.append(
+            [*printed, None if mine is None else ComputedCell(size), mine and ComputedCell(mine), what and ComputedCell(what)]
+        )
     columns = (
-        FigureColumn("MB", "paper"), FigureColumn("count", "paper"), FigureColumn("MiB", "computed"), FigureColumn("count", "computed"),
-        FigureColumn("what", "computed"),
+        FigureColumn("MB", "paper"), FigureColumn("count", "paper"),
+        FigureColumn("MiB", "computed"), FigureColumn("count", "computed"), FigureColumn("what", "computed"),
     )  # fmt: skip
     return table(
         "Angel-PTM table 2: tensor sizes within one layer of GPT-3",
         columns,
         rows,
-        "computed: by table 1's rows for width 12288 (GPT-3 175B) and b s = 32,768 tokens, which 768 and 3072 MB say (16 sequences "
-        "of 2048); the paper prints neither. Its table 4 has width 14336 for GPT3-175B, which these sizes are not of.",
+        "computed: by table 1's rows for width 12288 (GPT-3 175B) and b s = 32,768 tokens, which 768 and 3072 MB say (16 "
+        "sequences of 2048); the paper prints neither. Its table 4 has width 14336 for GPT3-175B: not of that.",
         "0.375 MB is what 2 bytes x 96 heads x 2048 positions take; 2 bytes x b s, as table 1 has it, are 0.0625 MB.",
     )

@@ -74,8 +74,13 @@ def _models() -> PaperTable:
         shape = models_registry.resolve(here)
         count = models_registry.parameter_count(shape)
         assert count is not None
-        rows.append([*row, ComputedCell(here), ComputedCell(f"{count / 1e9:.1f}B"), shape.notes and ComputedCell(shape.notes) or None])
-    columns = [FigureColumn("model"), *(FigureColumn(name, "paper") for name in ("layers", "heads", "d_model", "d_FFN", "experts"))]
+        rows.append(
+            [*row, ComputedCell(here), ComputedCell(f"{count / 1e9:.1f}B"), (shape.notes and ComputedCell(shape.notes)) or None]
+        )
+    columns = [
+        FigureColumn("model"),
+        *(FigureColumn(name, "paper") for name in ("layers", "heads", "d_model", "d_FFN", "experts")),
+    ]
     columns += [FigureColumn(name, "computed") for name in ("name here", "parameters of the shape", "notes")]
     return table(
         "Angel-PTM table 4: models for evaluation",

@@ -1,8 +1,8 @@
 """Elixir's figures 6 to 9. All bars are images: what the text says is here, beside records of OPT models and forecasts.
 
 Figure 6 by forecast on the paper's server: OPT in 40 GB under Elixir's own rules (variant=paper) and DeepSpeed's ZeRO-3 with
-offloading, and OPT-2.7B resident in 80 GB, the paper's baseline. Batches are not printed: of those that are tried the best counts,
-as the paper maximises its batch. Relative TFLOPS are its equation 1.
+offloading, and OPT-2.7B resident in 80 GB, the paper's baseline. Batches are not printed: of those that are tried the best
+counts, as the paper maximises its batch. Relative TFLOPS are its equation 1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.figures import FigureSpec
-from harness.paper_table import FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, table
+from harness.paper_table import FigureCell, FigureColumn, PaperTable, SimulatedCell, table
 from harness.record import Record
 from models import registry as models_registry
 from paper_figures.kept import ForecastCase, KeptForecasts, ask_all, simulated
@@ -127,7 +127,12 @@ def _measured(asked: FigureSpec) -> PaperTable:
 
 
 def _compared(run: Record) -> bool:
-    return run.spec.model.startswith("opt-") and run.spec.model != "opt-125m" and run.spec.ranks == 1 and run.spec.system in MEASURED
+    return (
+        run.spec.model.startswith("opt-")
+        and run.spec.model != "opt-125m"
+        and run.spec.ranks == 1
+        and run.spec.system in MEASURED
+    )
 
 
 def _tflops(run: Record) -> float | None:
@@ -161,4 +166,6 @@ def _figure9() -> PaperTable:
         Sentence("mixtures over dense models", "5x", place),
         Sentence("sizes, bars", None, place),
     )
-    return sentences("Elixir figure 9: PR-MoE", said, "The first version of the paper defines no mixture; layers of experts are not here.")
+    return sentences(
+        "Elixir figure 9: PR-MoE", said, "The first version of the paper defines no mixture; layers of experts are not here."
+    )

@@ -1,7 +1,7 @@
 """H3T's tables 1 (step times), 2 (models), 3 (least memory) and 4 (SuperGLUE), and figure 10 (energy).
 
-Simulated are DP, greedy and no solver ("w/o H3T") under the paper's rules, as in `h3t_solvers`. Measured are records of the same
-model, global batch and number of GPUs, if there are any; of figure 10, joules of the GPU a sample.
+Simulated are DP, greedy and no solver ("w/o H3T") under the paper's rules, as in `h3t_solvers`. Measured are records of the
+same model, global batch and number of GPUs, if there are any; of figure 10, joules of the GPU a sample.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from harness.figures import FigureSpec
-from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, table
+from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, Value, table
 from harness.record import Record
 from models import registry as models_registry
 from paper_figures.h3t_solvers import GB, SolverCase, model_costs, solved
@@ -49,7 +49,10 @@ class Setting:
 
 
 SETTINGS = (
-    *(Setting(TI, model, batch, 8 * GB) for model, batch in (("bert-1.8b", 128), ("bert-1.8b", 512), ("bert-6b", 8), ("bert-6b", 32))),
+    *(
+        Setting(TI, model, batch, 8 * GB)
+        for model, batch in (("bert-1.8b", 128), ("bert-1.8b", 512), ("bert-6b", 8), ("bert-6b", 32))
+    ),
     *(Setting(A8, model, batch, 28 * GB) for model in ("bert-6b", "bert-13b") for batch in (128, 512)),
     *(Setting(A64, "bert-13b", batch, 28 * GB) for batch in (1024, 4096)),
     *(Setting(A64, "bert-100b", batch, 28 * GB) for batch in (1024, 2048)),
@@ -70,11 +73,11 @@ TABLE3: dict[str, Line] = {
     "ZeRO-2": (6.8, *OUT, 20.2, None, 34.4, None, 34.4, *OUT),
 }
 """GB of a GPU."""
-TABLE2 = (
-    ("1.8B", "1.84x10^9", 48, 1024, 16384, 32),
-    ("6B", "6.68x10^9", 48, 1024, 65536, 128),
-    ("13B", "1.38x10^10", 48, 2048, 65536, 128),
-    ("100B", "1.02x10^11", 56, 12288, 49152, 96),
+TABLE2: tuple[tuple[str, tuple[Value, ...]], ...] = (
+    ("1.8B", ("1.84x10^9", 48, 1024, 16384, 32)),
+    ("6B", ("6.68x10^9", 48, 1024, 65536, 128)),
+    ("13B", ("1.38x10^10", 48, 2048, 65536, 128)),
+    ("100B", ("1.02x10^11", 56, 12288, 49152, 96)),
 )
 TABLE4 = (
     ("BMTrain w/ H3T", "75.12", "94.64 / 96.17", "71.07", "72.50"),
@@ -136,7 +139,9 @@ def _table1(kept: KeptForecasts, asked: FigureSpec) -> PaperTable:
         for name in SOLVERS:
             seconds = _statistic(kept, setting, name)
             row.append(None if seconds is None else SimulatedCell(seconds, setting.environment))
-        rows.append([*row, measured(last_like(found, partial(_did, setting=setting)), lambda run: run.metrics.mean_step_time_s)])
+        rows.append(
+            [*row, measured(last_like(found, partial(_did, setting=setting)), lambda run: run.metrics.mean_step_time_s)]
+        )
     columns = [*HEAD, *(FigureColumn(f"{name} s", "paper") for name in TABLE1)]
     columns += [FigureColumn(f"{name} over DP", "computed") for name in ("ZeRO-2", "ZeRO-3")]
     columns += [FigureColumn(f"{name} s", "simulated") for name in SOLVERS]
@@ -147,8 +152,8 @@ def _table1(kept: KeptForecasts, asked: FigureSpec) -> PaperTable:
         kept.remark("h3t-table1"),
         "'-' is printed, and means out of memory. Sequence length 512, M = 8 GB and 28 GB, fp16.",
         "Section 4.3 says 1.2x to 1.8x over ZeRO-2 and 1.9x to 4.3x over ZeRO-3.",
-        "simulated: layers reckoned from their shapes; an empty cell fits no plan in M. w/o H3T: the best setting of switches that "
-        "is one for all layers.",
+        "simulated: layers reckoned from their shapes; an empty cell fits no plan in M. w/o H3T: the best setting of switches "
+        "that is one for all layers.",
     )
 
 
@@ -184,13 +189,16 @@ def _peak_gb(run: Record) -> float | None:
 
 def _table2() -> PaperTable:
     rows: list[list[FigureCell]] = []
-    for label, size, *shape in TABLE2:
+    for label, shape in TABLE2:
         here = models_registry.resolve(f"bert-{label.lower()}")
         count = models_registry.parameter_count(here)
         assert count is not None
-        row: list[FigureCell] = [label, *(PrintedCell(each, "table 2") for each in (size, *shape))]
+        row: list[FigureCell] = [label, *(PrintedCell(each, "table 2") for each in shape)]
         rows.append([*row, ComputedCell(here.name), ComputedCell(f"{count / 1e9:.2f}x10^9")])
-    columns = [FigureColumn("size"), *(FigureColumn(each, "paper") for each in ("parameters", "N", "d_hidden", "d_FFN", "N_head"))]
+    columns = [
+        FigureColumn("size"),
+        *(FigureColumn(each, "paper") for each in ("parameters", "N", "d_hidden", "d_FFN", "N_head")),
+    ]
     columns += [FigureColumn(each, "computed") for each in ("name here", "parameters here")]
     return table("H3T table 2: sizes of BERT", columns, rows)
 
@@ -232,8 +240,8 @@ def _figure10(asked: FigureSpec) -> PaperTable:
         "H3T figure 10: energy of a sequence",
         [*columns, FigureColumn("kWh a sequence", "measured")],
         rows,
-        "The paper prints no number: bars in an image alone. Section D.3: lower than Megatron-DeepSpeed 'in most cases, except for "
-        "training the 6B model on 8 x A100'.",
+        "The paper prints no number: bars in an image alone. Section D.3: lower than Megatron-DeepSpeed 'in most cases, except "
+        "for training the 6B model on 8 x A100'.",
         "Contradiction: section D.3 calls it table 10; it is figure 10.",
         "measured: of the GPU alone, by its own counter, over the timed steps; sequences of the length in the column batch.",
     )

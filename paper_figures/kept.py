@@ -1,7 +1,7 @@
 """Forecasts on the papers' machines, kept as data: they take minutes, and what they were made by is kept with them.
 
-A file of `simulated/` has the forecasts of one figure and the digest of the source that made them. `harness figure NAME --fresh`
-makes it anew. Nothing here is measured.
+A file of `simulated/` has the forecasts of one figure and the digest of the source that made them. `harness figure NAME
+--fresh` makes it anew. Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(__file__).with_name("simulated")
+STATISTICS = ("margin_bytes", "margin_chunks", "non_model_peak_bytes")  # of a strategy, that a figure may show
 MADE_BY = ("systems", "models")  # whose source decides what a forecast says
 
 _Case = TypeVar("_Case", bound="DataclassInstance")
@@ -57,7 +58,7 @@ class ForecastCase:
 
 @dataclass(frozen=True)
 class ForecastFound:
-    """step_s: None where it does not fit, and why_not says why. statistics: numbers that the strategy tells."""
+    """step_s: None where it does not fit, and why_not says why. statistics: STATISTICS, or what else a figure asks for."""
 
     step_s: float | None
     why_not: str | None
@@ -104,7 +105,7 @@ def asked(case: ForecastCase, seen: Observations) -> ForecastFound:
         made = forecast(system, registry.parse_options(system, case.option), question, seen)
     except UnsupportedError as error:
         return ForecastFound(None, str(error))
-    numbers = {name: value for name, value in made.statistics.items() if type(value) in (int, float)}
+    numbers = {name: made.statistics[name] for name in STATISTICS if made.statistics.get(name) is not None}
     return ForecastFound(made.simulation.step_time_s if made.fits else None, made.why_not, numbers)
 
 
@@ -130,7 +131,7 @@ def simulated(
     fresh: bool,
     ask: Callable[[Sequence[_Case]], Iterator[tuple[_Case, ForecastFound]]],
 ) -> KeptForecasts:
-    """What is kept of a figure's simulations. cases: dataclasses. fresh: ask for all, and keep them. Raises OSError, ValueError."""
+    """What is kept of a figure's simulations. cases: dataclasses. fresh: ask for all, and keep them. Raises OSError."""
     path = FOLDER / f"{name}.json"
     if fresh:
         made = {_key(case): found for case, found in counted(ask(cases), len(cases), lambda pair: str(pair[0]))}

@@ -77,8 +77,8 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         columns,
         rows,
         kept.remark(name),
-        "The paper prints no batch for it. A chunk here is of the size that its search finds for our model (table 3), and one of "
-        "the margin is a param fp32, a momentum and a variance chunk together.",
+        "The paper prints no batch for it. A chunk here is of the size that its search finds for our model (table 3), and one "
+        "of the margin is a param fp32, a momentum and a variance chunk together.",
         "50B on one GPU has 100 GB of parameters in 16 bit, and 60 GB of them do not fit in 40 GB: over 50 chunks of even the "
         "largest size in the paper's range, 512 Mi elements. Its -20 cannot be had so.",
         "An empty simulated cell: there is no plan for this batch.",

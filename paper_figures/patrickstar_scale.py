@@ -1,8 +1,8 @@
 """PatrickStar's figure 10: the largest model that trains. Only what its text says of the bars is known; the rest is an image.
 
-Beside it, by forecast on the paper's machines: the largest of table 2's models that fits at the least batch the paper tested, 4,
-and the largest that reaches the paper's efficiency bar with one of two of its batches. PatrickStar under the paper's own rules
-(variant=paper); DeepSpeed and PyTorch by the rules of their memory, which leave out what the packages take beyond it.
+Beside it, by forecast on the paper's machines: the largest of table 2's models that fits at batch 4, the least that the paper
+tested, and the largest that reaches the paper's efficiency bar with one of two of its batches. PatrickStar under the paper's
+own rules (variant=paper); DeepSpeed and PyTorch by the rules of their memory, which leave out what the packages take beyond it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,9 @@ class Cluster(NamedTuple):
     models: tuple[str, ...]
 
 
-YARD = Cluster(
-    "YARD", "yard-v100-32g-x8", 30.0, ("ps-1b", "ps-2b", "ps-4b", "ps-6b", "ps-8b", "ps-10b", "ps-12b", "ps-15b", "ps-18b", "ps-20b",
-     "ps-30b"),
-)  # fmt: skip
-SUPERPOD = Cluster(
-    "SuperPod", "superpod-a100-40g-x8", 50.0,
-    ("ps-1b", "ps-2b", "ps-4b", "ps-6b", "ps-8b", "ps-10b", "ps-12b", "ps-15b", "ps-18b", "ps-20b", "ps-30b", "ps-40b", "ps-50b", "ps-60b", "ps-68b"),
-)  # fmt: skip
+MODELS = tuple(f"ps-{size}b" for size in (1, 2, 4, 6, 8, 10, 12, 15, 18, 20, 30, 40, 50, 60, 68))
+YARD = Cluster("YARD", "yard-v100-32g-x8", 30.0, MODELS[: MODELS.index("ps-30b") + 1])
+SUPERPOD = Cluster("SuperPod", "superpod-a100-40g-x8", 50.0, MODELS)
 PRINTED = {
     ("YARD", "PyTorch", 1): "1B",
     ("YARD", "DeepSpeed-DP", 1): "4B",
@@ -81,8 +76,10 @@ def tflops(asked: ForecastCase, step_s: float) -> float:
     return PRODUCTS * parameters * asked.batch_size * asked.seq_len / step_s / TERA
 
 
-def largest(kept: KeptForecasts, cluster: Cluster, system: str, ranks: int, *, bar: float, batches: tuple[int, ...]) -> str | None:
-    """The last model of table 2 that fits with one of these batches, at so many Tflops a GPU; None: none does, or none is kept."""
+def largest(
+    kept: KeptForecasts, cluster: Cluster, system: str, ranks: int, *, bar: float, batches: tuple[int, ...]
+) -> str | None:
+    """The last model of table 2 that fits with one of these batches, at so many Tflops a GPU; None: none does or is kept."""
     found = None
     for model in cluster.models:
         for batch in batches:
@@ -101,7 +98,9 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
             for system in SYSTEMS:
                 said = PRINTED.get((cluster.name, system, ranks))
                 fits = largest(kept, cluster, system, ranks, bar=0.0, batches=BATCHES[:1])
-                fast = None if system != "PatrickStar" else largest(kept, cluster, system, ranks, bar=cluster.bar, batches=BATCHES)
+                fast = (
+                    None if system != "PatrickStar" else largest(kept, cluster, system, ranks, bar=cluster.bar, batches=BATCHES)
+                )
                 row: list[FigureCell] = [cluster.name, ranks, system, said and PrintedCell(said, PLACE)]
                 rows.append([*row, *(model and SimulatedCell(model, cluster.profile) for model in (fits, fast))])
     columns = (

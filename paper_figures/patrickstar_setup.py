@@ -11,7 +11,17 @@ from matplotlib.figure import Figure
 
 from harness.figures import FigureSpec
 from harness.output import counted
-from harness.paper_table import ComputedCell, FigureCell, FigureColumn, MeasuredCell, PaperTable, PrintedCell, SimulatedCell, table
+from harness.paper_table import (
+    ComputedCell,
+    FigureCell,
+    FigureColumn,
+    MeasuredCell,
+    PaperTable,
+    PrintedCell,
+    SimulatedCell,
+    Value,
+    table,
+)
 from harness.record import Record
 from models import registry as models_registry
 from paper_figures.kept import ForecastCase, ask_all, simulated
@@ -67,8 +77,8 @@ def _models() -> PaperTable:
         "PatrickStar table 2: models, sequence length 1024, 16 heads",
         [*columns, *(FigureColumn(each, "computed") for each in names)],
         rows,
-        "Contradiction: 78 and 90 layers stand beside 10 and 12B, 50 and 60 beside 15 and 18B, which is the other way round: they "
-        "are exchanged, and the label decides here.",
+        "Contradiction: 78 and 90 layers stand beside 10 and 12B, 50 and 60 beside 15 and 18B, which is the other way round: "
+        "they are exchanged, and the label decides here.",
         "Contradiction: 16 heads do not divide 9126. The table prints no vocabulary: 50304 here.",
     )
 
@@ -77,8 +87,13 @@ def _chunks() -> PaperTable:
     rows: list[list[FigureCell]] = []
     for cell in counted(PAPER, len(PAPER), lambda each: each.model):
         ours = found(cell)
-        row: list[FigureCell] = [cell.cluster, cell.model, PrintedCell(cell.size, "table 3"), PrintedCell(cell.utilization, "table 3")]
-        figures = (ours.size, f"{ours.utilization:.2f}", f"{ours.at_paper_size:.2f}")
+        row: list[FigureCell] = [
+            cell.cluster,
+            cell.model,
+            PrintedCell(cell.size, "table 3"),
+            PrintedCell(cell.utilization, "table 3"),
+        ]
+        figures: tuple[Value, ...] = (ours.size, f"{ours.utilization:.2f}", f"{ours.at_paper_size:.2f}")
         rows.append([*row, *map(ComputedCell, figures)])
     columns = [FigureColumn("cluster"), FigureColumn("model")]
     columns += [FigureColumn("size (Mi)", "paper"), FigureColumn("utilization (%)", "paper")]
@@ -110,7 +125,8 @@ def _memory(asked: FigureSpec) -> PaperTable:
     peak = None if forecast is None else forecast.statistics.get("non_model_peak_bytes")
     rows: list[list[FigureCell]] = [
         [
-            "6B GPT, PyTorch with checkpointing and offloading", 16, "", PrintedCell("nearly 5 GB", "section 4, of figure 2"), None, None,
+            "6B GPT, PyTorch with checkpointing and offloading", 16, "",
+            PrintedCell("nearly 5 GB", "section 4, of figure 2"), None, None,
             None if peak is None else SimulatedCell(peak / GB, FIGURE2.profile),
         ]
     ]  # fmt: skip

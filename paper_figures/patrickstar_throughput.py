@@ -64,7 +64,13 @@ def _figure13() -> PaperTable:
 
 def _figure14() -> PaperTable:
     place = "section 8.2.4, of figure 14"
-    speeds = (("4B", "1.4x", "1.3x"), ("10B", "1.5x", "1.4x"), ("12B", "1.3x", "1.1x"), ("20B", "1.25x", None), ("30B", "1.25x", None))
+    speeds = (
+        ("4B", "1.4x", "1.3x"),
+        ("10B", "1.5x", "1.4x"),
+        ("12B", "1.3x", "1.1x"),
+        ("20B", "1.25x", None),
+        ("30B", "1.25x", None),
+    )
     shorter = (("4B", "54 %"), ("10B", "50 %"), ("12B", "50 %"), ("20B", "51 %"), ("30B", "55 %"))
     said = [Sentence(f"{model}: over SpongeBob", faster, place) for model, faster, _ in speeds]
     said += [Sentence(f"{model}: over DeepSpeed", faster or "out of memory", place) for model, _, faster in speeds]
