@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.figures import FigureSpec
-from harness.paper_table import PaperTable
+from harness.paper_table import PaperTable, SimulatedCell
+from paper_figures.kept import KeptForecasts, ask_all, simulated
+from paper_figures.patrickstar_scale import BATCHES, PRODUCTS, SUPERPOD, YARD, Cluster, case, cases, tflops
 from paper_figures.sentences import Sentence, sentences
 
 SHOWS = {
@@ -17,6 +19,11 @@ SHOWS = {
     "patrickstar-figure16": "scaling from one GPU to eight: nothing is printed",
     "patrickstar-figure17": "scaling over nodes: what the text says",
 }
+GPUS = 8
+REMARKS = (
+    "The other points are in an image alone.",
+    f"simulated: {PRODUCTS} operations a parameter and token, the better of batches {' and '.join(map(str, BATCHES))} a GPU.",
+)
 A100_FP16_TFLOPS = 312.0  # the data sheet's
 
 
@@ -30,8 +37,26 @@ def _figure11() -> PaperTable:
     return sentences("PatrickStar figure 11: one GPU", said, "The bars are in an image alone.", note)
 
 
+def most_tflops(kept: KeptForecasts, cluster: Cluster, model: str) -> float | None:
+    """Of eight GPUs together under PatrickStar, with the better of figure 10's batches. None: none fits, or none is kept."""
+    asked = [case(cluster, "PatrickStar", model, GPUS, batch) for batch in BATCHES]
+    seen = [(each, kept.of(each)) for each in asked]
+    speeds = [GPUS * tflops(each, one.step_s) for each, one in seen if one is not None and one.step_s is not None]
+    return max(speeds, default=None)
+
+
+def _simulated(cluster: Cluster, small: str, large: str) -> tuple[list[SimulatedCell | None], str]:
+    """Tflops of a small model, of a large one, and the share; and the remark."""
+    kept = simulated("patrickstar-figure10", list(cases()), fresh=False, ask=ask_all)
+    speeds = [most_tflops(kept, cluster, model) for model in (small, large)]
+    cells = [None if speed is None else SimulatedCell(speed, cluster.profile) for speed in speeds]
+    share = f"{100 * speeds[1] / speeds[0]:.0f} %" if speeds[0] and speeds[1] else None
+    return [*cells, None if share is None else SimulatedCell(share, cluster.profile)], kept.remark("patrickstar-figure10")
+
+
 def _figure12() -> PaperTable:
     place = "section 8.2.3, of figure 12"
+    (small, large, share), remark = _simulated(YARD, "ps-1b", "ps-18b")
     said = (
         Sentence("over PyTorch, 1B, 8 GPUs", "1.37x", place),
         Sentence("over PyTorch, 1B, 1, 2 and 4 GPUs", "similar", place),
@@ -40,26 +65,27 @@ def _figure12() -> PaperTable:
         Sentence("over DeepSpeed-DP, least", "1.08x", place),
         Sentence("over DeepSpeed-DP, most", "1.47x", place),
         Sentence("over DeepSpeed-DP, on average", "1.23x", place),
-        Sentence("1B on 8 GPUs, Tflops in all", 444, place),
-        Sentence("18B on 8 GPUs, Tflops in all", 419, place),
-        Sentence("18B beside 1B", "94 %", place, f"{100 * 419 / 444:.0f} %", "419 / 444"),
+        Sentence("1B on 8 GPUs, Tflops in all", 444, place, simulated=small),
+        Sentence("18B on 8 GPUs, Tflops in all", 419, place, simulated=large),
+        Sentence("18B beside 1B", "94 %", place, f"{100 * 419 / 444:.0f} %", "419 / 444", simulated=share),
         Sentence("points", None, place),
     )
-    return sentences("PatrickStar figure 12: several GPUs of YARD", said, "The other points are in an image alone.")
+    return sentences("PatrickStar figure 12: several GPUs of YARD", said, remark, *REMARKS)
 
 
 def _figure13() -> PaperTable:
     place = "section 8.2.3, of figure 13"
+    (small, large, share), remark = _simulated(SUPERPOD, "ps-6b", "ps-68b")
     said = (
         Sentence("over DeepSpeed, least", "1.07x", place),
         Sentence("over DeepSpeed, most", "2.43x", place),
         Sentence("over DeepSpeed, on average", "1.53x", place),
-        Sentence("6B on 8 GPUs, Tflops in all", 1180, place),
-        Sentence("68B on 8 GPUs, Tflops in all", 857, place),
-        Sentence("68B beside 6B", "73 %", place, f"{100 * 857 / 1180:.0f} %", "857 / 1180"),
+        Sentence("6B on 8 GPUs, Tflops in all", 1180, place, simulated=small),
+        Sentence("68B on 8 GPUs, Tflops in all", 857, place, simulated=large),
+        Sentence("68B beside 6B", "73 %", place, f"{100 * 857 / 1180:.0f} %", "857 / 1180", simulated=share),
         Sentence("points", None, place),
     )
-    return sentences("PatrickStar figure 13: several GPUs of SuperPod", said, "The other points are in an image alone.")
+    return sentences("PatrickStar figure 13: several GPUs of SuperPod", said, remark, *REMARKS)
 
 
 def _figure14() -> PaperTable:

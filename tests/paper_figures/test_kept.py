@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from harness.environment import source_sha256
-from paper_figures import elixir_results, h3t_runs, h3t_solvers, kept, patrickstar_margin, patrickstar_scale, patrickstar_setup
+from paper_figures import (
+    angel_results,
+    elixir_results,
+    h3t_runs,
+    h3t_solvers,
+    kept,
+    patrickstar_margin,
+    patrickstar_scale,
+    patrickstar_setup,
+    patrickstar_throughput,
+)
 from paper_figures.kept import MADE_BY, ROOT, ForecastCase, ForecastFound, KeptForecasts, ask_all, simulated
 
 CASES: dict[str, Callable[[], Sequence[ForecastCase]]] = {
@@ -19,6 +29,8 @@ CASES: dict[str, Callable[[], Sequence[ForecastCase]]] = {
     "patrickstar-figure2": lambda: [patrickstar_setup.FIGURE2],
     "patrickstar-figure10": lambda: list(patrickstar_scale.cases()),
     "elixir-figure6": elixir_results.cases,
+    "angel-table5": angel_results.cases5,
+    "angel-figure8": angel_results.cases8,
 }
 SMALL = ForecastCase(system="patrickstar", model="gpt-tiny", profile="yard-v100-32g-x8", ranks=1, batch_size=2, seq_len=16)
 LARGE = ForecastCase(system="resident", model="ps-68b", profile="yard-v100-32g-x8", ranks=1, batch_size=4)
@@ -86,3 +98,19 @@ def test_the_largest_model_is_the_last_that_fits_and_reaches_the_bar(monkeypatch
         case = patrickstar_scale.case(yard, system, model, 1, 4)
         found[kept._key(case)] = ForecastFound(step_s, None if step_s else "too small")
     assert (largest(0.0), largest(yard.bar)) == ("4B", "2B")
+
+
+def test_throughput_of_all_gpus_is_of_the_best_batch_that_is_kept() -> None:
+    found: dict[str, Any] = {}
+    kept_here = KeptForecasts("", found)
+    assert patrickstar_throughput.most_tflops(kept_here, patrickstar_scale.YARD, "ps-1b") is None
+    for batch, step_s in ((4, 1.0), (32, 2.0)):
+        found[kept._key(patrickstar_scale.case(patrickstar_scale.YARD, "PatrickStar", "ps-1b", 8, batch))] = ForecastFound(
+            step_s, None
+        )
+    made = patrickstar_throughput.most_tflops(kept_here, patrickstar_scale.YARD, "ps-1b")
+    case = patrickstar_scale.case(patrickstar_scale.YARD, "PatrickStar", "ps-1b", 8, 32)
+    assert made == pytest.approx(8 * patrickstar_scale.tflops(case, 2.0))
+    angel = angel_results.case8(256, 2)
+    found[kept._key(angel)] = ForecastFound(4.0, None)
+    assert angel_results.samples_per_s(kept_here, angel) == 128.0

@@ -5,6 +5,8 @@ Rows are copied from the papers' own tables as text, a second time and in their 
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from harness.figures import FigureSpec, find
@@ -76,6 +78,7 @@ TURNED = {
 """With settings as columns."""
 
 
+@cache
 def made(name: str) -> list[PaperTable]:
     return list(find()[name].loaded().tables(name, FigureSpec(name=name)))
 
