@@ -136,12 +136,17 @@ def simulated(
     if fresh:
         made = {_key(case): found for case, found in counted(ask(cases), len(cases), lambda pair: str(pair[0]))}
         cells = [{"case": asdict(case), "found": asdict(made[_key(case)])} for case in cases]
-        text = json.dumps({"source_sha256": source_sha256(ROOT, MADE_BY), "cells": cells}, indent=1)
         FOLDER.mkdir(exist_ok=True)
-        write_whole(path, f"{text}\n".encode(), over="file", mode=0o644)
+        write_whole(path, _text(source_sha256(ROOT, MADE_BY), cells).encode(), over="file", mode=0o644)
     kept: Any = read_json(path)
     found = {json.dumps(cell["case"], sort_keys=True): ForecastFound(**cell["found"]) for cell in kept["cells"]}
     return KeptForecasts(kept["source_sha256"], found)
+
+
+def _text(source: str, cells: Sequence[Mapping[str, Any]]) -> str:
+    """JSON with a cell a line."""
+    lines = ",\n".join(json.dumps(cell) for cell in cells)
+    return f'{{"source_sha256": "{source}", "cells": [\n{lines}\n]}}\n'
 
 
 def _key(case: Any) -> str:
