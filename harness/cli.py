@@ -62,6 +62,7 @@ EXAMPLES = {
     "sweep": "harness sweep 10-h200-speed --group ps-4b --for 25 --archive records.tar.gz",
     "tables": "harness tables --check",
     "export": "harness export --out records.csv",
+    "figure": "harness figure patrickstar-table4",
     "profile": "harness profile --out machine.json",
     "doctor": "harness doctor",
 }
@@ -74,8 +75,9 @@ COMMANDS = {
     "sweep": "run what a table's cells still want, to be stopped and gone on with at any time",
     "tables": "write the results tables in docs/results.md from the kept records",
     "export": "write the records as one table for other programs",
+    "figure": "show a table or figure of a paper, beside what was measured and simulated here",
     "profile": "measure this machine's roofs into a hardware profile",
-    "ls": "list systems, models, hardware or runs, or tell of one",
+    "ls": "list systems, models, hardware, figures or runs, or tell of one",
     "doctor": "say what this machine lacks",
 }
 _Spec = TypeVar("_Spec", bound=BaseModel)
@@ -333,6 +335,10 @@ def _carry_out(command: str, rest: Sequence[str]) -> int:
         from harness.profile import take_profile
 
         return take_profile(asked)
+    if command == "figure":
+        from harness.figures import FigureSpec, show_figure
+
+        return show_figure(_asked(FigureSpec, command, rest, positional="name"))
     if command == "tables":
         from harness.tables import TablesSpec, write_tables
 

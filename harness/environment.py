@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -64,10 +64,10 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def source_sha256(root: Path) -> str:
+def source_sha256(root: Path, packages: Sequence[str] = SOURCE_FOLDERS) -> str:
     """Of every source file that a run may use: equal for equal code, committed or not, installed or not."""
     digest = hashlib.sha256()
-    for package in SOURCE_FOLDERS:
+    for package in packages:
         for path in sorted(path for path in (root / package).rglob("*") if path.suffix in SOURCE_SUFFIXES):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

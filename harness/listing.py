@@ -1,4 +1,4 @@
-"""`harness ls`: systems, models, hardware profiles and runs, one line each on stdout, or all that is known of one.
+"""`harness ls`: systems, models, hardware profiles, figures and runs, one line each on stdout, or all that is known of one.
 
 Nothing here imports torch, so that it takes no seconds: Note [Faces] in systems/registry.py, `Family.parameters`.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness import names, store
+from harness import figures, names, store
 from harness.availability import faces, why_unavailable
 from harness.flags import metavar, parse
 from harness.option_texts import option_texts
@@ -59,6 +59,10 @@ class HardwareSpec(ListSpec):
     name: str | None = Field(None, description="one profile, or a file ending in .json")
 
 
+class FiguresSpec(ListSpec):
+    """List the tables and figures of papers that harness figure shows."""
+
+
 class RunsSpec(ListSpec):
     """List the records of runs, the newest first."""
 
@@ -76,12 +80,14 @@ EXAMPLES = {
     "systems": "harness ls systems elixir",
     "models": "harness ls models opt-1.3b",
     "hardware": "harness ls hardware h100-80g-x1",
+    "figures": "harness ls figures",
     "runs": "harness ls runs --system elixir --status ok --sort step",
 }
 SUMMARIES = {
     "systems": "the systems, or one with its abilities and options",
     "models": "the models, or one with its shape",
     "hardware": "the hardware profiles, or one with all its numbers",
+    "figures": "the tables and figures of papers that can be shown",
     "runs": "the records of runs, with filters",
 }
 
@@ -110,6 +116,9 @@ def list_asked(arguments: Sequence[str]) -> int:
         return _tell(models(asked(ModelsSpec)))
     if first == "hardware":
         return _tell(hardware(asked(HardwareSpec)))
+    if first == "figures":
+        asked(FiguresSpec, None)
+        return _tell(listed_figures())
     return _tell(runs(asked(RunsSpec, None)))
 
 
@@ -266,6 +275,12 @@ def _one_profile(found: Any, name: str) -> Told:
     for figure, one in tree.items():
         add(figure, one)
     return rows, {"name": name, **tree}
+
+
+def listed_figures() -> Told:
+    found = figures.find().values()
+    rows: list[Row] = [("figure", "paper", ""), *((each.name, each.paper, each.summary) for each in found)]
+    return rows, [{"name": each.name, "paper": each.paper, "summary": each.summary} for each in found]
 
 
 def runs(spec: RunsSpec) -> Told:

@@ -10,30 +10,42 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
-from rich.table import Table
 
-from harness.output import counted
+from harness.figures import FigureSpec
+from harness.output import counted, say
+from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, Value, table
 from models import registry as models_registry
 from models.shape import ModelShape
+from paper_figures.kept import ForecastFound, simulated
 from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.clock.rates import Rates
 from systems.planning.plan import LaneKind
-from systems.sizes import format_size
 from systems.strategies.h3t.costs import PAPER, PAPER_WITHOUT_LINK, LayerCosts, ModelCosts
 from systems.strategies.h3t.dynamic import pruned_dp
 from systems.strategies.h3t.evaluation import all_on, evaluate
 from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
 from systems.strategies.h3t.switches import SYNCHRONISED, Assignment
 
+SHOWS = {
+    "h3t-table5": "time of the solvers",
+    "h3t-table6": "case study: share of layers with a switch on",
+    "h3t-figure6": "the solvers, by batch and environment",
+    "h3t-gpt3": "appendix D.1: GPT-3 175B on 64 A100",
+}
 GB = 10**9
 ITEM = 2  # bytes of a parameter and of an activation's element
 ADAM_BYTES = 28  # of host memory traffic, a parameter
 SEQ_LEN, T_RAND = 512, 10_000
+SOLVERS = ("manual", "random", "greedy", "DP")
+TABLE5 = ((12.0, 0.6, 0.1), (4.7, 0.9, 0.2), (2.8, 0.6, 0.1), (13.9, 0.6, 0.1))
+"""DP, greedy and random, minutes."""
+TABLE6 = ((90, 8, 92, 21), (0, 0, 98, 0), (88, 90, 88, 81), (50, 50, 65, 56), (0, 0, 100, 0))
+"""Per cent of the layers."""
 SHOWN = ("partition", "lazy_prefetch", "rematerialise", "offload_hidden")
 
 
@@ -145,42 +157,52 @@ def solvers(costs: ModelCosts, budget: int) -> list[Callable[[], Assignment]]:
     ]
 
 
-def table5() -> Table:
+def table5() -> PaperTable:
     """Minutes in the paper, seconds here."""
     settings = (("bert-13b", 1024, 25), ("bert-100b", 1024, 25), ("bert-13b", 4096, 25), ("bert-13b", 1024, 100))
-    paper = ((12.0, 0.6, 0.1), (4.7, 0.9, 0.2), (2.8, 0.6, 0.1), (13.9, 0.6, 0.1))
-    table = Table("model", "batch", "M", "DP s", "greedy s", "random s", "paper: DP, greedy, random (min)", title="table 5")
-    for (model, batch, budget), theirs in zip(settings, paper, strict=True):
+    rows: list[list[FigureCell]] = []
+    for (model, batch, budget), theirs in zip(settings, TABLE5, strict=True):
         cell = SolverCase(model, "h3t-a100-40g-x64", batch, budget * GB)
         costs = model_costs(cell)
-        times = [f"{solved(solver)[1]:.2f}" for solver in reversed(solvers(costs, cell.budget)[1:])]
-        table.add_row(model, str(batch), f"{budget} GB", *times, ", ".join(map(str, theirs)))
-    return table
+        times = [solved(solver)[1] for solver in reversed(solvers(costs, cell.budget)[1:])]
+        printed = [PrintedCell(each, "table 5") for each in theirs]
+        rows.append([model, batch, f"{budget} GB", *printed, *map(ComputedCell, times)])
+    names = ("DP", "greedy", "random")
+    columns = [FigureColumn("model"), FigureColumn("batch"), FigureColumn("M")]
+    columns += [FigureColumn(f"{name} min", "paper") for name in names]
+    columns += [FigureColumn(f"{name} s", "computed") for name in names]
+    remark = "The paper's solvers take minutes, in Python; computed: ours, timed as this is made, on the CPU that makes it."
+    return table("H3T table 5: time of the solvers", columns, rows, remark)
 
 
-def table6() -> Table:
+def table6() -> PaperTable:
     """Switch-on ratios of BERT-1.8B, batch 128, 8 x 2080 Ti, M = 8 GB."""
     plain = SolverCase("bert-1.8b", "h3t-2080ti-10g-x8", 128, 8 * GB)
     cases = (
-        ("/", dp(plain), (90, 8, 92, 21)),
-        ("PCI-E speed x0.1", dp(replace(plain, host_link_factor=0.1)), (0, 0, 98, 0)),
-        ("FPU speed x0.1", dp(replace(plain, compute_factor=0.1)), (88, 90, 88, 81)),
-        ("M <- 25", dp(replace(plain, budget=25 * GB)), (50, 50, 65, 56)),
-        ("solver <- greedy", greedy(plain), (0, 0, 100, 0)),
+        ("/", dp(plain)),
+        ("PCI-E speed x0.1", dp(replace(plain, host_link_factor=0.1))),
+        ("FPU speed x0.1", dp(replace(plain, compute_factor=0.1))),
+        ("M <- 25", dp(replace(plain, budget=25 * GB))),
+        ("solver <- greedy", greedy(plain)),
     )
-    title = "table 6: share of layers with the switch on, ours (paper's)"
-    columns = ("case", "partition", "lazy prefetching", "rematerialisation", "offloading", "step s")
-    caption = (
+    rows: list[list[FigureCell]] = []
+    for (name, solver), theirs in zip(cases, TABLE6, strict=True):
+        found, _ = solved(solver)
+        row: list[FigureCell] = [name, *(PrintedCell(f"{each} %", "table 6") for each in theirs)]
+        if found is None:
+            rows.append([*row, *[None] * (len(SHOWN) + 1)])
+            continue
+        ratios = [f"{100 * found.ratios()[each]:.0f} %" for each in SHOWN]
+        shown: tuple[Value, ...] = (*ratios, found.runtime_s)
+        rows.append([*row, *(SimulatedCell(each, plain.environment) for each in shown)])
+    names = ("partition", "lazy prefetching", "rematerialisation", "offloading")
+    columns = [FigureColumn("case"), *(FigureColumn(each, "paper") for each in names)]
+    columns += [FigureColumn(each, "simulated") for each in (*names, "step s")]
+    remark = (
         "Ours is near the paper in rematerialisation, and where link or arithmetic is slow. Elsewhere it partitions and "
         "prefetches lazily far more: a copy that hides behind compute costs nothing here, and what it saves is taken."
     )
-    table = Table(*columns, title=title, caption=caption)
-    for name, solver, theirs in cases:
-        found, _ = solved(solver)
-        ratios = ["-"] * 4 if found is None else [f"{100 * found.ratios()[each]:.0f} %" for each in SHOWN]
-        shown = [f"{mine} ({paper} %)" for mine, paper in zip(ratios, theirs, strict=True)]
-        table.add_row(name, *shown, "-" if found is None else f"{found.runtime_s:.3g}")
-    return table
+    return table("H3T table 6: share of layers with the switch on", columns, rows, remark)
 
 
 ENVIRONMENTS = (
@@ -190,37 +212,56 @@ ENVIRONMENTS = (
 )
 
 
-def figure6() -> Table:
-    """Sequences a second of all GPUs, simulated, by solver. The paper gives curves without numbers."""
-    title = "figure 6: sequences/s by simulation"
-    table = Table("environment", "model", "batch", "manual", "random", "greedy", "DP", title=title)
-    for environment, budget, lines in ENVIRONMENTS:
-        for model, batches in lines:
-            for batch in batches:
-                table.add_row(environment, model, str(batch), *_speeds(SolverCase(model, environment, batch, budget)))
-    return table
+def ask_every_solver(cases: Sequence[SolverCase]) -> Iterator[tuple[SolverCase, ForecastFound]]:
+    """Sequences a second of all GPUs by solver, of those that find a plan."""
+    for cell in cases:
+        found = {name: solved(solver)[0] for name, solver in zip(SOLVERS, solvers(model_costs(cell), cell.budget), strict=True)}
+        yield cell, ForecastFound(None, None, {name: cell.global_batch / one.runtime_s for name, one in found.items() if one})
 
 
-def _speeds(cell: SolverCase) -> Iterator[str]:
-    for solver in solvers(model_costs(cell), cell.budget):
-        found, _ = solved(solver)
-        yield "-" if found is None else f"{cell.global_batch / found.runtime_s:.4g}"
+def figure6(*, fresh: bool = False) -> PaperTable:
+    """The paper gives curves without numbers."""
+    cases = [
+        SolverCase(model, environment, batch, budget)
+        for environment, budget, lines in ENVIRONMENTS
+        for model, batches in lines
+        for batch in batches
+    ]
+    kept = simulated("h3t-figure6", cases, fresh=fresh, ask=ask_every_solver)
+    rows: list[list[FigureCell]] = []
+    for cell in cases:
+        found = kept.of(cell)
+        speeds = [None if found is None else found.statistics.get(name) for name in SOLVERS]
+        shown = [None if speed is None else SimulatedCell(speed, cell.environment) for speed in speeds]
+        rows.append([cell.environment, cell.model, cell.global_batch, None, *shown])
+    columns = [FigureColumn("environment"), FigureColumn("model"), FigureColumn("batch"), FigureColumn("sequences/s", "paper")]
+    columns += [FigureColumn(f"{name} sequences/s", "simulated") for name in SOLVERS]
+    remarks = ("The paper's curves are in an image alone.", "An empty simulated cell: the solver finds no plan in M.")
+    return table("H3T figure 6: the solvers, by batch", columns, rows, kept.remark("h3t-figure6"), *remarks)
 
 
-def gpt3() -> Table:
+def gpt3() -> PaperTable:
     """Appendix D.1: GPT-3 175B, batch 512 on 64 A100, about 11.1 GB a device at a minimum and 40.8 s a step."""
     cell = SolverCase("gpt3-175b", "h3t-a100-40g-x64", 512, 28 * GB)
     costs = model_costs(cell)
     least = evaluate(costs, all_on(costs))
     fastest, _ = solved(lambda: pruned_dp(costs, cell.budget))
-    table = Table("", "minimal plan", "fastest in 28 GB", "paper", title="GPT-3 175B on 64 A100, batch 512, 512 tokens")
-    memory = "-" if fastest is None else format_size(fastest.memory_bytes)
-    table.add_row("device memory", format_size(int(least.memory_bytes[0])), memory, "11.1 GB")
-    table.add_row("step s", f"{least.runtime_s[0]:.3g}", "-" if fastest is None else f"{fastest.runtime_s:.3g}", "40.8")
-    return table
+    ours: list[Value] = [int(least.memory_bytes[0]) / GB, float(least.runtime_s[0])]
+    theirs: list[Value | None] = [None, None] if fastest is None else [fastest.memory_bytes / GB, fastest.runtime_s]
+    rows: list[list[FigureCell]] = []
+    for name, said, minimal, best in zip(("device memory, GB", "step s"), (11.1, 40.8), ours, theirs, strict=True):
+        quick = None if best is None else SimulatedCell(best, cell.environment)
+        rows.append([name, PrintedCell(said, "section D.1"), SimulatedCell(minimal, cell.environment), quick])
+    columns = (FigureColumn(""), FigureColumn("number", "paper"), FigureColumn("minimal plan", "simulated"))
+    title = "H3T, appendix D.1: GPT-3 175B on 64 A100, batch 512, 512 tokens"
+    return table(title, (*columns, FigureColumn("fastest in 28 GB", "simulated")), rows, "Both printed numbers are 'about'.")
 
 
-TABLES = {"table5": table5, "table6": table6, "figure6": figure6, "gpt3": gpt3}
+TABLES: Mapping[str, Callable[[], PaperTable]] = {"table5": table5, "table6": table6, "figure6": figure6, "gpt3": gpt3}
+
+
+def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
+    yield figure6(fresh=asked.fresh) if name == "h3t-figure6" else TABLES[name.removeprefix("h3t-")]()
 
 
 def main(arguments: list[str]) -> int:
@@ -231,7 +272,7 @@ def main(arguments: list[str]) -> int:
         return 2
     names = arguments or list(TABLES)
     for name in counted(names, len(names), str):
-        console.print(TABLES[name]())
+        say(TABLES[name]().markdown())
     return 0
 
 

@@ -18,10 +18,19 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from harness.figures import FigureSpec
+from harness.paper_table import FigureCell, FigureColumn, PaperTable, SimulatedCell, table
 from paper_figures.h3t_workflow import CALCULATION, HOST, HOST_LINK, LINK, Case, Diagram, Lengths, Shown, drawn
 from systems.planning.clock.perfetto import TimedEvent, to_json
 from systems.strategies.h3t.switches import ALL_ON, Switches
 
+SHOWS = {
+    "h3t-figure7": "timing diagrams of the switches",
+    "h3t-figure8": "timing diagrams of economical and other modes",
+    "h3t-figure9": "timing diagrams of segment synchronisation",
+}
+PICTURES = ("h3t-figure7", "h3t-figure8", "h3t-figure9")
+LENGTHS = "of no machine (operations of round lengths)"
 SYMBOLS = {
     "edge": "E",
     "forward": "F",
@@ -175,6 +184,25 @@ def write(folder: Path, found: Mapping[str, Sequence[tuple[Panel, Diagram]]], te
     shown = {panel.title: list(events(panel.shown(diagram))) for panels in found.values() for panel, diagram in panels}
     (folder / "h3t_timing.json").write_text(to_json(shown), encoding="utf-8")
     (folder / "h3t_timing.txt").write_text(text, encoding="utf-8")
+
+
+def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
+    """Steps and peaks of the panels of one figure, and its diagrams as text."""
+    panels = [(panel, drawn(panel.case)) for panel in FIGURES[name.removeprefix("h3t-")]]
+    rows: list[list[FigureCell]] = [
+        [panel.title, None, *(SimulatedCell(each, LENGTHS) for each in (1e3 * diagram.step_time_s, diagram.peak_bytes / 2**20))]
+        for panel, diagram in panels
+    ]
+    columns = [FigureColumn("diagram"), FigureColumn("length", "paper")]
+    columns += [FigureColumn("step ms", "simulated"), FigureColumn("device peak MiB", "simulated")]
+    told = "Order and waiting can be compared with the paper's diagrams, lengths cannot: it draws no time axis."
+    lines = [line for panel, diagram in panels for line in [*text_of(panel, diagram).splitlines(), ""]]
+    title = f"H3T figure {name.removeprefix('h3t-figure')}: {SHOWS[name]}"
+    yield replace(table(title, columns, rows, told), drawing=("\n".join([*lines, legend()])))
+
+
+def picture(name: str, asked: FigureSpec) -> Figure:
+    return chart([(panel, drawn(panel.case)) for panel in FIGURES[name.removeprefix("h3t-")]])
 
 
 def main(arguments: list[str]) -> int:

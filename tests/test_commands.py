@@ -27,7 +27,8 @@ from torch.distributed.run import get_args_parser
 from harness import cli
 from harness.compare import CompareSpec, StoredSpec
 from harness.export import ExportSpec
-from harness.listing import HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
+from harness.figures import FigureSpec
+from harness.listing import FiguresSpec, HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
 from harness.plan_spec import ALL, PlanSpec
 from harness.profile_spec import ProfileSpec
 from harness.scale import BatchSpec, ScaleSpec
@@ -54,14 +55,16 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "sweep": (SweepSpec,),
     "tables": (TablesSpec,),
     "export": (ExportSpec,),
+    "figure": (FigureSpec,),
     "profile": (ProfileSpec,),
-    "ls": (SystemsSpec, ModelsSpec, HardwareSpec, RunsSpec),
+    "ls": (SystemsSpec, ModelsSpec, HardwareSpec, FiguresSpec, RunsSpec),
     "doctor": (cli.DoctorSpec,),
 }
 CALLED = (
     "harness.export.export",
     "harness.plan.plan",
     "harness.listing._tell",
+    "harness.figures.show_figure",
     "harness.profile.take_profile",
     "harness.sweep.sweep_table",
     "harness.tables.write_tables",

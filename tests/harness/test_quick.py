@@ -44,6 +44,7 @@ def called(*arguments: str, cwd: Path = ROOT) -> tuple[int, list[str], list[str]
         (("ls", "models", "--family", "bert"), "bert-13b"),
         (("ls", "hardware"), "h100-80g-x1"),
         (("ls", "hardware", "h100-80g-x1"), "h2d_bytes_per_s"),
+        (("ls", "figures"), "patrickstar-table4"),
         (("ls", "systems", "--json"), '"name": "angel-ptm"'),
     ],
 )

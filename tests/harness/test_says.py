@@ -369,7 +369,7 @@ def test_runs_are_filtered_and_sorted(five: Path, flags: list[str], numbers: str
 def commands() -> Iterator[list[str]]:
     yield []
     yield from ([name] for name in cli.COMMANDS)
-    yield from (["ls", what] for what in ("systems", "models", "hardware", "runs"))
+    yield from (["ls", what] for what in ("systems", "models", "hardware", "figures", "runs"))
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=" ".join)

@@ -1,0 +1,196 @@
+"""Angel-PTM's results: tables 5 and 6 with what contradicts them, and what the text says of figures 7 to 9, all images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from harness.figures import FigureSpec
+from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, Value, table
+from harness.record import Record
+from paper_figures.kept import ForecastCase, KeptForecasts, ask_all, simulated
+from paper_figures.recorded import last_like, measured, records
+from paper_figures.sentences import Sentence, sentences
+
+SHOWS = {
+    "angel-table5": "largest model on one server, and its throughput",
+    "angel-table6": "T5-MoE with SSD, lock-free or not",
+    "angel-figure7": "throughput beside DeepSpeed and Megatron-LM: what the text says",
+    "angel-figure8": "GPT3-175B on 256 and 768 GPUs: what the text says",
+    "angel-figure9": "T5-MoE on many GPUs: what the text says",
+}
+TABLE5 = (
+    ("GPT", "DeepSpeed", "28B", 1, 18, 0.404),
+    ("GPT", "DeepSpeed", "28B", 36, 40, 7.61),
+    ("GPT", "AngelPTM", "28B", 38, 39, 10.99),
+    ("GPT", "AngelPTM", "55B", 1, 33, 0.464),
+    ("T5", "DeepSpeed", "27B", 1, 20, 0.317),
+    ("T5", "DeepSpeed", "27B", 32, 39, 7.31),
+    ("T5", "AngelPTM", "27B", 50, 40, 14.38),
+    ("T5", "AngelPTM", "58B", 1, 38, 0.432),
+    ("T5", "AngelPTM", "58B", 4, 40, 3.37),
+)
+"""Model, system, label, batch, GPU memory in GB, samples/s."""
+TABLE6: tuple[tuple[str, str, int, float, float], ...] = (
+    ("AngelPTM", "1T", 64, 37.26, 1.124),
+    ("AngelPTM", "10T", 576, 317.82, 0.853),
+    ("+ Lock-Free", "10T", 576, 942.31, 0.861),
+)
+TABLE6_COLUMNS = ("params", "GPUs", "samples/s", "valid loss")
+PAPER = ("variant=paper",)
+GPUS, BATCHES = (256, 768), (1, 2, 4, 8)
+FIGURE8 = (
+    "Other points are in an image alone; batches and sequence length are not printed.",
+    "simulated: 2048 tokens a sequence, the fastest of the batches 1, 2, 4 and 8 a GPU that fit, everything recomputed.",
+)
+HERE = {"DeepSpeed": "deepspeed-zero3-offload", "AngelPTM": "angel-ptm"}
+NAMES = {("GPT", "28B"): "angel-28b", ("GPT", "55B"): "angel-55b", ("T5", "27B"): "t5-27b", ("T5", "58B"): "t5-58b"}
+
+
+def gain(more: float, less: float) -> str:
+    return f"{100 * (more / less - 1):.1f} %"
+
+
+def case5(system: str, name: str, batch: int) -> ForecastCase:
+    """Of table 5, with a batch taken as a GPU's."""
+    here = HERE[system]
+    return ForecastCase(
+        system=here,
+        model=name,
+        profile="angel-a100-40g-x8",
+        ranks=8,
+        batch_size=batch,
+        option=PAPER if here == "angel-ptm" else (),
+        seq_len=512 if name.startswith("t5") else 2048,
+        dtype="bf16",
+    )
+
+
+def case8(gpus: int, batch: int) -> ForecastCase:
+    return ForecastCase(
+        system="angel-ptm",
+        model="angel-175b",
+        profile=f"angel-a100-40g-x{gpus}",
+        ranks=gpus,
+        batch_size=batch,
+        option=PAPER,
+        seq_len=2048,
+        dtype="bf16",
+    )
+
+
+def cases5() -> list[ForecastCase]:
+    return [case5(system, NAMES[model, label], batch) for model, system, label, batch, *_ in TABLE5]
+
+
+def cases8() -> list[ForecastCase]:
+    return [case8(gpus, batch) for gpus in GPUS for batch in BATCHES]
+
+
+def samples_per_s(kept: KeptForecasts, case: ForecastCase) -> float | None:
+    """Of all GPUs. None: it does not fit, or is not kept."""
+    found = kept.of(case)
+    return None if found is None or found.step_s is None else case.ranks * case.batch_size / found.step_s
+
+
+def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
+    if name == "angel-table5":
+        yield _table5(asked)
+    elif name == "angel-table6":
+        yield _table6()
+    elif name == "angel-figure8":
+        yield _figure8(simulated(name, cases8(), fresh=asked.fresh, ask=ask_all))
+    else:
+        yield _figure7() if name == "angel-figure7" else _figure9()
+
+
+def _did(run: Record, *, system: str, model: str, batch: int) -> bool:
+    return (run.spec.system, run.spec.model, run.resolved.batch_size) == (system, model, batch)
+
+
+def experts_parameters(gpus: int) -> int:
+    """Of T5-MoE's experts by table 4, 9 a GPU and layer as in section 6.4: two matrices each."""
+    return 16 * 9 * gpus * 2 * 1024 * 16384
+
+
+def _table5(asked: FigureSpec) -> PaperTable:
+    found, kept = records(asked.results), simulated("angel-table5", cases5(), fresh=asked.fresh, ask=ask_all)
+    rows: list[list[FigureCell]] = []
+    for model, system, label, batch, memory, speed in TABLE5:
+        runs = last_like(found, partial(_did, system=HERE[system], model=NAMES[model, label], batch=batch))
+        printed = [PrintedCell(each, "table 5") for each in (label, batch, memory, speed)]
+        case = case5(system, NAMES[model, label], batch)
+        speed_here = samples_per_s(kept, case)
+        row: list[FigureCell] = [model, system, *printed, measured(runs, lambda run: run.metrics.samples_per_s)]
+        rows.append([*row, None if speed_here is None else SimulatedCell(speed_here, case.profile)])
+    columns = [FigureColumn("model"), FigureColumn("system")]
+    columns += [FigureColumn(name, "paper") for name in ("params", "batch", "GPU memory (GB)", "samples/s")]
+    return table(
+        "Angel-PTM table 5: largest supported model on a single server",
+        [*columns, FigureColumn("samples/s", "measured"), FigureColumn("samples/s", "simulated")],
+        rows,
+        kept.remark("angel-table5"),
+        "simulated: with a batch taken as a GPU's, 2048 tokens a sequence (T5: 512), everything recomputed, and the shapes "
+        "of table 4; empty: it does not fit.",
+        "Contradiction: the table has 0.464 samples/s for GPT-55B, section 6.2 says 3.34; the table's 3.37 is of T5-58B.",
+        "Contradiction: 26 layers x 8192 of table 4 are 21.4B parameters, not 28B: harness figure angel-table4.",
+        f"From the table: 55B over 28B is {gain(55, 28)} more and 10.99 over 7.61 {gain(10.99, 7.61)} (printed 96.4 and 44 %); "
+        f"58B over 27B {gain(58, 27)} and 14.38 over 7.31 {gain(14.38, 7.31)} (printed 114.8 and 96.7 %).",
+        "The paper does not say whether a batch is of a GPU or of all eight, nor the sequence length.",
+    )
+
+
+def _table6() -> PaperTable:
+    rows: list[list[FigureCell]] = []
+    for system, size, gpus, *figures in TABLE6:
+        printed: tuple[Value, ...] = (size, gpus, *figures)
+        experts = ComputedCell(f"{experts_parameters(gpus) / 1e12:.2f}T")
+        rows.append([system, *(PrintedCell(each, "table 6") for each in printed), experts, None])
+    columns = [FigureColumn("system"), *(FigureColumn(name, "paper") for name in TABLE6_COLUMNS)]
+    return table(
+        "Angel-PTM table 6: T5-MoE with SSD",
+        [*columns, FigureColumn("experts of 9 a GPU and layer", "computed"), FigureColumn("samples/s", "measured")],
+        rows,
+        "Contradiction: 942.31 samples/s in the table, 962.31 in section 6.5; the 2.96x of section 6.5 is of 942.31 over "
+        f"317.82 ({942.31 / 317.82:.2f}; 962.31 would be {962.31 / 317.82:.2f}).",
+        "Contradiction: 317.82 samples/s on 576 GPUs in the table, 317.72 'with 64 GPUs' in section 6.5, then 317.82.",
+        "Contradiction: with 9 experts a GPU and layer (section 6.4) of table 4's shape neither 1T on 64 nor 10T on 576 GPUs "
+        f"follows; 1.2T on 256 does ({experts_parameters(256) / 1e12:.2f}T).",
+        "Layers of experts are not here: nothing can be measured or simulated.",
+    )
+
+
+def _figure7() -> PaperTable:
+    place = "section 6.3, of figure 7"
+    said = (
+        Sentence("over DeepSpeed, on average", "35.4 %", place),
+        Sentence("over DeepSpeed, at most", "70 %", place),
+        Sentence("over Megatron-LM, on average", "38.9 %", place),
+        Sentence("over Megatron-LM, at most", "88.9 %", place),
+        Sentence("slower than Megatron-LM, 1.7B on 8 GPUs", "2.4 %", place),
+        Sentence("Megatron-LM, 30B on 8 GPUs", "out of memory", place),
+        Sentence("bars of 1.7B to 120B, 8 and 32 GPUs; batches", None, place),
+    )
+    return sentences("Angel-PTM figure 7: throughput", said, "The bars are in an image alone.", "Megatron-LM is not here.")
+
+
+def _figure8(kept: KeptForecasts) -> PaperTable:
+    place = "section 6.4, of figure 8"
+    best = [
+        max((speed for batch in BATCHES if (speed := samples_per_s(kept, case8(gpus, batch)))), default=None) for gpus in GPUS
+    ]
+    speeds = [speed and SimulatedCell(speed, f"angel-a100-40g-x{gpus}") for gpus, speed in zip(GPUS, best, strict=True)]
+    ratio = SimulatedCell(f"{best[1] / best[0]:.2f}x", "angel-a100-40g-x256 and -x768") if best[0] and best[1] else None
+    said = (
+        Sentence("GPT3-175B on 256 GPUs, samples/s", 11.68, place, simulated=speeds[0] or None),
+        Sentence("GPT3-175B on 768 GPUs, samples/s", 36.46, place, simulated=speeds[1] or None),
+        Sentence("speed-up", "3.12x", place, f"{36.46 / 11.68:.2f}x", "36.46 / 11.68, of 3 times the GPUs", simulated=ratio),
+        Sentence("other numbers of GPUs", None, place),
+    )
+    return sentences("Angel-PTM figure 8: scaling of GPT3-175B", said, kept.remark("angel-figure8"), *FIGURE8)
+
+
+def _figure9() -> PaperTable:
+    place = "section 6.4, of figure 9"
+    said = (Sentence("T5-MoE with more GPUs", "near-linear", place), Sentence("points", None, place))
+    return sentences("Angel-PTM figure 9: scaling of T5-MoE", said, "No number is printed.", "Layers of experts are not here.")

@@ -1,0 +1,53 @@
+"""What the records in a folder say of a cell: the last run of its work, and the runs that nothing known tells from it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness import store
+from harness.cells import TableCell, replicates
+from harness.likeness import alike
+from harness.paper_table import MeasuredCell
+from harness.record import Record
+
+Keep = Callable[[Record], bool]
+
+
+def records(folder: str) -> list[Record]:
+    """Of runs on a GPU that went well. Files that are no records are left out: harness ls runs tells of them."""
+    found, _ = store.read_all(Path(folder))
+    return [record for record in found if record.status == "ok" and record.resolved.device == "cuda"]
+
+
+def last_like(found: Sequence[Record], keep: Keep) -> list[Record]:
+    """The last run that is kept, with its replicates, oldest first; empty: there is none."""
+    kept = sorted((record for record in found if keep(record)), key=lambda record: record.run_id)
+    return [record for record in kept if record is kept[-1] or alike(record, kept[-1])]
+
+
+def cells(found: Sequence[Record], keep: Keep) -> list[list[Record]]:
+    """The same of each work that is kept, by system, model and device."""
+    groups = dict[str, list[Record]]()
+    for record in sorted((record for record in found if keep(record)), key=lambda record: record.run_id):
+        resolved = record.resolved
+        work = record.spec.model_copy(update={"batch_size": resolved.batch_size, "seq_len": resolved.seq_len})
+        like = replicates(found, TableCell(record.spec.system, work), resolved.device_label or "")
+        groups.setdefault(like[-1].run_id, like)
+    return sorted(groups.values(), key=lambda runs: (runs[-1].spec.model, runs[-1].spec.system, runs[-1].run_id))
+
+
+def measured(runs: Sequence[Record], figure: Callable[[Record], float | None]) -> MeasuredCell | None:
+    """The median of a figure. None: no run, or none that has it."""
+    known = [(run, value) for run in runs if (value := figure(run)) is not None]
+    if not known:
+        return None
+    value = statistics.median(value for _, value in known)
+    return MeasuredCell(value, tuple(run.run_id for run, _ in known), machine_of(known[-1][0]))
+
+
+def machine_of(record: Record) -> str:
+    """In words: the device, and how many."""
+    ranks = record.spec.ranks
+    return f"{record.resolved.device_label}{f' x {ranks}' if ranks > 1 else ''}"
