@@ -62,7 +62,9 @@ class PlanInForce:
     def set_switches(self) -> None:
         """Which units this step recomputes, and whose inputs leave: the plan's, or the strategy's without one."""
         plan, strategy, staying = self._cursor.plan, self._strategy, self._gradients.staying
-        staying.allowed = frozenset() if plan is None else plan.staying  # a departure may have forbidden it
+        stays = frozenset() if plan is None else plan.staying
+        if stays != staying.allowed:  # a departure has forbidden it
+            staying.allow(stays)
         rematerialise = strategy.rematerialised if plan is None or plan.rematerialise is None else plan.rematerialise
         inputs = strategy.offloaded_inputs if plan is None or plan.offload_inputs is None else plan.offload_inputs
         recomputed = rematerialise or frozenset()
@@ -172,13 +174,13 @@ class PlanInForce:
         self._cursor.use(plan)
         self._updates.follow(None if plan is None else plan.signature)
         transfers = self._device.transfers
-        transfers.one_copy_queue = plan is not None and plan.one_copy_queue
+        transfers.copy_in_one_queue(plan is not None and plan.one_copy_queue)
         if plan is None or not plan.times_lanes:
-            transfers.times = None
+            transfers.time(None)
         elif transfers.times is None:
-            transfers.times = LaneTimes(self._layout, self._device.torch_device)
+            transfers.time(LaneTimes(self._layout, self._device.torch_device))
         self.ahead.allow(frozenset() if plan is None else plan.ahead)
-        self._gradients.staying.allowed = frozenset() if plan is None else plan.staying
+        self._gradients.staying.allow(frozenset() if plan is None else plan.staying)
 
     @property
     def _unplanned_bytes(self) -> int:

@@ -60,6 +60,14 @@ class Transfers:
     def watch(self, clock: PhaseClock | None) -> None:
         self.clock = clock
 
+    def copy_in_one_queue(self, together: bool) -> None:
+        """From now on, or each way by itself."""
+        self.one_copy_queue = together
+
+    def time(self, times: LaneTimes | None) -> None:
+        """What is issued from now on; None: nothing."""
+        self.times = times
+
     def issue(
         self,
         operation: LaneOperation,

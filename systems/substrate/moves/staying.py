@@ -25,6 +25,10 @@ class StayingGradients:
         self.allowed: frozenset[int] = frozenset()
         self.there: dict[int, ManagedBundle] = {}
 
+    def allow(self, bundles: frozenset[int]) -> None:
+        """Those of a plan that comes into force, or is followed again."""
+        self.allowed = bundles
+
     def depart(self) -> None:
         """No plan says any more when they leave: they do now, and nothing stays in the rest of the step."""
         self.allowed = frozenset()
