@@ -301,7 +301,7 @@ class _PlansByBudget:
         strategy = self._policy(self._options, context)
         if isinstance(strategy, BaselinePolicy):
             context = strategy.context
-        check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
+        check_update_rule(strategy.update_rule, to_wait=strategy.to_wait, clip=question.clip, dtype=question.dtype)
         index, work = self._observations.of(question)
         layout = self._layout(strategy, index, context)
         if strategy.rematerialised is None:

@@ -222,7 +222,7 @@ def drawn_options(kind: type[BaseModel], luck: random.Random) -> BaseModel:
             found[name] = luck.choice(NUMBERS[name])
         elif name in FEW:
             found[name] = FEW[name]
-    variant = found.get("variant")
+    variant = str(found.get("variant"))
     rules: Mapping[str, Any] = getattr(kind, "rules", {}).get(variant, {})
     refused = REFUSED.get(variant, {})
     return kind(**{n: value for n, value in found.items() if n not in rules and (n not in refused or refused[n] != value)})
