@@ -179,6 +179,12 @@ def test_another_device_s_table_ends_with_its_first_run(tmp_path: Path) -> None:
         (("accumulate = [1, 2]", "accumulate = 2"), r"groups.1.grid.accumulate: input should be a valid list"),
         (("accumulate = [1, 2]", "accumulate = []"), r"groups.1.grid.accumulate: list should have at least 1 item"),
         (("accumulate = [1, 2]", "acumulate = [1]"), "acumulate"),
+        (("processes = 3", "processes = true"), "processes: input should be a valid integer"),
+        (
+            ("accumulate = [1, 2]", f"seed = {list(range(600))}"),
+            "its grid makes 1200 groups, 1000 are allowed: give fewer values",
+        ),
+        (("accumulate = [1, 2]", 'system = ["elixir"]'), "group 'second': 'system' is in its grid and in a row: leave it out"),
     ],
 )
 def test_a_wrong_table_is_told_in_a_line(change: tuple[str, str], why: str, tmp_path: Path) -> None:
