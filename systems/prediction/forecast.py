@@ -121,7 +121,7 @@ class Forecast:
     least_device_bytes: the smallest device budget in which there is a plan, where a node's host has least_device_host_bytes,
     which may be more than there is: what that lacks a larger device may have. why_not: one line; None if it fits. Where the
     device is too small, tiers, simulation and statistics are of that smallest budget. ahead: of updates that run ahead of the
-    norm; None where none can. statistics: what a strategy tells of its decisions, as its Statistics have it; empty of a baseline.
+    norm; None where none can. statistics: of the strategy, as its Statistics have them; empty of a baseline.
     """
 
     system: str

@@ -42,8 +42,8 @@ Where this departs from the paper, and why, whatever the variant
 * What no step has measured yet, A_i of a layer that was always rematerialised, is bounded by its backward's peak.
 * The rates of collectives and of all but copies and CPU Adam are those of a hardware profile (option hardware), not of the run.
 * On several ranks frozen bundles without lazy prefetching stay whole. A shard rests beside the gathered copy, not in it.
-* Layers that the host has no memory for are on the device for good, their states too, and no solver decides of them: the paper's
-  optimizer is in the host's memory always.
+* Layers that the host has no memory for are on the device for good, with their states, and no switch moves them: the paper has
+  all of the optimizer on the host.
 * Collectives have a queue of their own without a link between GPUs too, where figure 8 has them in the PCI-E stream. They share
   the host link's bandwidth there, and the paper's cost model (PAPER_WITHOUT_LINK) has them one after the other.
 
