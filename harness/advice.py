@@ -13,7 +13,7 @@ from harness.command import command
 from harness.plan import depths_of, question_of
 from harness.plan_spec import ALL, PlanSpec
 from harness.request import Request
-from harness.spec import RunSpec
+from harness.spec import RunSpec, in_flags
 from systems.errors import UnsupportedError
 from systems.machine.budgets import device_budget, disk_budget, host_budget
 from systems.planning import hardware
@@ -42,7 +42,7 @@ def advise(spec: RunSpec, request: Request) -> list[str]:
     try:
         found = forecast(request.system, request.options, question, observations)
     except UnsupportedError as error:
-        return [f"{error}: {command('plan', asked)}"]
+        return [f"{in_flags(str(error))}: {command('plan', asked)}"]
     except ValueError:
         return []  # it cannot be planned, and so nothing is known to help
     if found.fits and not fits(request.system, request.options, question, observations):

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line
 
 TEXT_LIMIT = 16 << 20  # bytes
+MOST_GROUPS = 1000  # that one grid makes
 
 # Of a run's flags those that decide which cell its record belongs to. Batch and sequence are looked up as resolved.
 WORK = ("system", "model", "device_memory", "disk", "ranks", "accumulate", "dtype", "recompute", "clip", "optimizer")
@@ -54,7 +56,7 @@ class TableData(_Data):
     title: str
     hardware: str
     work: dict[str, Any] = {}
-    processes: int = Field(1, ge=1)
+    processes: int = Field(1, ge=1, strict=True)
     groups: tuple[GroupData, ...] = Field(min_length=1)
 
 
@@ -98,6 +100,10 @@ def read_table(path: Path) -> ResultsTable:
 
 def _groups(table: TableData, group: GroupData) -> Iterator[Group]:
     """One for each combination of the grid's values, the last of its flags changing fastest."""
+    if (count := prod(map(len, group.grid.values()))) > MOST_GROUPS:
+        raise ValueError(f"group {group.title!r}: its grid makes {count} groups, {MOST_GROUPS} are allowed: give fewer values")
+    if twice := sorted(group.grid.keys() & set().union(*group.rows)):
+        raise ValueError(f"group {group.title!r}: {twice[0]!r} is in its grid and in a row: leave it out of one")
     for values in product(*group.grid.values()):
         chosen = dict(zip(group.grid, values, strict=True))
         title = ", ".join([group.title, *(f"{flag(name)} {value}" for name, value in chosen.items())])

@@ -10,12 +10,15 @@ Note [Whose turn it is]
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 import statistics
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -206,12 +209,13 @@ def sweep(
         record = as_of(turn.cell, record, done.table.hardware)
         if not keep(record, spec):
             return "its record could not be kept"
+        if here := belongs(record, turn.cell, done.table.hardware):
+            done.add(record)
         if stopped():
             return "it was stopped"
-        if not belongs(record, turn.cell, done.table.hardware):
+        if not here:
             label = record.resolved.device_label
             raise BadInputError(f"the table is of {done.table.hardware}, and this run was on {label}: run it there")
-        done.add(record)
     return None
 
 
@@ -260,18 +264,48 @@ def told(done: Sweep, why: str | None) -> str:
 def sweep_table(spec: SweepSpec) -> int:
     """Run what is missing of a table. The exit code: 1 if a run failed, else 3 if runs are missing still, else 0."""
     folder, table = Path(spec.results), table_of(spec)
-    for group in table.groups:
-        for cell in group.cells:
-            names.check_run(cell.spec)
-    records, unreadable = store.read_all(folder)
-    for one in unreadable:
-        complain(f"{one.path} is no record: {one.why}")
-    done, console = Sweep(table, records, boot_id()), progress_console()
     if spec.dry_run:
-        for line in listed(done):
+        for line in listed(_so_far(table, folder)):
             say(printable(line))
         return COMPLETE
     store.prepare(folder)
+    with _alone(folder):
+        return _go_on(spec, _so_far(table, folder))
+
+
+def _so_far(table: ResultsTable, folder: Path) -> Sweep:
+    """Raises BadInputError for a cell that wants runs, and cannot have them. One that has its own may be of older options."""
+    records, unreadable = store.read_all(folder)
+    for one in unreadable:
+        complain(f"{one.path} is no record: {one.why}")
+    done = Sweep(table, records, boot_id())
+    for group in table.groups:
+        for cell in filter(done.wanted, group.cells):
+            try:
+                names.check_run(cell.spec)
+            except BadInputError as error:
+                raise BadInputError(f"{group.title}: {cell.label}: {error}") from None
+    return done
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """BadInputError where another sweep writes there: each would make the other's runs too, and disturb them."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of a file system without locks
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                why = "another sweep is at work there: wait until it has ended, or name another folder"
+                raise BadInputError(f"--results {folder}: {why}") from None
+        yield
+    finally:
+        os.close(held)
+
+
+def _go_on(spec: SweepSpec, done: Sweep) -> int:
+    console = progress_console()
     if spec.archive is not None:
         if Path(spec.archive).exists():
             raise BadInputError(f"--archive {spec.archive} is there already: name another, for nothing is written over")
@@ -292,7 +326,7 @@ def sweep_table(spec: SweepSpec) -> int:
         finally:
             if spec.archive is not None:
                 write_archive(done.made, Path(spec.archive))
-    for line in shown(table, done.records):
+    for line in shown(done.table, done.records):
         result_console().print(printable(line), markup=False)
     if ended is not None:
         console.print(printable(f"{done.missing} runs are missing still: {ended}"), markup=False)

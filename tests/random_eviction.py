@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from systems.errors import BudgetError
 from systems.planning.layout import FlatSpace, Layout, ModelIndex, Parameter, pack
 from systems.planning.plan import Plan, UpdateRule
-from systems.planning.strategy import PlanningContext
+from systems.planning.strategy import TO_WAIT, PlanningContext
 from systems.planning.trace import Trace
 
 
@@ -37,6 +37,7 @@ class RandomEviction:
     summary: ClassVar[str] = "test only"
     Options: ClassVar[type[BaseModel]] = RandomOptions
     update_rule = UpdateRule.AFTER_NORM
+    to_wait = TO_WAIT
     runs_ahead = True
     warm_up_share: float | None = None
     bounded = False

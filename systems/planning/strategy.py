@@ -73,6 +73,7 @@ class Strategy(Protocol):
     """One instance a run. Methods are called in the order written; `plan` again for every newly traced step.
 
     warm_up_share: part of the device that model data may fill while there is no plan; None leaves it to the device.
+    to_wait: what to change for updates that wait for the norm, in words of arguments.
     bounded: what a plan in force does not ask for takes no more of the device than what it does ask for.
     offloaded_inputs: units whose inputs wait on the host for backward, where the unit is recomputed. Read at each step's
     begin; only units that were in it when `layout` returned can be. A trace's memory is that of the set then in force.
@@ -84,6 +85,7 @@ class Strategy(Protocol):
     summary: ClassVar[str]
     Options: ClassVar[type[BaseModel]]
     update_rule: UpdateRule
+    to_wait: str
     runs_ahead: bool  # updates may, with UpdateRule.AFTER_NORM: Plan.ahead is filled in for it
     write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
     warm_up_share: float | None
@@ -102,10 +104,13 @@ class Strategy(Protocol):
     def statistics(self) -> BaseModel: ...
 
 
-def check_update_rule(rule: UpdateRule, *, clip: float, dtype: str) -> None:
-    """UnsupportedError where updates that begin during backward would need the norm first."""
+TO_WAIT = "`options=dict(nonfinite='skip')`"
+
+
+def check_update_rule(rule: UpdateRule, *, to_wait: str, clip: float, dtype: str) -> None:
+    """UnsupportedError where updates that begin during backward would need the norm first. to_wait: the strategy's."""
     if rule is UpdateRule.WHEN_REDUCED and (clip > 0 or dtype == "fp16"):
         raise UnsupportedError(
-            "updates that do not wait for the norm (`options=dict(nonfinite='stop')`) can neither clip nor run fp16's loss "
-            "scaling: use `clip=0` and `dtype='bf16'`, or `options=dict(nonfinite='skip')`"
+            "updates that do not wait for the norm (nonfinite=stop) can neither clip nor run fp16's loss scaling: use `clip=0` "
+            f"and `dtype='bf16'`, or {to_wait}"
         )

@@ -33,6 +33,7 @@ class BaselinePolicy(ABC):
 
     name: str
     update_rule = UpdateRule.AFTER_NORM
+    to_wait = ""  # it always does
     runs_ahead = False
     rematerialised: frozenset[int] | None = None
     offloaded_inputs: frozenset[int] = frozenset()

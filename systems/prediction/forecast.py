@@ -120,8 +120,8 @@ class Forecast:
     device_peak_bytes: what the device's allocator will have reserved. warm_up_peak_bytes: already before there is a plan.
     least_device_bytes: the smallest device budget in which there is a plan, where a node's host has least_device_host_bytes,
     which may be more than there is: what that lacks a larger device may have. why_not: one line; None if it fits. Where the
-    device is too small, tiers and simulation are of that smallest budget. ahead: of updates that run ahead of the norm; None
-    where none can. statistics: what a strategy tells of its decisions, as its Statistics have it; empty of a baseline.
+    device is too small, tiers, simulation and statistics are of that smallest budget. ahead: of updates that run ahead of the
+    norm; None where none can. statistics: of the strategy, as its Statistics have them; empty of a baseline.
     """
 
     system: str
@@ -301,7 +301,7 @@ class _PlansByBudget:
         strategy = self._policy(self._options, context)
         if isinstance(strategy, BaselinePolicy):
             context = strategy.context
-        check_update_rule(strategy.update_rule, clip=question.clip, dtype=question.dtype)
+        check_update_rule(strategy.update_rule, to_wait=strategy.to_wait, clip=question.clip, dtype=question.dtype)
         index, work = self._observations.of(question)
         layout = self._layout(strategy, index, context)
         if strategy.rematerialised is None:

@@ -22,10 +22,10 @@ READ_ALIKE = "let modules read the same weights of others on all ranks"
 
 
 class Agreement:
-    """alone: there is one rank, and nobody to ask."""
+    """alone: there is one rank, and nobody to ask. to_wait: see Strategy."""
 
-    def __init__(self, ranks: Ranks, layout: Layout) -> None:
-        self._ranks, self._layout = ranks, layout
+    def __init__(self, ranks: Ranks, layout: Layout, to_wait: str = "") -> None:
+        self._ranks, self._layout, self._to_wait = ranks, layout, to_wait
         self.alone = ranks.size == 1
         self._reads: list[str] = []  # since the last step's end
 
@@ -74,8 +74,7 @@ class Agreement:
             if bundle in updated:
                 raise UnsupportedError(
                     f"a parameter of {self._layout.bundle_names[bundle]} that had no gradient in the step before got one, and "
-                    f"not on rank {rank}, whose updates do not wait to hear of it (nonfinite=stop): use "
-                    "`options=dict(nonfinite='skip')`"
+                    f"not on rank {rank}, whose updates do not wait to hear of it (nonfinite=stop): use {self._to_wait}"
                 )
 
     def sums(self, mine: Callable[[], Mapping[int, float]]) -> dict[int, float]:

@@ -144,7 +144,7 @@ class Assembly:
             join_ranks(self.device, self._ranks)
         self._context = context = self._told(follow_optimizer(self.device, settings).moments)
         self.strategy = strategy = make_strategy(context)
-        check_update_rule(strategy.update_rule, clip=settings.clip, dtype=settings.dtype)
+        check_update_rule(strategy.update_rule, to_wait=strategy.to_wait, clip=settings.clip, dtype=settings.dtype)
         self.layout = within_host(strategy.layout(found.index).named(found.index), context, strategy.update_rule)
         self.recomputation, undo = switchable(found, strategy.rematerialised, settings.recompute)
         cleanup.callback(undo)
@@ -175,7 +175,7 @@ class Assembly:
         found, layout, device, settings = self.found, self.layout, self.device, self._settings
         self.host = host_account(self._budgets.host, self._log)
         self.disk = self._make_disk() if layout.on_disk else None
-        self.control = StepControl(settings, found.index, found.parameters)
+        self.control = StepControl(settings, found.index, found.parameters, self.strategy.to_wait)
         self.states = states_of(settings.optimizer, self.control.groups.chosen, found.index, found.parameters)
         self._alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
         self.store = Store(
@@ -246,7 +246,7 @@ class Assembly:
     def _make_plans(self) -> None:
         """Step 13."""
         strategy, layout, device = self.strategy, self.layout, self.device
-        self._agreement, self._times = Agreement(self._ranks, layout), StepTimes()
+        self._agreement, self._times = Agreement(self._ranks, layout, strategy.to_wait), StepTimes()
         self.progress, self.cursor = Progress(self._settings.accumulate), Following() if self._ranks.size > 1 else Cursor()
         self.in_force = PlanInForce(
             strategy,

@@ -180,8 +180,7 @@ class ManagedEngine(ManagedReports):
             return
         if self.ending.updated:
             raise UnsupportedError(
-                "discard: backward has updated weights already (nonfinite=stop): call step(), or use "
-                "`options=dict(nonfinite='skip')`"
+                f"discard: backward has updated weights already (nonfinite=stop): call step(), or use {self.control.to_wait}"
             )
         self.recovery.abort()
         self.planner.resume()

@@ -48,7 +48,7 @@ def look(strategy: type[Strategy], model: nn.Module, settings: Settings, options
             moments=chosen(settings).moments,
         )
         policy = strategy(options, context)
-        check_update_rule(policy.update_rule, clip=settings.clip, dtype=settings.dtype)
+        check_update_rule(policy.update_rule, to_wait=policy.to_wait, clip=settings.clip, dtype=settings.dtype)
         return host_need(within_host(policy.layout(index), context, policy.update_rule), context)
 
     need = need_at(budget)

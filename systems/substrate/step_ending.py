@@ -68,7 +68,7 @@ class StepEnding:
             self.ahead.drop()  # else what ran ahead counts, be it still to run
         self.ahead.end()
         if self.updated and control.ruined is None and (self.early or control.loop.steps == self._steps):
-            control.ruin(HALF_UPDATED + (", or use `options=dict(nonfinite='skip')`" if self.early else ""))
+            control.ruin(HALF_UPDATED + (f", or use {control.to_wait}" if self.early else ""))
         control.forget_updates()
 
     def gradient_left(self, bundle: ManagedBundle) -> None:
@@ -83,9 +83,8 @@ class StepEnding:
     def gradient_comes(self, bundle: int) -> None:
         """Of a parameter of that bundle. DivergedError if the update was made without it."""
         if bundle in self.updated:
-            raise DivergedError(
-                f"a gradient for bundle {bundle} arrived after its update had begun: use `options=dict(nonfinite='skip')`"
-            )
+            why = f"a gradient for bundle {bundle} arrived after its update had begun"
+            raise DivergedError(f"{why}: use {self._control.to_wait}")
         self.ahead.withdraw(bundle)
 
     def _update_bundle(self, bundle: ManagedBundle) -> None:
@@ -195,8 +194,8 @@ class StepEnding:
                 outcome = control.decide(sums)
             if outcome.skipped:
                 ruined = (
-                    f"step {outcome.step}: a gradient is not finite and was applied already: use "
-                    "`options=dict(nonfinite='skip')` to skip such steps exactly"
+                    f"step {outcome.step}: a gradient is not finite and was applied already: use {control.to_wait} to skip "
+                    "such steps exactly"
                 )
                 control.ruin(ruined)
                 self._unread = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -145,7 +146,7 @@ def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("boot", "more"), [(HERE, 0), (None, 0), (ELSEWHERE, 1)])
 def test_on_another_machine_the_reference_has_a_turn_first(boot: str | None, more: int, tmp_path: Path) -> None:
     found, before = done(tmp_path, group="first"), Device(boot)
-    run(found, before, stopped=lambda: len(before.ran) == 4)
+    run(found, before, stopped=lambda: len(before.ran) == 3)
     device = Device()
     assert run(found, device) is None
     assert [system for system, _ in device.ran][:more] == ["resident"] * more
@@ -179,6 +180,12 @@ def test_another_device_s_table_ends_with_its_first_run(tmp_path: Path) -> None:
         (("accumulate = [1, 2]", "accumulate = 2"), r"groups.1.grid.accumulate: input should be a valid list"),
         (("accumulate = [1, 2]", "accumulate = []"), r"groups.1.grid.accumulate: list should have at least 1 item"),
         (("accumulate = [1, 2]", "acumulate = [1]"), "acumulate"),
+        (("processes = 3", "processes = true"), "processes: input should be a valid integer"),
+        (
+            ("accumulate = [1, 2]", f"seed = {list(range(600))}"),
+            "its grid makes 1200 groups, 1000 are allowed: give fewer values",
+        ),
+        (("accumulate = [1, 2]", 'system = ["elixir"]'), "group 'second': 'system' is in its grid and in a row: leave it out"),
     ],
 )
 def test_a_wrong_table_is_told_in_a_line(change: tuple[str, str], why: str, tmp_path: Path) -> None:
@@ -199,6 +206,54 @@ def test_a_table_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["sweep", "10-h200-speed", "--dry-run", "--results", str(ROOT / "results")]) == 0
     shown = capsys.readouterr().out
     assert "nothing to run" in shown and shown.splitlines()[-1].endswith("or so")
+
+
+@pytest.mark.parametrize("status", ["ok", "interrupted"])
+def test_the_run_in_which_it_is_stopped_is_told_and_archived_too(status: str, tmp_path: Path) -> None:
+    found, device = done(tmp_path), Device(resident=status)
+    assert run(found, device, stopped=lambda: bool(device.ran)) == "it was stopped"
+    assert [record.status for record in found.made] == [status]
+    assert len(found.runs(first(found)[0])) == (status == "ok")
+
+
+OLD = 'system = "patrickstar", option = ["variant=osc", "nonfinite=stop"]'
+
+
+def test_what_options_have_become_since_is_asked_of_cells_that_want_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that have theirs are shown still."""
+    text, device = TABLE.replace('system = "elixir", device_memory = "1GiB"', OLD), Device()
+    found = done(tmp_path, text)
+    asked = ["sweep", str(tmp_path / "t.toml"), "--group", "first", "--dry-run", "--results", str(tmp_path / "r")]
+    assert cli.main(asked) == 2
+    said = capsys.readouterr().err
+    assert "first: patrickstar:variant=osc,nonfinite=stop: variant=osc has nonfinite=skip, stop is given: leave" in said
+    for number in range(3):
+        store.write(device.execute(first(found)[1].spec, number), tmp_path / "r")
+    assert cli.main(asked) == 0
+    assert "patrickstar:variant=osc,nonfinite=stop: 3 ok; nothing to run" in capsys.readouterr().out
+
+
+def test_two_sweeps_do_not_work_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a table still wants may be looked at meanwhile."""
+    (tmp_path / "t.toml").write_text(TABLE)
+    asked = ["sweep", str(tmp_path / "t.toml"), "--for", "0.001", "--results", str(tmp_path)]
+    with sweep._alone(tmp_path):
+        assert cli.main(asked) == 2
+        assert f"--results {tmp_path}: another sweep is at work there: wait until it has ended" in capsys.readouterr().err
+        assert cli.main([*asked, "--dry-run"]) == 0
+    assert cli.main(asked) == sweep.MISSING
+    assert [path.name for path in tmp_path.iterdir()] == ["t.toml"], "nothing is left behind"
+
+
+def test_a_folder_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(sweep.fcntl, "flock", no_locks)
+    with sweep._alone(tmp_path), sweep._alone(tmp_path):
+        pass
 
 
 # ---- for real

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -247,13 +248,17 @@ def in_order(trace: Trace, layout: Layout, turn: int, units: list[int]) -> Trace
 
 @pytest.mark.parametrize("share", [0.8, 0.9, 1.0])
 def test_a_static_partition_that_activations_do_not_fit_beside_is_refused(share: float) -> None:
-    def plan(device: int) -> Plan:
-        strategy = STRATEGY(PatrickStarOptions(variant="static-partition", warmup_share=share), context(device=device))
+    def plan(device: int, part: float = share) -> Plan:
+        strategy = STRATEGY(PatrickStarOptions(variant="static-partition", warmup_share=part), context(device=device))
         layout = strategy.layout(TINY)
         return strategy.plan(layout, trace_of(layout, activation=5_000))
 
-    with pytest.raises(BudgetError, match=r"where \d+% of it is for chunks whatever.*lower `warmup_share`") as raised:
+    with pytest.raises(
+        BudgetError, match=r"where \d+% of it is for chunks whatever.*lower warmup_share, as `options="
+    ) as raised:
         plan(400_000)
+    told = re.search(r"`options=dict\(warmup_share=(.*?)\)`", str(raised.value))
+    assert told is not None and plan(400_000, float(told[1])).operations
     need = raised.value.need
     assert need > raised.value.have == 400_000
     assert plan(need).operations or share == 1
@@ -267,10 +272,12 @@ def test_a_static_partition_that_activations_do_not_fit_beside_is_refused(share:
 DEVICE, HOST, WIDTH = 8_000_000, 4_000_000, 64
 
 
-def holds(blocks: int, variant: str, device: int = DEVICE, host: int = HOST) -> PlanningContext | BudgetError:
+def holds(
+    blocks: int, variant: str, device: int = DEVICE, host: int = HOST, share: float = 0.2
+) -> PlanningContext | BudgetError:
     """Whether layout and plan take a model of so many blocks."""
     asked = replace(context(device=device), host_budget=host)
-    strategy = STRATEGY(PatrickStarOptions.model_validate({"variant": variant}), asked)
+    strategy = STRATEGY(PatrickStarOptions.model_validate({"variant": variant, "warmup_share": share}), asked)
     try:
         layout = within_host(strategy.layout(transformer(blocks, WIDTH)), asked, strategy.update_rule)
     except BudgetError as error:
@@ -299,7 +306,9 @@ def test_the_largest_model_is_bounded_by_the_warm_up(variant: str, device: int, 
     assert int(bound) - 1 <= most <= bound
     refusal = holds(most + 1, variant, device, host)
     assert isinstance(refusal, BudgetError)
-    assert "chunks may take 20% (" in str(refusal) and "`warmup_share`" in str(refusal)
+    assert "chunks may take 20% (" in str(refusal)
+    told = re.search(r"`options=dict\(warmup_share=(.*?)\)`", str(refusal))
+    assert told is not None and not isinstance(holds(most + 1, variant, device, host, float(told[1])), BudgetError)
     assert refusal.need > refusal.have == host
     assert not isinstance(holds(int(bound) + 1, "base", device, host), BudgetError), "the default takes more"
 

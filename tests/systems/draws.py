@@ -24,8 +24,10 @@ from tests.systems.models_small import next_token_loss
 from tests.systems.setups import blocks_of
 
 NUMBERS: Mapping[str, Sequence[int]] = MappingProxyType({"prefetch": (0, 1, 2, 3, 8), "chunk_parameters": (1, 3, 5, 7)})
-# Where as many as by default are drawn, a search takes seconds.
-FEW: Mapping[str, int] = MappingProxyType({"samples": 50})
+# With as many as by default a search takes seconds, or is refused.
+FEW: Mapping[str, int] = MappingProxyType({"samples": 50, "bins": 8})
+# What a variant refuses beside the options that it sets: it has its own value then.
+REFUSED: Mapping[str, Mapping[str, Any]] = MappingProxyType({"paper": {"solver": "best"}})
 # H3T refuses a block that edits its input: tests/systems/test_user_models.py.
 ODD = [name for name in models_plain.CASES if name != "in-place"]
 BLOCKS: Mapping[str, int] = MappingProxyType({"no-list": 0, "recurrent": 2})  # all other models have four
@@ -220,5 +222,7 @@ def drawn_options(kind: type[BaseModel], luck: random.Random) -> BaseModel:
             found[name] = luck.choice(NUMBERS[name])
         elif name in FEW:
             found[name] = FEW[name]
-    rules: Mapping[str, Any] = getattr(kind, "rules", {}).get(found.get("variant"), {})
-    return kind(**{name: value for name, value in found.items() if name not in rules})  # which the variant sets itself
+    variant = str(found.get("variant"))
+    rules: Mapping[str, Any] = getattr(kind, "rules", {}).get(variant, {})
+    refused = REFUSED.get(variant, {})
+    return kind(**{n: value for n, value in found.items() if n not in rules and (n not in refused or refused[n] != value)})

@@ -269,8 +269,14 @@ def test_a_device_of_the_predicted_peak_is_enough_and_a_smaller_cache_is_refused
     found = ONE.run(elixir(), least, ElixirOptions(**paper(cache=CACHE[ONE])), log_events=True)
     assert_equal(reference(ONE), found)
     assert broken(found, CACHE[ONE]) == set() and found.memory.device_peak_bytes == least
-    with pytest.raises(BudgetError, match="cache of 128KiB is less than the .* that one unit holds: raise cache"):
-        ONE.run(elixir(), least, ElixirOptions(**paper(cache="128KiB")))
+    told = 128 << 10
+    for _ in range(2):  # before the first step, and by its trace
+        match = r"cache of .* is less than the .* that one unit holds: raise cache, as `options=dict\(cache=\d+\)`$"
+        with pytest.raises(BudgetError, match=match) as refused:
+            ONE.run(elixir(), least, ElixirOptions(**paper(cache=told)))
+        assert f"cache={refused.value.need})" in str(refused.value)
+        told = refused.value.need
+    assert_equal(reference(ONE), ONE.run(elixir(), least, ElixirOptions(**paper(cache=told))))
 
 
 # ---- the fused chunk

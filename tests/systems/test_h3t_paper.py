@@ -203,12 +203,12 @@ def economical_mode_saves_memory(ahead: Stepped, economical: Stepped) -> None:
 
 Law = Callable[[Stepped], None]
 PAPER: dict[str, Any] = {"variant": "paper"}
-LAWS: Mapping[str, tuple[Law, Switches | None, dict[str, Any]]] = {  # with switches, and options of the default that breaks it
-    "one queue": (copies_end_in_the_order_of_their_issue, replace(AHEAD, synchronise=False), {}),
-    "asynchronous": (no_layer_waits_for_a_fetch_of_its_own_enter, ALL_ON, {}),
-    "order": (preparation_is_queued_first_unless_economical, AHEAD, {}),
-    "updates": (updates_are_behind_the_last_gradient, ALL_ON, {}),
-    "barriers": (segments_end_in_barriers, None, {}),
+LAWS: Mapping[str, tuple[Law, Switches | None]] = {  # with switches, None for the solver's
+    "one queue": (copies_end_in_the_order_of_their_issue, replace(AHEAD, synchronise=False)),
+    "asynchronous": (no_layer_waits_for_a_fetch_of_its_own_enter, ALL_ON),
+    "order": (preparation_is_queued_first_unless_economical, AHEAD),
+    "updates": (updates_are_behind_the_last_gradient, ALL_ON),
+    "barriers": (segments_end_in_barriers, None),
 }
 
 
@@ -219,7 +219,7 @@ def steady(s: Switches | None, variant: str) -> Stepped:
 
 @pytest.mark.parametrize("law", LAWS)
 def test_a_run_obeys_the_paper_and_the_default_s_does_not(law: str) -> None:
-    holds, s, _ = LAWS[law]
+    holds, s = LAWS[law]
     holds(steady(s, "paper"))
     with pytest.raises(AssertionError, match=r"^(?!void)"):
         holds(steady(s, "global-offload"))
@@ -271,7 +271,7 @@ RULES: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("law", LAWS)
 def test_a_law_without_its_rule_is_broken(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    holds, s, _ = LAWS[law]
+    holds, s = LAWS[law]
     RULES[law](monkeypatch)
     with pytest.raises(AssertionError, match=r"^(?!void)"):
         holds(stepped(s, **PAPER))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from systems.errors import DivergedError, UnsupportedError
 from systems.recipe.step.control import MAX_SKIPS_IN_A_ROW
 from systems.recipe.step.loss_scale import FP16_FIRST_SCALE
 from systems.strategies.elixir.options import ElixirOptions
+from systems.substrate.system import ManagedSystem
 from systems.system import Engine
 from tests.systems.every import MANAGED, SYSTEMS
 from tests.systems.models_plain import CASES, build
@@ -25,6 +27,7 @@ from tests.systems.running import (
     AdamState,
     Run,
     adam_states,
+    angel_ptm,
     assert_equal,
     elixir,
     finished,
@@ -198,7 +201,37 @@ def test_updates_that_do_not_wait_for_the_norm_equal_those_that_do() -> None:
     assert_equal(*runs)
 
 
+# How updates come not to wait, and what makes them.
+STOPPING: Mapping[str, tuple[Callable[[], ManagedSystem], dict[str, Any], str]] = MappingProxyType(
+    {
+        "option": (elixir, {"nonfinite": "stop"}, "use .*`options=dict\\(nonfinite='skip'\\)`"),
+        "variant": (angel_ptm, {"variant": "paper"}, "use .*`options=dict\\(variant='base'\\)`"),
+    }
+)
+
+
 @pytest.mark.parametrize("asked", [{"clip": 1.0}, {"dtype": "fp16"}], ids=["clip", "fp16"])
-def test_updates_that_do_not_wait_for_the_norm_cannot_use_it(asked: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="nonfinite='skip'"):
-        start(elixir(), build("stack"), settings(**asked), ElixirOptions(nonfinite="stop"))
+@pytest.mark.parametrize("way", ["option", "variant"])
+def test_updates_that_do_not_wait_for_the_norm_cannot_use_it(asked: dict[str, Any], way: str) -> None:
+    """What they are told to change is what can be changed: a variant that has stop takes no nonfinite=skip."""
+    system, given, told = STOPPING[way]
+    with pytest.raises(UnsupportedError, match=told) as found:
+        start(system(), build("stack"), settings(**asked), system().Options(**given))
+    assert way == "option" or "nonfinite='skip'" not in str(found.value)
+
+
+@pytest.mark.parametrize("way", STOPPING)
+def test_whoever_is_to_wait_for_the_norm_is_told_how(way: str) -> None:
+    """Where a gradient was not finite, and where backward is to be taken back."""
+    (system, given, told), model, bad = STOPPING[way], build("stack"), [False]
+    batch = tokens(1, 1)[0]
+    with start(system(), model, settings(), system().Options(**given)) as engine:
+        spoil(model, torch.inf, lambda: bad[0])
+        engine.backward(LOSS(engine, batch[0], 1))
+        with pytest.raises(UnsupportedError, match=told):
+            engine.discard()
+        engine.step()
+        bad[0] = True
+        one_step(engine, batch, LOSS)
+        with pytest.raises(DivergedError, match=told):
+            one_step(engine, batch, LOSS)

@@ -41,6 +41,7 @@ class StrategyBase(ABC):
         self._index = ModelIndex((), ())
         self._told: dict[str, Any] = {}
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
+        self.to_wait = options.to_wait
         self.runs_ahead: bool = options.run_ahead
         self.write_back = False
         self.warm_up_share: float | None = None

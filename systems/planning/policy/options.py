@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from systems.planning.strategy import TO_WAIT
+
 
 class StrategyOptions(BaseModel):
     """nonfinite: with skip a step with a non-finite gradient changes nothing; stop updates during backward and ends the run at
@@ -31,6 +33,13 @@ class StrategyOptions(BaseModel):
     """Options by name: a value that shortens some models' steps, or makes them fit, and what it costs. A plan tries them."""
     rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     """By value of `variant`, where a strategy has several: the options that it sets, which cannot be given otherwise."""
+
+    @property
+    def to_wait(self) -> str:
+        """What to change for updates that wait for the norm, in words of arguments: where the variant has stop, that."""
+        if self.rules.get(str(getattr(self, "variant", None)), {}).get("nonfinite") != "stop":
+            return TO_WAIT
+        return f"`options=dict(variant={type(self).model_fields['variant'].default!r})`"
 
     @model_validator(mode="before")
     @classmethod

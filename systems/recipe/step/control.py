@@ -43,14 +43,17 @@ class StepControl:
     second place counts. begun: the number of its update, for each that the step in progress
     updates. loop: where the run stands, that before a restored checkpoint included. ruined: why no step may follow, for a
     message; None as long as one may. told: what the engine's caller has been told went wrong, in words.
+    to_wait: what to change for updates that wait for the norm, in words; empty where they always do.
 
     Note [When a step is done]
         Counts, scale, outcome and the places that count change together, in one statement that calls nothing, once the step
         was carried out. Whatever breaks off before has changed none of them, and what breaks off after it finds the step done.
     """
 
-    def __init__(self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.clip = settings.clip
+    def __init__(
+        self, settings: Settings, index: ModelIndex, parameters: Sequence[torch.nn.Parameter], to_wait: str = ""
+    ) -> None:
+        self.clip, self.to_wait = settings.clip, to_wait
         self.updates = [0] * len(index.parameters)
         self.second: frozenset[int] = frozenset()
         self.outcomes: list[StepOutcome] = []
@@ -120,7 +123,7 @@ class StepControl:
         if self.begun and self._for_good and changed is not None:
             raise UnsupportedError(
                 f"step: {changed} changed after backward, which updates weights already where nonfinite=stop: set it back, "
-                "step, and change it before the next backward, or use `options=dict(nonfinite='skip')`"
+                f"step, and change it before the next backward, or use {self.to_wait}"
             )
 
     def ruin(self, why: str | None) -> None:

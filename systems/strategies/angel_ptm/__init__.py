@@ -49,6 +49,7 @@ Where this departs from the paper, and why
 * What a layer has frozen, and parameters that several layers use, are layers of their own.
 * The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first, not all of
   them. It serves every strategy, so it is the substrate's.
+* Layers that host and disk have no memory for are on the device for good, with their states, whatever option cache says.
 * Lock-free updating (Algorithm 2) is not built yet: a step's updates are done before their parameters are used again.
 
 variant=paper has the paper's rules, as far as whole layers can have them; what lies above of pages holds for both.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from systems.planning.policy.options import InputsOptions, StrategyStatistics
 from systems.planning.policy.packing import ChunkRange
@@ -15,10 +15,18 @@ from systems.sizes import SizeOrUnlimited
 PAPER_CACHE = 2 << 30  # bytes: "users can set the size of the R cache to 1-2GB" ("Experimental Results")
 
 _SIZE_OR_UNLIMITED: TypeAdapter[int | None] = TypeAdapter(SizeOrUnlimited)
+_SWITCH: TypeAdapter[bool] = TypeAdapter(bool)
 
 
 def _cache(given: Any) -> int | Literal["auto"] | None:
     return "auto" if given == "auto" else _SIZE_OR_UNLIMITED.validate_python(given)
+
+
+def _is_off(given: Any) -> bool:
+    try:
+        return not _SWITCH.validate_python(given)
+    except ValidationError:  # what is none is told as its field is looked at
+        return False
 
 
 class ElixirOptions(ChunkRange, InputsOptions):
@@ -52,7 +60,7 @@ class ElixirOptions(ChunkRange, InputsOptions):
         """C where `paper` is not told: without scatter and offload it is all, as [False, False, inf] has it."""
         if not isinstance(given, Mapping) or given.get("variant") != "paper" or "cache" in given:
             return given
-        whole = all(str(given.get(flag)).lower() in ("false", "0", "no", "off") for flag in ("scatter", "offload"))
+        whole = all(map(_is_off, (given.get("scatter"), given.get("offload"))))
         return {**given, "cache": "inf" if whole else PAPER_CACHE}
 
     @model_validator(mode="after")

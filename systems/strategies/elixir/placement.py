@@ -140,7 +140,7 @@ class Placer:
             advice = "" if self.options.keeps_to_paper else ", or leave it at auto"
             raise BudgetError(
                 f"elixir's cache of {format_size(limit)} is less than the {format_size(max(held))} of parameters {more}that "
-                f"one unit holds: raise cache in `options`{advice}",
+                f"one unit holds: raise cache, as `options=dict(cache={max(held)})`{advice}",
                 tier="device",
                 need=max(held),
                 have=limit,

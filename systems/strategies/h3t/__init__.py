@@ -42,6 +42,8 @@ Where this departs from the paper, and why, whatever the variant
 * What no step has measured yet, A_i of a layer that was always rematerialised, is bounded by its backward's peak.
 * The rates of collectives and of all but copies and CPU Adam are those of a hardware profile (option hardware), not of the run.
 * On several ranks frozen bundles without lazy prefetching stay whole. A shard rests beside the gathered copy, not in it.
+* Layers that the host has no memory for are on the device for good, with their states, and no switch moves them: the paper has
+  all of the optimizer on the host.
 * Collectives have a queue of their own without a link between GPUs too, where figure 8 has them in the PCI-E stream. They share
   the host link's bandwidth there, and the paper's cost model (PAPER_WITHOUT_LINK) has them one after the other.
 
@@ -84,7 +86,7 @@ Where variant=paper still departs
 | segment synchronisation on for dp (3.3.2) | as solved | left out by best | - |
 | a shard that rests comes behind its update (figure 3a) | Rules.renews | not in the cost model | - |
 | solver: Algorithm 4, m = 128, by the paper's machine (3.3.2, B.3, C.3) | dp, `costs.PAPER` | best, `costs.SUBSTRATE` | - |
-| optimizer offloaded for all layers (3.2.2) | yes | yes | - |
+| optimizer offloaded for all layers (3.2.2) | as far as the host has room | the same | - |
 | optimize behind the last backward (3.1) | run_ahead=false, nonfinite=skip | run_ahead=true | - |
 | S = 10 steps profiled (C.3) | profile_steps=10 | the same | - |
 | copy and update times from the profiler (3.3.1) | Plan.times_lanes, `rates.py` | option hardware | - |

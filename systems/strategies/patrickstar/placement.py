@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 
 from systems.errors import BudgetError
 from systems.planning.policy.division import Division
@@ -96,7 +96,8 @@ def static_room(division: Division, residence: Residence, share: float) -> Seque
     room = [max(int(share * budget) - p, h) for p, h in zip(pool, held, strict=True)]
     fixed = division.fixed(residence)
     if any(f + min(r, most) > budget for f, r in zip(fixed, room, strict=True)):
-        raise _refusal(division, share, max(map(_least_budget(share, most), fixed, pool, held)))
+        left = min(budget - f + p for f, p in zip(fixed, pool, strict=True)) / budget
+        raise _refusal(division, share, max(map(_least_budget(share, most), fixed, pool, held)), floor(100 * left) / 100)
     return room
 
 
@@ -113,12 +114,14 @@ def _least_budget(share: float, most: int) -> Callable[[int, int, int], int]:
     return least
 
 
-def _refusal(division: Division, share: float, need: int) -> BudgetError:
+def _refusal(division: Division, share: float, need: int, enough: float) -> BudgetError:
+    """enough: the largest share beside which there is room."""
+    lower = f"lower warmup_share, as `options=dict(warmup_share={enough})`, " if enough > 0 else ""
     needed, given = (division.context.memory_for(nbytes) for nbytes in (need, division.context.device_budget))
     return BudgetError(
         f"{division.system} needs at least {format_need(needed, given)} of device memory with variant=static-partition, where "
         f"{share:.0%} of it is for chunks whatever activations take, {format_size(given)} is given: raise `device_memory`, "
-        "lower `warmup_share`, take a smaller batch or recompute more",
+        f"{lower}take a smaller batch or recompute more",
         tier="device",
         need=needed,
         have=given,

@@ -8,6 +8,8 @@ Tails of chunks are not allocated, so the utilization that counts is that of wha
 
 from __future__ import annotations
 
+from math import ceil
+
 from systems.errors import BudgetError
 from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
@@ -27,12 +29,14 @@ def warm_up_share(layout: Layout, context: PlanningContext, rule: UpdateRule, sh
     if not settled:
         return share
     if settled > most:
-        need = host_need(layout, context)
+        need, enough = host_need(layout, context), ceil(100 * settled / device) / 100
+        more = (
+            f"`device_memory` or warmup_share, as `options=dict(warmup_share={enough})`" if enough <= 1 else "`device_memory`"
+        )
         raise BudgetError(
             f"the model needs {format_need(need, host)} of host memory, {format_size(host)} are there, and what is missing is "
             f"{format_need(settled, most)} on the device, of which patrickstar's chunks may take {share:.0%} "
-            f"({format_size(most)}) before a step was traced: raise `host_memory`, `device_memory` or `warmup_share`, or take "
-            "a smaller model",
+            f"({format_size(most)}) before a step was traced: raise `host_memory`, {more}, or take a smaller model",
             tier="host",
             need=need,
             have=host,
