@@ -147,8 +147,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _Planned:
-    """warm_up_peak_bytes: of the steps before the plan; 0 where nothing is set aside for them. inputs_away: bytes of
-    blocks' inputs that may wait on the host, in whole pages. choice: of what runs ahead in the plan.
+    """warm_up_peak_bytes: of steps before the plan; 0 where nothing is set aside for them. inputs_away: of blocks' inputs that
+    may wait on the host, whole pages. choice: of what runs ahead. cannot_begin: the layout is refused with the host there is.
     """
 
     policy: Any
@@ -159,6 +159,7 @@ class _Planned:
     choice: AheadChoice
     warm_up_peak_bytes: int = 0
     inputs_away: int = 0
+    cannot_begin: bool = False
 
     def schedule(self) -> Schedule:
         if isinstance(self.policy, BaselinePolicy):
@@ -279,7 +280,7 @@ class _PlansByBudget:
         except BudgetError as error:
             if error.tier == "device" and not self._overflows:
                 raise  # nothing of it comes from the host's budget
-            return self._plan_within(device_budget, UNLIMITED, any_plan)
+            return replace(self._plan_within(device_budget, UNLIMITED, any_plan), cannot_begin=error.tier == "host")
 
     def _plan_within(self, device_budget: int, host_budget: int, any_plan: bool) -> _Planned:
         question, allowance = self.question, self.question.allowance.on(self.question.ranks)
@@ -312,8 +313,7 @@ class _PlansByBudget:
             trace = under(replace(trace, recomputed=away), {}, recomputed=away, offloaded=away)
             warm_up = self._warm_up(strategy, layout, trace, context)
             choice = self._choice(strategy, strategy.plan(layout, trace), layout, trace, context)
-            inputs = waiting_input_bytes(trace, away)
-            return _Planned(strategy, layout, trace, choice.made(), context, choice, warm_up, inputs)
+            return _Planned(strategy, layout, trace, choice.made(), context, choice, warm_up, waiting_input_bytes(trace, away))
         return self._plan_with_switches(strategy, index, layout, context)
 
     def _plan_with_switches(self, strategy: Strategy, index: ModelIndex, layout: Layout, context: PlanningContext) -> _Planned:
@@ -373,13 +373,13 @@ class _PlansByBudget:
         return host_bytes(planned.layout, planned.context) + planned.inputs_away if self._keeps_host_copies else 0
 
     def host_need(self, planned: _Planned, schedule: Schedule) -> TierNeed:
-        question = self.question
         return host_need(
             schedule,
-            ranks_on_node=question.ranks_on_node,
-            have_bytes=question.host_memory,
+            ranks_on_node=self.question.ranks_on_node,
+            have_bytes=self.question.host_memory,
             offloads=self._keeps_host_copies or planned.policy.offloads,
             inputs=planned.inputs_away,
+            first=self.at_first(planned) if planned.cannot_begin else 0,
         )
 
 

@@ -9,6 +9,7 @@ Note [Kinds]
     master, moments, accumulators    of the optimizer, where the update is
     buffers, on the host   through which states on the disk go
     second versions        of bundles whose updates run ahead of the norm: master, moments and slots
+    before a plan          on the host: states that a plan takes to the device, which have to be here first and do not fit
     allocator              left free: blocks do not lie without holes, see `planning.allowance`
     activations    everything else that forward and backward make, temporaries included; buffers: the module's own
 """
@@ -112,8 +113,12 @@ def _contents(schedule: Schedule, memory: MemTimeline, moment: int) -> tuple[int
     return found
 
 
-def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, offloads: bool, inputs: int = 0) -> TierNeed:
-    """offloads: False for a system that keeps nothing on the host at all. inputs: bytes of a rank's that wait there."""
+def host_need(
+    schedule: Schedule, *, ranks_on_node: int, have_bytes: int, offloads: bool, inputs: int = 0, first: int = 0
+) -> TierNeed:
+    """offloads: False for a system that keeps nothing on the host at all. inputs: bytes of a rank's that wait there. first: of
+    one whose layout is refused with this host, what a rank has there before a plan takes states to the device.
+    """
     if not offloads:
         return TierNeed(0, have_bytes, {})
     residence = schedule.residence
@@ -127,6 +132,9 @@ def host_need(schedule: Schedule, *, ranks_on_node: int, have_bytes: int, offloa
     parts["buffers"], parts["activations"] = buffer_bytes(layout), inputs
     parts["second versions"] = second_version_bytes(layout, residence.context, residence.ahead)
     parts = {name: size * ranks_on_node for name, size in parts.items()}
+    total = sum(parts.values())
+    if total <= have_bytes:  # so it is the beginning that does not fit
+        parts["before a plan"] = max(0, first * ranks_on_node - total)
     return TierNeed(sum(parts.values()), have_bytes, _present(parts))
 
 

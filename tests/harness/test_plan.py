@@ -123,6 +123,16 @@ def test_what_a_strategy_decided_is_told_as_its_statistics_have_it(capsys: pytes
     assert found["statistics"] == {} and "decided by" not in shown
 
 
+def test_what_the_host_has_to_hold_before_there_is_a_plan_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The steady step needs less than there is, and the run is refused: the paper's warm-up bounds what the device takes."""
+    asked = (*TINY, "--system", "patrickstar", "--option", "variant=paper", "--device-memory", "6MiB", "--host-memory")
+    code, found, shown = told(capsys, *asked, "14976KiB")
+    host = found["tiers"]["host"]
+    steady = host["need_bytes"] - host["parts"]["before a plan"]
+    assert code == 1 and steady < 14976 << 10 < host["need_bytes"] and "before a plan" in shown
+    assert told(capsys, *asked, str(host["need_bytes"]))[0] == 0
+
+
 OPTIMIZERS = [("adamw", (), 2), ("sgd", (), 0), ("sgd", ("--hyper", "momentum=0.9"), 1), ("lion", (), 1)]
 
 
