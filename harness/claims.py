@@ -1,6 +1,6 @@
 """The claims of the four papers, and what runs kept here say of each, by rules that were written down before the runs.
 
-`claims.toml` has the claims. A claim has parts; a part names the runs that decide it and the numbers that the paper prints.
+The claims are in claims.toml. A claim has parts; a part names the runs that decide it and the numbers that the paper prints.
 
 Note [Verdicts on claims]
     ratio: our figure over the reference's. Reproduced where the 95 % interval (harness/stats.py) meets the paper's range or
@@ -63,11 +63,11 @@ _LESS_IS_BETTER: Mapping[str, Callable[[Record], float | None]] = {
 }
 
 
-class _Data(BaseModel):
+class _ClaimsData(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PartData(_Data):
+class PartData(_ClaimsData):
     """ours, reference: flags of a run each, over those of the claim. figure: of ratio and same one of those that are known, of
     count the dotted name of a record's field. low, high: what the paper prints, the same twice where it is one number; a count
     without low has no lower bound. sizes: models, smallest first; largest: the one that the paper trains. ranks: of scaling.
@@ -106,7 +106,7 @@ class PartData(_Data):
         return self
 
 
-class ClaimData(_Data):
+class ClaimData(_ClaimsData):
     """place: in the paper. printed: its words and numbers. seen: records that decide a part of it were there when this was
     written. untestable: why it cannot be decided here. waits: what has to be built first. Each of the two may be of a part of
     the claim, beside parts that decide the rest.
@@ -132,7 +132,7 @@ class ClaimData(_Data):
         return self
 
 
-class LedgerData(_Data):
+class LedgerData(_ClaimsData):
     """hardware: device label of the records that count. work: flags of all cells."""
 
     hardware: str
@@ -140,7 +140,7 @@ class LedgerData(_Data):
     claims: tuple[ClaimData, ...]
 
 
-class Finding(Part):
+class PartOutcome(Part):
     """What is known of a part. value: with the interval where there is one. wants: cells that lack runs."""
 
     what: str
@@ -171,7 +171,7 @@ class Judged(Part):
     waits: str | None
     verdict: Verdict
     simulated: bool
-    parts: list[Finding]
+    parts: list[PartOutcome]
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def cell_name(cell: TableCell, profile: str | None = None) -> str:
 
 
 def judge(data: LedgerData, claim: ClaimData, records: Sequence[Record], forecasts: Forecasts) -> Judged:
-    found = [_finding(data, claim, part, records, forecasts) for part in claim.parts]
+    found = [_outcome(data, claim, part, records, forecasts) for part in claim.parts]
     deciding = [one for one in found if not one.beside]
     verdicts = [one.verdict for one in deciding] + (["open"] if claim.waits else [])
     verdict = min(verdicts, key=_ORDER.index, default="not testable here")
@@ -240,9 +240,11 @@ def judge(data: LedgerData, claim: ClaimData, records: Sequence[Record], forecas
     return Judged(**told, verdict=verdict, simulated=simulated, parts=found)
 
 
-def _finding(data: LedgerData, claim: ClaimData, part: PartData, records: Sequence[Record], forecasts: Forecasts) -> Finding:
+def _outcome(
+    data: LedgerData, claim: ClaimData, part: PartData, records: Sequence[Record], forecasts: Forecasts
+) -> PartOutcome:
     cells = list(cells_of(data, claim, part))
-    empty = Finding(what=part.what, kind=part.kind, verdict="open", beside=part.beside, simulated=part.profile is not None)
+    empty = PartOutcome(what=part.what, kind=part.kind, verdict="open", beside=part.beside, simulated=part.profile is not None)
     if part.profile is not None:
         return _simulated(empty, part, cells, forecasts)
     runs = [(side, cell, replicates(records, cell, data.hardware)) for side, cell in cells]
@@ -260,7 +262,7 @@ def _trains(runs: Sequence[Record]) -> bool | None:
     return True if "ok" in endings else False if endings & {"oom", "refused"} else None
 
 
-def _compared(empty: Finding, part: PartData, runs: Sequence[tuple[str, TableCell, list[Record]]]) -> Finding:
+def _compared(empty: PartOutcome, part: PartData, runs: Sequence[tuple[str, TableCell, list[Record]]]) -> PartOutcome:
     """ratio, same and scaling, of two cells."""
     good = [[record for record in each if record.status == "ok"] for _, _, each in runs]
     order = (1, 0) if part.kind == "scaling" else (0, 1)  # of scaling the fewest devices are what the others are set against
@@ -303,7 +305,7 @@ def _as_scaling(part: PartData, value: float, low: float | None, high: float | N
     return {name: None if each is None else math.log(each) / base for name, each in shown.items()}
 
 
-def _so_far(part: PartData, found: Finding) -> str:
+def _so_far(part: PartData, found: PartOutcome) -> str:
     """The direction of too few runs."""
     even = 0.0 if part.kind == "scaling" else 1.0
     low, high = (found.value if bound is None else bound for bound in (found.low, found.high))
@@ -326,7 +328,7 @@ def verdict_of(part: PartData, low: float | None, high: float | None) -> Verdict
     return "undecided" if meets else "not reproduced"
 
 
-def _capacity(empty: Finding, part: PartData, tried: Sequence[tuple[str, TableCell, bool | None]]) -> Finding:
+def _capacity(empty: PartOutcome, part: PartData, tried: Sequence[tuple[str, TableCell, bool | None]]) -> PartOutcome:
     """tried: a rung each, and whether it trains."""
     wants: list[str] = []
     reached: dict[str, int] = {}
@@ -349,7 +351,7 @@ def _capacity(empty: Finding, part: PartData, tried: Sequence[tuple[str, TableCe
     return found.model_copy(update={"verdict": "direction only" if ahead else "not reproduced"})
 
 
-def _count(empty: Finding, part: PartData, cell: TableCell, runs: Sequence[Record]) -> Finding:
+def _count(empty: PartOutcome, part: PartData, cell: TableCell, runs: Sequence[Record]) -> PartOutcome:
     """One run is enough: it is no matter of time. Runs that disagree are no count."""
     values = {value for record in runs if record.status == "ok" and (value := _field(record, part.figure)) is not None}
     if len(values) != 1:
@@ -370,7 +372,7 @@ def _field(record: Record, dotted: str) -> float | None:
     return float(found) if type(found) in (int, float) else None
 
 
-def _simulated(empty: Finding, part: PartData, cells: Sequence[tuple[str, TableCell]], forecasts: Forecasts) -> Finding:
+def _simulated(empty: PartOutcome, part: PartData, cells: Sequence[tuple[str, TableCell]], forecasts: Forecasts) -> PartOutcome:
     known = [(side, cell, forecasts.get(cell_name(cell, part.profile))) for side, cell in cells]
     wants = [f"{cell_name(cell, part.profile)}: a forecast" for _, cell, step in known if step is None]
     if part.kind == "capacity":

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from harness import store
 from harness.cells import TEXT_LIMIT
-from harness.claims import FILE, Finding, ForecastStep, Judged, LedgerData, Paper, judge, read_claims
+from harness.claims import FILE, ClaimData, ForecastStep, Judged, LedgerData, Paper, PartOutcome, judge, read_claims
 from harness.output import complain, result_console, say_json
 from harness.record import Record
 from harness.spec import KEPT, BadInputError
@@ -43,12 +43,13 @@ class LedgerSpec(BaseModel):
     paper: Paper | None = Field(None, description="of this paper only")
     claim: int | None = Field(None, description="this claim only, by its number, with all that is known of it")
     out: str | None = Field(None, description="page that has the two marks between which all claims are written")
+    forecast: bool = Field(False, description="first make the forecasts that are lacking, minutes each, and keep them")
     check: bool = Field(False, description="with --out: write nothing; exit code 1 if the page differs from the records")
 
 
 @dataclass(frozen=True)
 class KeptSteps:
-    """Forecasts by name of cell and profile. source: digest of the program that made them, None where there are none."""
+    """Forecasts by name of cell and profile. source: digest of the program that made the last, None where there are none."""
 
     source: str | None
     found: dict[str, ForecastStep]
@@ -63,7 +64,7 @@ def judged(data: LedgerData, records: Sequence[Record], kept: KeptSteps) -> list
     return [judge(data, claim, records, kept.found) for claim in data.claims]
 
 
-def show_ledger(spec: LedgerSpec, data: LedgerData | None = None) -> int:
+def show_ledger(spec: LedgerSpec, data: LedgerData | None = None, forecasts: Path = FORECASTS) -> int:
     """Exit code: 0, or 1 if `check` finds the page to differ. Raises BadInputError. data: other claims than those kept."""
     if spec.out is not None and (spec.paper is not None or spec.claim is not None):
         raise BadInputError("--out is a page of all claims: leave --paper and --claim out")
@@ -76,18 +77,30 @@ def show_ledger(spec: LedgerSpec, data: LedgerData | None = None) -> int:
     for one in unreadable:
         complain(f"{one.path} is no record: {one.why}")
     try:
-        found = judged(data or read_claims(), records, read_forecasts())
+        data, kept = data or read_claims(), read_forecasts(forecasts)
+        if spec.forecast:
+            from harness import claims_forecast
+
+            claims_forecast.make(data, [one for one in data.claims if _wanted(spec, one)], kept.found, forecasts)
+            kept = read_forecasts(forecasts)
     except ValueError as error:
         raise BadInputError(str(error)) from None
+    except OSError as error:
+        raise BadInputError(f"{forecasts} cannot be used: {error.strerror}") from None
+    found = judged(data, records, kept)
     if spec.out is not None:
         return _write(spec.out, found, check=spec.check, results=spec.results)
-    wanted = [one for one in found if spec.paper in (None, one.paper) and spec.claim in (None, one.number)]
+    wanted = [one for one in found if _wanted(spec, one)]
     if not wanted:
         numbers = [one.number for one in found if spec.paper in (None, one.paper)]
         raise BadInputError(f"--claim {spec.claim} is none of {min(numbers)} to {max(numbers)}: use one of these")
     _show(wanted, in_full=spec.claim is not None)
     say_json(json.dumps({"schema_version": 1, "kind": "ledger", "claims": [one.model_dump(mode="json") for one in wanted]}))
     return UP_TO_DATE
+
+
+def _wanted(spec: LedgerSpec, one: ClaimData | Judged) -> bool:
+    return spec.paper in (None, one.paper) and spec.claim in (None, one.number)
 
 
 def _write(out: str, found: Sequence[Judged], *, check: bool, results: str) -> int:
@@ -130,7 +143,7 @@ def _short(one: Judged) -> str:
     return "; ".join(f"{'beside it: ' if part.beside else ''}{part.what}: {outcome(part)}" for part in known)
 
 
-def outcome(part: Finding) -> str:
+def outcome(part: PartOutcome) -> str:
     """too few runs, 1.15 (so far: better)."""
     spread = "" if part.low is None or part.high is None else f" ({part.low:.3g} to {part.high:.3g})"
     number = "" if part.value is None else f", {part.value:.3g}{spread}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness import claims, store
-from harness.claims import ClaimData, Finding, ForecastStep, LedgerData, PartData, judge, read_claims, verdict_of
+from harness.claims import ClaimData, ForecastStep, LedgerData, PartData, PartOutcome, judge, read_claims, verdict_of
 from harness.record import Record
 from models import registry as models_registry
 from systems import registry
@@ -55,7 +55,7 @@ def pair(ours: Sequence[float], theirs: Sequence[float]) -> list[Record]:
     return found + [record(100 + number, "resident", rate) for number, rate in enumerate(theirs)]
 
 
-def found(one: PartData, records: Sequence[Record], forecasts: Mapping[str, ForecastStep] | None = None) -> Finding:
+def found(one: PartData, records: Sequence[Record], forecasts: Mapping[str, ForecastStep] | None = None) -> PartOutcome:
     data = LedgerData(hardware="a device", claims=(claim(one, untestable="why"),))
     (finding,) = judge(data, data.claims[0], records, forecasts or {}).parts
     return finding
@@ -257,7 +257,7 @@ def steps(ours: float | None, theirs: float | None) -> dict[str, ForecastStep]:
 def test_a_forecast_has_three_percent_of_error_and_is_called_simulated(rate: float, told: str) -> None:
     finding = found(part("ratio", profile=PROFILE), [], steps(rate, 1.0))
     assert (finding.verdict, finding.simulated, finding.runs) == (told, True, [])
-    assert (finding.low, finding.high) == (pytest.approx(0.97 * rate), pytest.approx(1.03 * rate))
+    assert [finding.low, finding.high] == pytest.approx([0.97 * rate, 1.03 * rate])
 
 
 def test_runs_are_no_forecasts_and_what_does_not_fit_has_no_rate() -> None:
