@@ -257,9 +257,11 @@ def _outcome(
 
 
 def _trains(runs: Sequence[Record]) -> bool | None:
-    """Whether the work fits: None where nobody tried, or it ended in another way."""
-    endings = {record.status for record in runs}
-    return True if "ok" in endings else False if endings & {"oom", "refused"} else None
+    """Whether the work fits: None where nobody tried, or it ended for want of something else than memory."""
+    if any(record.status == "ok" for record in runs):
+        return True
+    short = any(r.status == "oom" or (r.status == "refused" and r.reason is not None and r.reason.tier) for r in runs)
+    return False if short else None
 
 
 def _compared(empty: PartOutcome, part: PartData, runs: Sequence[tuple[str, TableCell, list[Record]]]) -> PartOutcome:

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from harness.cells import TableCell
-from harness.claims import ClaimData, ForecastStep, LedgerData, cell_name, cells_of
+from harness.claims import FILE, ClaimData, ForecastStep, LedgerData, cell_name, cells_of
 from harness.environment import source_sha256
 from harness.output import counted
-from harness.spec import RunSpec
+from harness.spec import BadInputError, RunSpec
 from models import registry as models_registry
 from models.flops import relative_tflops
 from models.loss import token_loss
@@ -50,7 +50,7 @@ def make(data: LedgerData, claims: Sequence[ClaimData], known: dict[str, Forecas
 
 
 def asked(spec: RunSpec, profile_name: str) -> ForecastStep:
-    """Of a cell. A budget that it does not name is all of the profile's."""
+    """Of a cell. A budget that it does not name is all of the profile's. Raises BadInputError for what no machine could do."""
     system, profile = registry.get(spec.system), hardware.load(profile_name.format(ranks=spec.ranks))
     shape = models_registry.resolve(str(spec.model), registry.split_assignments("set", spec.set))
     assert spec.batch_size is not None and spec.seq_len is not None, "a cell names both"
@@ -72,7 +72,7 @@ def asked(spec: RunSpec, profile_name: str) -> ForecastStep:
     try:
         made = forecast(system, registry.parse_options(system, spec.option), question, seen)
     except UnsupportedError as error:
-        return ForecastStep(None, None, str(error))
+        raise BadInputError(f"{FILE.name}: {cell_name(TableCell('', spec), profile_name)}: {error}") from None
     if not made.fits:
         return ForecastStep(None, None, made.why_not)
     parameters = sum(each.numel() for each in model.parameters())

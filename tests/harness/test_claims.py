@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from harness import claims, store
+from harness import claims, claims_forecast, store
 from harness.claims import ClaimData, ForecastStep, LedgerData, PartData, PartOutcome, judge, read_claims, verdict_of
+from harness.ledger import read_forecasts
 from harness.record import Record
+from harness.spec import BadInputError
 from models import registry as models_registry
 from systems import registry
 from systems.planning import hardware
@@ -203,7 +205,9 @@ def ladder(system: str, **endings: str) -> list[Record]:
 def test_the_largest_is_at_most_a_step_below_the_papers() -> None:
     assert found(part("capacity"), ladder("elixir", _2="ok", _3="oom")).verdict == "reproduced"
     assert found(part("capacity"), ladder("elixir", _3="ok")).verdict == "reproduced"
-    assert found(part("capacity"), ladder("elixir", _1="ok", _2="refused")).verdict == "not reproduced"
+    refused = record(9, status="refused", reason={"message": "no room", "tier": "host"}, spec={"model": SIZES[2]})
+    assert found(part("capacity"), [*ladder("elixir", _1="ok"), refused]).verdict == "not reproduced"
+    assert found(part("capacity"), ladder("elixir", _1="ok", _2="refused")).verdict == "open", "for another reason than memory"
     assert found(part("capacity"), ladder("elixir", _0="oom")).verdict == "not reproduced"
 
 
@@ -351,3 +355,38 @@ def test_claims_of_which_runs_were_there_before_say_so() -> None:
     records = [one for one in store.read_all(ROOT / "results")[0] if one.run_id < "20261130T192"]
     known = {one.number for one in (judge(data, each, records, {}) for each in data.claims) if any(p.value for p in one.parts)}
     assert known and known <= {one.number for one in data.claims if one.seen}
+
+
+# ---- forecasts that are made
+
+
+def test_what_is_lacking_is_forecast_once_and_kept(tmp_path: Path) -> None:
+    one = part("ratio", profile="h100-80g-x{ranks}")
+    data = LedgerData(hardware="a device", work={"dtype": "fp32"}, claims=(claim(one),))
+    path, known = tmp_path / "kept.json", dict[str, ForecastStep]()
+    claims_forecast.make(data, data.claims, known, path)
+    assert set(known) == {f"{s} opt-tiny 2 x 16 tokens, fp32, on h100-80g-x1" for s in ("elixir", "resident")}
+    assert read_forecasts(path).found == known
+    assert all(step.tokens_per_s and step.relative_tflops for step in known.values())
+    assert not list(claims_forecast.lacking(data, data.claims, known))
+    assert judge(data, data.claims[0], [], known).simulated
+
+
+def test_what_no_machine_could_do_is_no_want_of_memory(tmp_path: Path) -> None:
+    """Else it would count against a claim of size."""
+    size = {"sizes": ["opt-tiny"], "largest": "opt-tiny", "profile": "h100-80g-x1"}
+    one = part("capacity", ours={"system": "elixir", "option": ["nonfinite=stop"]}, **size)
+    data = LedgerData(hardware="a device", work={"dtype": "fp16"}, claims=(claim(one),))
+    with pytest.raises(BadInputError, match="claims.toml: elixir .* fp16's loss scaling"):
+        claims_forecast.make(data, data.claims, {}, tmp_path / "kept.json")
+
+
+def test_a_kept_forecast_is_of_a_cell() -> None:
+    data = read_claims()
+    asked = {
+        claims.cell_name(cell, each.profile)
+        for one in data.claims
+        for each in one.parts
+        for _, cell in claims.cells_of(data, one, each)
+    }
+    assert set(read_forecasts().found) <= asked
