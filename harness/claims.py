@@ -8,7 +8,8 @@ Note [Verdicts on claims]
     below the range. An interval that has both 1 and a part of the range in it decides nothing: undecided.
     same: no more behind the reference than the paper is, or than SAME_AT_LEAST; better is no contradiction.
     capacity: the largest of a ladder of sizes that trains, the next one having been tried, is at most one step below the
-    paper's. Direction only where it is larger than the reference's largest.
+    paper's, and larger than the reference's largest, if there is one. Direction only where it is larger than that alone;
+    where both reach the ladder's end: undecided.
     scaling: the exponent of the rate over the number of devices, 1 where twice as many do twice the work. Direction only
     where it is above 0.
     count: a number that a run counts and that no clock has part in: equal, or within the bounds that the paper names.
@@ -347,10 +348,14 @@ def _capacity(empty: PartOutcome, part: PartData, tried: Sequence[tuple[str, Tab
     found = empty.model_copy(update={"wants": wants, "remark": remark if any(t is not None for _, _, t in tried) else None})
     if wants:
         return found
-    if ours >= printed - 1:
-        return found.model_copy(update={"verdict": "reproduced"})
-    ahead = "reference" in reached and ours > reached["reference"]
-    return found.model_copy(update={"verdict": "direction only" if ahead else "not reproduced"})
+    near, verdict = ours >= printed - 1, "not reproduced"
+    if "reference" not in reached:
+        verdict = "reproduced" if near else "not reproduced"
+    elif ours > reached["reference"]:
+        verdict = "reproduced" if near else "direction only"
+    elif ours == len(part.sizes) - 1:
+        verdict = "undecided"  # the ladder ends before either does
+    return found.model_copy(update={"verdict": verdict})
 
 
 def _count(empty: PartOutcome, part: PartData, cell: TableCell, runs: Sequence[Record]) -> PartOutcome:

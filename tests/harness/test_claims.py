@@ -216,6 +216,9 @@ def test_larger_than_the_reference_is_a_direction() -> None:
     ours = ladder("elixir", _1="ok", _2="oom")
     assert found(both, [*ours, *ladder("resident", _0="ok", _1="oom")]).verdict == "direction only"
     assert found(both, [*ours, *ladder("resident", _1="ok", _2="oom")]).verdict == "not reproduced"
+    assert found(both, ladder("elixir", _3="ok") + ladder("resident", _2="ok", _3="oom")).verdict == "reproduced"
+    assert found(both, ladder("elixir", _2="ok", _3="oom") + ladder("resident", _3="ok")).verdict == "not reproduced"
+    assert found(both, ladder("elixir", _3="ok") + ladder("resident", _3="ok")).verdict == "undecided"
     finding = found(both, ours)
     assert (finding.verdict, finding.wants) == ("open", ["resident opt-125m 2 x 16 tokens, bf16: whether it trains"])
 
