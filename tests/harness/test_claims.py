@@ -189,6 +189,18 @@ def test_scaling_is_an_exponent(rate: float, told: str) -> None:
     assert finding.value is not None and 4**finding.value == pytest.approx(rate)
 
 
+def test_only_runs_on_a_machine_that_both_were_on_are_compared() -> None:
+    def on(boot_id: str, records: list[Record]) -> list[Record]:
+        there = {"hardware": {"boot_id": boot_id, "device_uuid": "a"}}
+        return [record.model_copy(update={"environment": make_record(environment=there).environment}) for record in records]
+
+    elsewhere = [record(200 + number, "resident", 0.1) for number in range(3)]
+    records = [*on("a", pair([1.3, 1.3, 1.3], [1.0, 1.0, 1.0])), *on("b", elsewhere)]
+    assert found(part("ratio"), records).value == pytest.approx(1.3)
+    apart = found(part("ratio"), [*on("a", pair([1.3, 1.3, 1.3], [])), *on("b", elsewhere)])
+    assert apart.verdict == "open" and apart.remark is not None and "one that the reference did not run on" in apart.remark
+
+
 # ---- of sizes and counts
 
 
