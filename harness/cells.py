@@ -107,14 +107,15 @@ def _groups(table: TableData, group: GroupData) -> Iterator[Group]:
     for values in product(*group.grid.values()):
         chosen = dict(zip(group.grid, values, strict=True))
         title = ", ".join([group.title, *(f"{flag(name)} {value}" for name, value in chosen.items())])
-        cells = tuple(_cell(table.work | group.work | chosen | row, table.processes) for row in group.rows)
+        cells = tuple(made_cell(table.work | group.work | chosen | row, table.processes) for row in group.rows)
         by_label = {cell.label: cell for cell in reversed(cells)}
         if group.reference not in by_label:
             raise ValueError(f"group {group.title!r}: no row is called {group.reference!r}: {', '.join(by_label)}")
         yield Group(title, by_label[group.reference], cells)
 
 
-def _cell(work: dict[str, Any], processes: int) -> TableCell:
+def made_cell(work: dict[str, Any], processes: int) -> TableCell:
+    """Of the flags of a run, `processes` possibly among them. Raises ValueError, ValidationError."""
     given = work.pop("processes", processes)
     if type(given) is not int or given < 1:
         raise ValueError(f"processes = {given!r} of a row: write a whole number from 1 on")

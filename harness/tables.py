@@ -41,12 +41,13 @@ def rendered(tables: Sequence[ResultsTable], records: Sequence[Record]) -> str:
     return "\n".join([BEGIN, "", *page(tables, records), "", END])
 
 
-def replaced(text: str, block: str, where: str) -> str:
+def replaced(text: str, block: str, where: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """The text with the block in the place of what its marks enclose. Raises BadInputError if they are not there once."""
-    if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
-        raise BadInputError(f"--out {where}: it needs the lines {BEGIN} and {END} once each, in this order")
-    before, rest = text.split(BEGIN)
-    return before + block + rest.split(END)[1]
+    begin, end = marks
+    if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
+        raise BadInputError(f"--out {where}: it needs the lines {begin} and {end} once each, in this order")
+    before, rest = text.split(begin)
+    return before + block + rest.split(end)[1]
 
 
 def write_tables(spec: TablesSpec, folder: Path = FOLDER) -> int:

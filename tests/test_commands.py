@@ -29,6 +29,7 @@ from harness.compare import CompareSpec, StoredSpec
 from harness.export import ExportSpec
 from harness.figures import FigureSpec
 from harness.listing import FiguresSpec, HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
+from harness.ledger import LedgerSpec
 from harness.plan_spec import ALL, PlanSpec
 from harness.profile_spec import ProfileSpec
 from harness.scale import BatchSpec, ScaleSpec
@@ -54,6 +55,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "max-batch": (BatchSpec,),
     "sweep": (SweepSpec,),
     "tables": (TablesSpec,),
+    "ledger": (LedgerSpec,),
     "export": (ExportSpec,),
     "figure": (FigureSpec,),
     "profile": (ProfileSpec,),
@@ -62,6 +64,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
 }
 CALLED = (
     "harness.export.export",
+    "harness.ledger.show_ledger",
     "harness.plan.plan",
     "harness.listing._tell",
     "harness.figures.show_figure",
@@ -328,12 +331,13 @@ def test_commands_that_need_no_gpu_run(path: Path, tmp_path: Path) -> None:
     """One after the other, in one folder: a later one may go on from an earlier one's checkpoint."""
     own_files(tmp_path)
     (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "results.md", tmp_path / "docs")
+    for name in ("results.md", "claims.md"):
+        shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     (tmp_path / "data").mkdir()
     for command in dict.fromkeys(commands_of(path)):
         if not command.whole or command.words[0] not in ("harness", "python") or needs_a_gpu(command):
             continue
         words = [word.replace("/data", str(tmp_path / "data")) for word in command.words]
-        words += ["--results", str(ROOT / "results")] if words[1] == "tables" else []
+        words += ["--results", str(ROOT / "results")] if words[1] in ("tables", "ledger") else []
         done = called(words, tmp_path)
         assert done.returncode in ENDS.get(words[1], {0}), f"{command.text}: {done.stderr[-2000:]}"
