@@ -28,8 +28,8 @@ from harness import cli
 from harness.compare import CompareSpec, StoredSpec
 from harness.export import ExportSpec
 from harness.figures import FigureSpec
-from harness.listing import FiguresSpec, HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
 from harness.ledger import LedgerSpec
+from harness.listing import FiguresSpec, HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
 from harness.plan_spec import ALL, PlanSpec
 from harness.profile_spec import ProfileSpec
 from harness.scale import BatchSpec, ScaleSpec
