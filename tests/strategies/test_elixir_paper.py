@@ -173,7 +173,7 @@ ALL_BUT_TIME = {"fetch_waits", "compute_waits", "cache_is_enough", "gradients_ta
         ({"nonfinite": "stop"}, {"update_waits"}),
         ({"cache": 0}, ALL_BUT_TIME),  # the same as in the paper's plan
     ],
-    ids=str,
+    ids=lambda given: str(sorted(given)) if isinstance(given, set) else str(given),
 )
 def test_the_default_breaks_each(options: dict[str, Any], laws: set[str]) -> None:
     cache = cache_of(1)
