@@ -37,7 +37,7 @@ test-slow: $(READY)
 
 # Random runs of every strategy beside resident, on all cores.
 fuzz: $(READY)
-	$(BIN)python3 -m pytest tests/systems/test_fuzz.py -k random_loop -q -n logical --maxprocesses $(DRAWS) --draws $(DRAWS) --seed $(SEED)
+	$(BIN)python3 -m pytest tests/systems/test_fuzz.py -k random_loop -m "slow or not slow" -q -n logical --maxprocesses $(DRAWS) --draws $(DRAWS) --seed $(SEED)
 
 $(READY): pyproject.toml constraints-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, none was found" >&2; exit 1; }
