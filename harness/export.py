@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from harness import store
 from harness.output import complain, say_json
+from harness.record import Record
 from harness.spec import KEPT, TRIALS, BadInputError
 from harness.spreadsheet import write_csv
 from systems.machine.durable import write_whole
@@ -41,10 +42,13 @@ def export(spec: ExportSpec) -> int:
     out = Path(spec.out)
     if out.suffix == PARQUET and importlib.util.find_spec("pyarrow") is None:
         raise BadInputError(f"--out {out}: parquet needs the package pyarrow: pip install pyarrow, or write a {CSV} file")
+    records: list[Record] = []
     for folder in store.folders_of(spec.results):
-        for one in store.read_all(folder)[1]:
+        found, unreadable = store.read_all(folder)
+        records += found
+        for one in unreadable:
             complain(f"{one.path} is no record: {one.why}")
-    rows = rows_of(spec.results)
+    rows = rows_of(records)
     if not rows:
         raise BadInputError(f"no record in {store.in_words(store.folders_of(spec.results))}: name the folder with --results")
     try:
@@ -60,13 +64,9 @@ def export(spec: ExportSpec) -> int:
     return 0
 
 
-def rows_of(results: str | None = None) -> list[dict[str, Any]]:
-    """Of all records, oldest first, each with the same columns; what is no number, text or truth is JSON text.
-
-    results: their folder; None: wherever runs keep them.
-    """
-    trees = [r.model_dump(mode="json") for folder in store.folders_of(results) for r in store.read_all(folder)[0]]
-    flat = [dict(_flat(tree)) for tree in sorted(trees, key=lambda tree: str(tree["run_id"]))]
+def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Oldest first, each with the same columns; a list is JSON text, and what is not known None."""
+    flat = [dict(_flat(r.model_dump(mode="json"))) for r in sorted(records, key=lambda record: record.run_id)]
     columns = dict.fromkeys(name for row in flat for name in row)
     return [{name: row.get(name) for name in columns} for row in flat]
 

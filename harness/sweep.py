@@ -38,11 +38,11 @@ from harness.results_page import shown
 from harness.spec import KEPT, BadInputError, RunSpec, in_flags
 from harness.stopping import stop_signals
 from harness.store import new_run_id
+from harness.tables import FOLDER
 from systems.machine.durable import write_whole
 from systems.machine.limits import boot_id
 from systems.messages import printable, unknown_name
 
-TABLES = Path(__file__).with_name("results_tables")
 OF_ONE_RUN = ("trace", "checkpoint", "save_every", "resume", "results", "repeat")  # flags that no row may have
 COMPLETE, FAILED, MISSING = 0, 1, 3  # exit codes
 DECIDED = ("refused", "unavailable")  # before any training, and so again
@@ -134,7 +134,7 @@ class Sweep:
         return sum(self.wanted(cell) * self.expected_s(cell, group) for cell, group in cells if self.wanted(cell))
 
 
-def table_of(spec: SweepSpec, folder: Path = TABLES) -> ResultsTable:
+def table_of(spec: SweepSpec, folder: Path = FOLDER) -> ResultsTable:
     """Raises BadInputError for one that is not there, or cannot be read, or has nothing of what is asked for."""
     named = {path.stem: path for path in sorted(folder.glob("*.toml"))}
     path = named.get(spec.table, Path(spec.table))

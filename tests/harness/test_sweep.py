@@ -248,12 +248,15 @@ def test_two_sweeps_do_not_work_at_once(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_folder_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
     def no_locks(file: int, operation: int) -> None:
+        asked.append(operation)
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(sweep.fcntl, "flock", no_locks)
     with sweep._alone(tmp_path), sweep._alone(tmp_path):
-        pass
+        assert len(asked) == 2, "both were refused a lock, and work"
 
 
 # ---- for real
