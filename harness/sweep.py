@@ -112,7 +112,7 @@ class Sweep:
         return None
 
     def _is_here(self, record: Record) -> bool:
-        return record.environment.hardware.boot_id in (None, self.here)
+        return record.environment.hardware.boot_id in (None, self.here) or any(record is one for one in self.made)
 
     def add(self, record: Record) -> None:
         self.records.append(record)

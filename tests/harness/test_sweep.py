@@ -155,6 +155,14 @@ def test_on_another_machine_the_reference_has_a_turn_first(boot: str | None, mor
     assert len(found.made) == 7 + more
 
 
+def test_a_machine_whose_runs_call_it_otherwise_does_not_run_the_reference_for_ever(tmp_path: Path) -> None:
+    found, before = done(tmp_path, group="first"), Device(ELSEWHERE)
+    run(found, before, stopped=lambda: len(before.ran) == 4)
+    device = Device("a third boot")
+    assert run(Sweep(found.table, found.records, HERE), device) is None
+    assert [system for system, _ in device.ran].count("resident") <= 2
+
+
 def test_another_device_s_table_ends_with_its_first_run(tmp_path: Path) -> None:
     found = done(tmp_path, TABLE.replace('hardware = "a device"', 'hardware = "another"'))
     device = Device()
