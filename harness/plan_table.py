@@ -159,7 +159,7 @@ def show_ranking(
             f"{one.tokens_per_s:.4g}",
             one.simulation.bound,
             format_size(one.tiers["device"].need_bytes),
-            format_size(one.least_device_bytes),
+            format_size(one.least_device_bytes) + _with_host(one),
             format_size(one.tiers["host"].need_bytes),
         )
     console.print(table)
