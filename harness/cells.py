@@ -29,7 +29,7 @@ MOST_GROUPS = 1000  # that one grid makes
 WORK = ("system", "model", "device_memory", "disk", "ranks", "accumulate", "dtype", "recompute", "clip", "optimizer")
 SETS = ("set", "option", "hyper")  # of WORK too, in any order
 RESOLVED_WORK = ("batch_size", "seq_len")
-LENGTH = ("steps", "warmup")  # of any run, unless the cell names them
+ASIDE = ("device", "timeout", "results", "tag", "repeat", "wandb")  # name no other work, also where a cell names them
 
 
 class _Data(BaseModel):
@@ -127,11 +127,11 @@ def made_cell(work: dict[str, Any], processes: int) -> TableCell:
 
 
 def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
-    """Whether the run did the cell's work on that device."""
+    """Whether the run did the cell's work on that device: what a cell leaves open, but for WORK and SETS, may be anything."""
     spec, resolved = record.spec, record.resolved
     if resolved.device_label != hardware:
         return False
-    named = [*WORK, *SETS, *(field for field in LENGTH if field in cell.spec.model_fields_set)]
+    named = {*WORK, *SETS, *cell.spec.model_fields_set} - {*ASIDE, *RESOLVED_WORK}
     asked = all(_comparable(spec, field) == _comparable(cell.spec, field) for field in named)
     return asked and all(getattr(resolved, field) == getattr(cell.spec, field) for field in RESOLVED_WORK)
 

@@ -78,6 +78,16 @@ def first(found: Sweep) -> list[TableCell]:
     return list(found.table.groups[0].cells)
 
 
+VARIED = ('host_memory = ["1GiB", "2GiB"]', "seed = [1, 2]", "eval_every = [2, 3]", "lr = [1e-3, 1e-4]", "steps = [3, 4]")
+
+
+@pytest.mark.parametrize("grid", VARIED, ids=lambda grid: grid.split()[0])
+def test_a_flag_that_a_grid_varies_makes_other_cells(tmp_path: Path, grid: str) -> None:
+    found, device = done(tmp_path, TABLE.replace("accumulate = [1, 2], clip = [0.0, 1.0]", grid), group="second"), Device()
+    assert run(found, device) is None
+    assert len(device.ran) == 2 * 3
+
+
 def test_systems_take_turns_and_each_cell_gets_what_it_wants(tmp_path: Path) -> None:
     found, device = done(tmp_path), Device()
     assert found.missing == 3 + 3 + 1 + 4 * 3
