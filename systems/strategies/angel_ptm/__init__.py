@@ -62,6 +62,7 @@ variant=paper has the paper's rules, as far as whole layers can have them; what 
 | the CPU updates what is home (Algorithm 2, line 5; figure 1) | nonfinite=stop | behind the norm, or ahead of it | - |
 | cache of states "after previous assignments" (4.2) | so (cache=auto) | so, or as many bytes as are given | - |
 | all of these, ps-4b in 20 GiB on one H200 (docs/results.md) | 1.142 s a step | 1.160 s a step | 1.02x |
+| all of these, opt-6.7b in 40 GiB on one H200 (the same page) | 1.518 s a step | 1.495 s a step | 1.02x |
 """
 
 from systems.strategies.angel_ptm.strategy import AngelPTM

@@ -82,6 +82,7 @@ Where this departs from the paper, and why
 | SP: no tracer, 20 % fixed for model data (8.2.4) | variant=static-partition, chunk-list order | - | - |
 | SpongeBob: tensors, not chunks (7.4) | variant=spongebob, all else as `paper` | - | - |
 | all of these, ps-4b in 20 GiB on one H200 (docs/results.md) | 1.583 s a step | 1.095 s a step | 0.67x |
+| all of these, opt-6.7b in 40 GiB on one H200 (the same page) | 2.160 s a step | 1.503 s a step | 0.69x |
 """
 
 from systems.strategies.patrickstar.strategy import PatrickStar
