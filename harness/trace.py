@@ -81,7 +81,7 @@ def arranged(trace: dict[str, Any]) -> dict[str, Any]:
         for span in spans:
             span["tid"] = track[1]
         events += _named(track, "units", 1)
-    names = {**_thread_names(events), **_stream_names(events)}
+    names = {**_thread_names(events), **stream_names(events)}
     events = [event for event in events if not (_is_name(event) and (event["pid"], event["tid"]) in names)]
     for track, (name, place) in names.items():
         events += _named(track, name, place)
@@ -112,7 +112,7 @@ def _thread_names(events: list[Event]) -> dict[Track, tuple[str, int]]:
     return found
 
 
-def _stream_names(events: list[Event]) -> dict[Track, tuple[str, int]]:
+def stream_names(events: list[Event]) -> dict[Track, tuple[str, int]]:
     """CUDA streams by what they carry: the one with most kernels is compute, copy engines go by their direction."""
     work: dict[Track, Counter[str]] = {}
     for event in events:
