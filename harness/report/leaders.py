@@ -1,0 +1,102 @@
+"""Which strategy when: of each group of the results tables who is fastest so far, and whether that is more than chance.
+
+Only rows that may be set against each other are ranked: those with a ratio to the group's reference or, where that never ran,
+to the row of most tokens/s. What is beside the fastest is the next one of another system, or of other options where there is no
+other system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.cells import ResultsTable, TableCell
+from harness.comparison import ComparisonRow
+from harness.record import Record
+from harness.results_page import ShownGroup, budget, row_against, short_label
+from harness.stats import Ratio
+
+ALONE = "nothing beside it"
+Ranked = tuple[float, TableCell, ComparisonRow]
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Of a group on a machine. n: processes. over_reference, over_next: of tokens/s. verdict: of over_next, or ALONE. next:
+    "" where there is none. unlike: rows that cannot be set against these.
+    """
+
+    group: str
+    machine: str
+    system: str
+    label: str
+    budget: str
+    n: int
+    reference: str
+    over_reference: Ratio | None
+    next: str
+    next_budget: str
+    next_n: int
+    over_next: Ratio | None
+    verdict: str
+    unlike: tuple[str, ...]
+    systems: int
+    runs: tuple[str, ...]
+
+
+def leader(table: ResultsTable, shown: ShownGroup, records: Sequence[Record]) -> Leader | None:
+    """None where no run ended well."""
+    good = [(cell, row) for cell, row in shown.run if row.n and row.tokens_per_s is not None]
+    if not good:
+        return None
+    reference = shown.group.reference
+    pivot = next((pair for pair in good if pair[0] is reference), None) or max(good, key=_tokens_per_s)
+    ranked, unlike = _ranked(table, pivot, good, records)
+    _, cell, row = ranked[0]
+    others = [one for one in ranked[1:] if one[1].spec.system != cell.spec.system] or ranked[1:]
+    beside = others[0] if others else None
+    against = None if beside is None else row_against(beside[1], cell, records, table.hardware)
+    ratio = None if against is None else against.speed_ratio
+    return Leader(
+        group=shown.group.title,
+        machine=table.hardware,
+        system=cell.spec.system,
+        label=short_label(cell),
+        budget=budget(cell),
+        n=row.n,
+        reference=short_label(reference),
+        over_reference=row.speed_ratio,
+        next="" if beside is None else short_label(beside[1]),
+        next_budget="" if beside is None else budget(beside[1]),
+        next_n=0 if beside is None else beside[2].n,
+        over_next=ratio,
+        verdict=ALONE if beside is None else "cannot be compared" if ratio is None else ratio.verdict,
+        unlike=tuple(unlike),
+        systems=len({one.spec.system for _, one, _ in ranked}),
+        runs=(*row.runs, *(beside[2].runs if beside else ())),
+    )
+
+
+def _tokens_per_s(pair: tuple[TableCell, ComparisonRow]) -> float:
+    rate = pair[1].tokens_per_s
+    return 0.0 if rate is None else rate.median
+
+
+def _ranked(
+    table: ResultsTable,
+    pivot: tuple[TableCell, ComparisonRow],
+    good: Sequence[tuple[TableCell, ComparisonRow]],
+    records: Sequence[Record],
+) -> tuple[list[Ranked], list[str]]:
+    """The fastest first, by the ratio to the pivot; and the names of what has none."""
+    ranked: list[Ranked] = [(1.0, *pivot)]
+    unlike: list[str] = []
+    for cell, row in good:
+        if cell is pivot[0]:
+            continue
+        ratio = row_against(pivot[0], cell, records, table.hardware).speed_ratio
+        if ratio is None:
+            unlike.append(short_label(cell))
+        else:
+            ranked.append((ratio.value, cell, row))
+    return sorted(ranked, key=lambda one: -one[0]), unlike
