@@ -214,9 +214,10 @@ def figures(row: ComparisonRow, *, is_reference: bool) -> list[str]:
     ]
 
 
-def ratio_text(ratio: Ratio) -> str:
-    spread = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.3g} to {ratio.high:.3g})"
-    return f"{ratio.value:.3g}x{spread}"
+def ratio_text(ratio: Ratio, digits: int = 3) -> str:
+    low, high = ratio.low, ratio.high
+    spread = "" if low is None or high is None else f" ({low:.{digits}g} to {high:.{digits}g})"
+    return f"{ratio.value:.{digits}g}x{spread}"
 
 
 def failure(status: str, reason: Reason | None) -> str:

@@ -7,21 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.claims import Judged
-from harness.ledger import counted
-from harness.report.leaders import ALONE, Leader
+from harness.ledger import counted, verdict
+from harness.report.leaders import Leader
 from harness.results_page import ratio_text
 from harness.stats import ENOUGH_PROCESSES
 
 WIDEST = 3  # settings of most systems that are told of before they are decided
+DIGITS = 4  # of a ratio
+DECIDED = ("faster", "no difference")
+Point = tuple[str, tuple[str, ...]]  # a sentence, and the runs behind it
 
 
 @dataclass(frozen=True)
 class Answer:
-    """points: each a sentence with the runs that it is of, below the text."""
+    """points: below the text."""
 
     question: str
     text: str
-    points: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    points: tuple[Point, ...] = ()
 
 
 def answers(leaders: Sequence[Leader], claims: Sequence[Judged], models: Sequence[str]) -> list[Answer]:
@@ -31,54 +34,58 @@ def answers(leaders: Sequence[Leader], claims: Sequence[Judged], models: Sequenc
 
 def _best(leaders: Sequence[Leader]) -> Answer:
     question = "Which is best?"
-    contested = [one for one in leaders if one.verdict != ALONE and one.systems > 1]
+    contested = [one for one in leaders if len(one.standings) > 1]
     if not contested:
         return Answer(question, "No record here sets one system against another: nothing can be said.")
-    decided = [one for one in contested if one.verdict in ("faster", "no difference")]
+    decided = [one for one in contested if one.verdict in DECIDED]
     open_ = [one for one in contested if one not in decided]
     text = (
-        f"In {len(decided)} of {len(contested)} settings in which systems ran side by side there are enough processes "
-        f"({ENOUGH_PROCESSES} of each) to say who is faster."
+        f"Of {len(contested)} settings in which systems ran side by side, {len(decided)} "
+        f"{'has' if len(decided) == 1 else 'have'} the {ENOUGH_PROCESSES} processes a side that a verdict needs."
     )
     if open_:
         ahead = Counter(one.system for one in open_)
         told = ", ".join(
             f"{system} in {count}" for system, count in sorted(ahead.items(), key=lambda pair: (-pair[1], pair[0]))
         )
-        text += f" In the other {len(open_)} it is known only who is ahead so far: {told}."
-    widest = sorted(open_, key=lambda one: -one.systems)[:WIDEST]
-    return Answer(question, text, tuple((_said(one), one.runs) for one in [*decided, *widest]))
+        text += f" In the other {len(open_)} the records say only who is ahead so far: {told}."
+    widest = sorted(open_, key=lambda one: -len(one.standings))[:WIDEST]
+    return Answer(question, text, (*map(_verdict, decided), *map(_standings, widest)))
 
 
-def _said(one: Leader) -> str:
-    ratio = "" if one.over_next is None else f", {ratio_text(one.over_next)}"
-    beside = f"{one.next} ({one.next_budget})"
-    ours = f"{one.label} ({one.budget} of device memory)"
-    if one.verdict == "faster":
-        told = f"{ours} is faster than {beside}{ratio}"
-    elif one.verdict == "no difference":
-        told = f"no difference between {ours} and {beside}{ratio}"
-    else:
-        far = "" if one.over_reference is None else f", and {ratio_text(one.over_reference)} the speed of {one.reference}"
-        told = f"{ours} is ahead of {beside}{ratio}{far}; too few runs: {one.n} and {one.next_n} processes"
-    return f"{one.machine}, {one.group}: {told}."
+def _verdict(one: Leader) -> Point:
+    ours, theirs = (
+        f"{label} ({of_device(memory)})" for label, memory in ((one.label, one.budget), (one.next, one.next_budget))
+    )
+    ratio = "" if one.over_next is None else f": {ratio_text(one.over_next, DIGITS)}"
+    told = f"{ours} is faster than {theirs}" if one.verdict == "faster" else f"no difference between {ours} and {theirs}"
+    return f"{one.table}; {one.group}: {told}{ratio}.", one.runs
+
+
+def _standings(one: Leader) -> Point:
+    """Who is ahead so far, in a setting without a verdict."""
+    told = ", ".join(f"{each.label} {each.over_pivot:.3g}x" for each in one.standings if each.label != one.pivot)
+    fewest, most = (of(each.n for each in one.standings) for of in (min, max))
+    counts = f"{fewest} {'process' if fewest == 1 else 'processes'} each" if fewest == most else f"{fewest} to {most} processes"
+    runs = tuple(run for each in one.standings for run in each.runs)
+    return f"{one.table}; {one.group}: {told} the speed of {one.pivot}. Too few runs: {counts}.", runs
+
+
+def of_device(budget: str) -> str:
+    """Of what device memory a row had."""
+    return "the whole device" if budget == "all" else budget
 
 
 def _papers(claims: Sequence[Judged]) -> Answer:
     question = "Is what the papers say true?"
     if not claims:
         return Answer(question, "No claim is kept here.")
-    measured = [
-        one for one in claims if one.verdict in ("reproduced", "direction only", "not reproduced") and not one.simulated
-    ]
-    told = "None is decided by measurement yet." if not measured else f"Measured and decided: {len(measured)}."
-    text = f"{' '.join(counted(claims))} {told}"
     decided = [one for one in claims if one.verdict not in ("open", "not testable here")]
-    points = [
-        (f"Claim {one.number}, {one.claim}: {one.verdict}{' by simulation' if one.simulated else ''}.", _runs(one))
-        for one in decided
-    ]
-    return Answer(question, text, tuple(points))
+    measured = [one for one in decided if not one.simulated]
+    begun = [one for one in claims if one.verdict == "open" and any(part.runs for part in one.parts)]
+    told = f"{len(measured)} decided by measurement" if measured else "None is decided by measurement yet"
+    text = f"{' '.join(counted(claims))} {told}; of the open ones {len(begun)} have first runs."
+    return Answer(question, text, tuple((f"Claim {one.number}, {one.claim}: {verdict(one)}.", _runs(one)) for one in decided))
 
 
 def _runs(claim: Judged) -> tuple[str, ...]:
@@ -87,5 +94,5 @@ def _runs(claim: Judged) -> tuple[str, ...]:
 
 def _mine(models: Sequence[str]) -> Answer:
     ran = f"Models in these records: {', '.join(models)}." if models else "No model of these records ran on a GPU."
-    told = "For another one, or another machine, harness plan --system all forecasts each strategy without a GPU."
+    told = "For another one, or another machine, harness plan --system all --model ... --hardware ... forecasts without a GPU."
     return Answer("And for my model?", f"{ran} {told}")

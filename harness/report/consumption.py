@@ -34,10 +34,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class TakenOf:
-    """The rows of one group. most: of each figure, for bars."""
+    """The rows of one group. where: of which table, or on which machine. most: of each figure, for bars."""
 
     title: str
-    machine: str
+    where: str
     rows: tuple[Taken, ...]
 
     @property
@@ -55,7 +55,8 @@ def consumption(shown: Sequence[tuple[ResultsTable, ShownGroup]], records: Seque
         if mine:
             group = max(mine, key=_systems)
             rows = [_taken(short_label(cell), budget(cell), row, by_id) for cell, row in group.run if row.n]
-            found.append(TakenOf(group.group.title, machine, tuple(rows)))
+            title = next(table.title for table, one in shown if one is group)
+            found.append(TakenOf(group.group.title, title, tuple(rows)))
     return found + _with_disk(records)
 
 

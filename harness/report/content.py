@@ -50,6 +50,7 @@ class CoreRow:
 
 @dataclass(frozen=True)
 class CoreGroup:
+    table: str
     title: str
     machine: str
     rows: tuple[CoreRow, ...]
@@ -121,7 +122,7 @@ def gathered(
         core=tuple(_core(table, group, marks) for table, group in ran),
         options=used_names(cell for _, group in ran for cell, _ in group.run),
         doubts={letter: doubt_text(code) for code, letter in marks.items()},
-        never=tuple(f"{table.hardware}: {one.group.title}: {listed(one)}" for table, one in shown if not one.run),
+        never=tuple(f"{table.title}; {one.group.title}: {listed(one)}" for table, one in shown if not one.run),
         paper_rules=tuple(paper_rules(ran, records)),
         largest=tuple(largest_models(records)),
         consumption=tuple(consumption(ran, records)),
@@ -157,7 +158,7 @@ def _core(table: ResultsTable, shown: ShownGroup, marks: Mapping[str, str]) -> C
         )
         for cell, row in shown.run
     ]
-    return CoreGroup(shown.group.title, table.hardware, tuple(rows), tuple(notes(shown)))
+    return CoreGroup(table.title, shown.group.title, table.hardware, tuple(rows), tuple(notes(shown)))
 
 
 def _missing(
@@ -169,13 +170,13 @@ def _missing(
     cells = [(cell, row) for _, group in shown for cell, row in group.rows]
     lacking = sum(not row.runs for _, row in cells)
     single = sum(row.n == 1 for _, row in cells)
-    yield f"Of {len(cells)} rows of the tables {lacking} were never run, and {single} have one process, which has no spread."
+    yield f"Rows of the tables: {len(cells)}; never run: {lacking}; of one process, which has no spread: {single}."
     bad = Counter(record.status for record in records if record.status != "ok")
     if bad:
         yield f"Runs that did not end well: {', '.join(f'{count} {status}' for status, count in sorted(bad.items()))}."
     without = sum(record.status == "ok" and record.energy.joules_per_sample is None for record in records)
     if without:
-        yield f"{without} runs that went well have no energy: their device could not be asked."
+        yield f"Runs that went well and have no energy, since their device could not be asked: {without}."
     yield "Energy of the host (CPU, memory, disk) and of the cooling is measured nowhere."
     for one in unreadable:
         yield f"{one.path.name} is no record: {one.why}."

@@ -13,7 +13,8 @@ from harness.record import Record
 
 @dataclass(frozen=True)
 class LargestModel:
-    """device_peak_bytes, host_peak_bytes: of its last run. beyond: parameters of what did not fit, None: nothing that is
+    """device_peak_bytes and the others: of its last run, by default if it was run so. account: whether the host's is what the
+    system itself counts, or the resident memory of the process. beyond: parameters of what did not fit, None: nothing that is
     larger was tried and refused. options: as given.
     """
 
@@ -26,9 +27,14 @@ class LargestModel:
     parameters: int
     device_peak_bytes: int | None
     host_peak_bytes: int | None
+    account: bool
     disk_peak_bytes: int | None
     beyond: int | None
     runs: tuple[str, ...]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.machine, self.ranks
 
 
 def largest_models(records: Sequence[Record]) -> list[LargestModel]:
@@ -47,7 +53,7 @@ def _largest(machine: str, ranks: int, runs: Sequence[Record]) -> LargestModel |
     if not trained:
         return None
     most = max(_parameters(record) for record in trained)
-    best = [record for record in trained if _parameters(record) == most][-1]
+    best = sorted((r for r in trained if _parameters(r) == most), key=lambda r: (not r.spec.option, r.run_id))[-1]
     short = [record for record in runs if trains([record]) is False and _parameters(record) > most]
     beyond = min(short, key=_parameters, default=None)
     return LargestModel(
@@ -60,6 +66,7 @@ def _largest(machine: str, ranks: int, runs: Sequence[Record]) -> LargestModel |
         parameters=most,
         device_peak_bytes=best.memory.device_peak_bytes or best.memory.device_allocated_peak_bytes,
         host_peak_bytes=best.memory.host_peak_bytes or best.memory.host_rss_peak_bytes,
+        account=bool(best.memory.host_peak_bytes),
         disk_peak_bytes=best.memory.disk_peak_bytes,
         beyond=None if beyond is None else _parameters(beyond),
         runs=(best.run_id, *(() if beyond is None else (beyond.run_id,))),

@@ -1,13 +1,13 @@
 """Which strategy when: of each group of the results tables who is fastest so far, and whether that is more than chance.
 
-Only rows that may be set against each other are ranked: those with a ratio to the group's reference or, where that never ran,
-to the row of most tokens/s. What is beside the fastest is the next one of another system, or of other options where there is no
-other system.
+Only rows that may be set against each other are ranked: those with a ratio to the pivot, which is the group's reference or,
+where that never ran, the row of most tokens/s. What is beside the fastest is the next one of another system, or of other options
+where there is no other system.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.cells import ResultsTable, TableCell
@@ -21,26 +21,37 @@ Ranked = tuple[float, TableCell, ComparisonRow]
 
 
 @dataclass(frozen=True)
+class Standing:
+    """over_pivot: 1 of the pivot itself."""
+
+    label: str
+    over_pivot: float
+    n: int
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Leader:
-    """Of a group on a machine. n: processes. over_reference, over_next: of tokens/s. verdict: of over_next, or ALONE. next:
-    "" where there is none. unlike: rows that cannot be set against these.
+    """Of a group of a table. n: processes. over_reference, over_next: of tokens/s. verdict: of over_next, or ALONE. next:
+    "" where there is none. pivot: that the others are ranked by, the reference where it ran. standings: the best row of each
+    system, with its ratio to the pivot. unlike: rows that cannot be set against these.
     """
 
+    table: str
     group: str
-    machine: str
     system: str
     label: str
     budget: str
     n: int
-    reference: str
-    over_reference: Ratio | None
+    pivot: str
+    over_pivot: Ratio | None
     next: str
     next_budget: str
     next_n: int
     over_next: Ratio | None
     verdict: str
+    standings: tuple[Standing, ...]
     unlike: tuple[str, ...]
-    systems: int
     runs: tuple[str, ...]
 
 
@@ -49,8 +60,7 @@ def leader(table: ResultsTable, shown: ShownGroup, records: Sequence[Record]) ->
     good = [(cell, row) for cell, row in shown.run if row.n and row.tokens_per_s is not None]
     if not good:
         return None
-    reference = shown.group.reference
-    pivot = next((pair for pair in good if pair[0] is reference), None) or max(good, key=_tokens_per_s)
+    pivot = next((pair for pair in good if pair[0] is shown.group.reference), None) or max(good, key=_tokens_per_s)
     ranked, unlike = _ranked(table, pivot, good, records)
     _, cell, row = ranked[0]
     others = [one for one in ranked[1:] if one[1].spec.system != cell.spec.system] or ranked[1:]
@@ -58,23 +68,31 @@ def leader(table: ResultsTable, shown: ShownGroup, records: Sequence[Record]) ->
     against = None if beside is None else row_against(beside[1], cell, records, table.hardware)
     ratio = None if against is None else against.speed_ratio
     return Leader(
+        table=table.title,
         group=shown.group.title,
-        machine=table.hardware,
         system=cell.spec.system,
         label=short_label(cell),
         budget=budget(cell),
         n=row.n,
-        reference=short_label(reference),
-        over_reference=row.speed_ratio,
+        pivot=short_label(pivot[0]),
+        over_pivot=None if cell is pivot[0] else row_against(pivot[0], cell, records, table.hardware).speed_ratio,
         next="" if beside is None else short_label(beside[1]),
         next_budget="" if beside is None else budget(beside[1]),
         next_n=0 if beside is None else beside[2].n,
         over_next=ratio,
         verdict=ALONE if beside is None else "cannot be compared" if ratio is None else ratio.verdict,
+        standings=tuple(_standings(ranked)),
         unlike=tuple(unlike),
-        systems=len({one.spec.system for _, one, _ in ranked}),
         runs=(*row.runs, *(beside[2].runs if beside else ())),
     )
+
+
+def _standings(ranked: Sequence[Ranked]) -> Iterator[Standing]:
+    seen: set[str] = set()
+    for over, cell, row in ranked:
+        if cell.spec.system not in seen:
+            seen.add(cell.spec.system)
+            yield Standing(short_label(cell), over, row.n, tuple(row.runs))
 
 
 def _tokens_per_s(pair: tuple[TableCell, ComparisonRow]) -> float:

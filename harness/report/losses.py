@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.cells import ResultsTable
+from harness.cells import ResultsTable, TableCell
+from harness.comparison import LOSS_TOLERANCE, ComparisonRow
 from harness.record import Record
 from harness.results_page import ShownGroup, short_label
 
@@ -16,7 +17,8 @@ MARGIN = 0.04  # of its height, above and below
 @dataclass(frozen=True)
 class Curve:
     """points: of a polyline, in the drawing's units. deviation: the largest of all steps and processes, relative to the
-    reference's loss; None where there is none to compare, 0 of the reference itself.
+    reference's loss; None where there is none to compare, 0 of the reference itself. too_far: more than systems may differ in
+    one training. unlike: facts in which the runs differ from the reference's.
     """
 
     label: str
@@ -25,6 +27,8 @@ class Curve:
     first: float
     last: float
     deviation: float | None
+    too_far: bool
+    unlike: tuple[str, ...]
     is_reference: bool
     runs: tuple[str, ...]
 
@@ -34,7 +38,7 @@ class Course:
     """steps: of the longest curve. low, high: of the losses shown."""
 
     title: str
-    machine: str
+    table: str
     steps: int
     low: float
     high: float
@@ -44,28 +48,44 @@ class Course:
 def courses(shown: Sequence[tuple[ResultsTable, ShownGroup]], records: Sequence[Record]) -> list[Course]:
     """Of groups with two curves or more; those with most first."""
     by_id = {record.run_id: record for record in records}
-    found = [one for table, group in shown if (one := _course(table.hardware, group, by_id)) is not None]
+    found = [one for table, group in shown if (one := _course(table.title, group, by_id)) is not None]
     return sorted(found, key=lambda one: -len(one.curves))
 
 
-def _course(machine: str, shown: ShownGroup, by_id: Mapping[str, Record]) -> Course | None:
-    known: list[tuple[str, list[tuple[int, float]], float | None, bool, tuple[str, ...]]] = []
+def _course(table: str, shown: ShownGroup, by_id: Mapping[str, Record]) -> Course | None:
+    known: list[tuple[TableCell, ComparisonRow, list[tuple[int, float]]]] = []
     for cell, row in shown.run:
-        record = next((by_id[run] for run in row.runs if by_id[run].status == "ok"), None)
-        losses = [] if record is None else [(n, loss) for n, loss in enumerate(record.metrics.loss) if loss is not None]
+        losses = _losses(row, by_id)
         if len(losses) > 1:
-            is_reference = cell is shown.group.reference
-            deviation = 0.0 if is_reference else row.losses.max_relative_deviation
-            known.append((short_label(cell), losses, deviation, is_reference, tuple(row.runs)))
+            known.append((cell, row, losses))
     if len(known) < 2:
         return None
-    values = [loss for _, losses, _, _, _ in known for _, loss in losses]
-    steps, low, high = max(losses[-1][0] + 1 for _, losses, _, _, _ in known), min(values), max(values)
-    curves = [
-        Curve(label, _points(losses, steps, low, high), len(losses), losses[0][1], losses[-1][1], deviation, is_reference, runs)
-        for label, losses, deviation, is_reference, runs in known
-    ]
-    return Course(shown.group.title, machine, steps, low, high, tuple(curves))
+    values = [loss for _, _, losses in known for _, loss in losses]
+    steps, low, high = max(losses[-1][0] + 1 for _, _, losses in known), min(values), max(values)
+    curves: list[Curve] = []
+    for cell, row, losses in known:
+        is_reference = cell is shown.group.reference
+        deviation = 0.0 if is_reference else row.losses.max_relative_deviation
+        curve = Curve(
+            label=short_label(cell),
+            points=_points(losses, steps, low, high),
+            steps=len(losses),
+            first=losses[0][1],
+            last=losses[-1][1],
+            deviation=deviation,
+            too_far=deviation is not None and deviation > LOSS_TOLERANCE[cell.spec.dtype],
+            unlike=tuple(difference.fact for difference in row.differences),
+            is_reference=is_reference,
+            runs=tuple(row.runs),
+        )
+        curves.append(curve)
+    return Course(shown.group.title, table, steps, low, high, tuple(curves))
+
+
+def _losses(row: ComparisonRow, by_id: Mapping[str, Record]) -> list[tuple[int, float]]:
+    """By step, of the first process that ended well, which deviations are told of too."""
+    record = next((by_id[run] for run in row.runs if by_id[run].status == "ok"), None)
+    return [] if record is None else [(step, loss) for step, loss in enumerate(record.metrics.loss) if loss is not None]
 
 
 def _points(losses: Sequence[tuple[int, float]], steps: int, low: float, high: float) -> str:

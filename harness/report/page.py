@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from harness.ledger import NAMES, read_forecasts
 from harness.listing import short_count
 from harness.output import complain, result_console, say_json
 from harness.report import losses, timeline
+from harness.report.answers import DECIDED, DIGITS, of_device
 from harness.report.content import ReportContent, gathered
 from harness.results_page import COLUMNS, ratio_text
 from harness.spec import KEPT, BadInputError
@@ -101,7 +103,9 @@ def rendered(content: ReportContent) -> str:
     environment.filters |= {
         "size": _size,
         "count": short_count,
-        "ratio": ratio_text,
+        "ratio": partial(ratio_text, digits=DIGITS),
+        "of_device": of_device,
+        "known": ledger.known,
         "verdict": ledger.verdict,
         "outcome": ledger.outcome,
     }
@@ -115,6 +119,7 @@ def rendered(content: ReportContent) -> str:
         sections=SECTIONS.items(),
         columns=COLUMNS,
         papers=NAMES,
+        decided=DECIDED,
         wide=timeline.WIDE,
         loss_wide=losses.WIDE,
         loss_high=losses.HIGH,

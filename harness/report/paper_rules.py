@@ -20,7 +20,7 @@ class PaperRules:
 
     system: str
     group: str = ""
-    machine: str = ""
+    table: str = ""
     options: str = ""
     budget: str = ""
     paper_s: MedianFigure | None = None
@@ -52,7 +52,7 @@ def _of(system: str, table: ResultsTable, shown: ShownGroup, records: Sequence[R
         told = PaperRules(
             system,
             group=shown.group.title,
-            machine=table.hardware,
+            table=table.title,
             options=short_label(cell),
             budget=budget(cell),
             paper_s=row.median_step_time_s,
