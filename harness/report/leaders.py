@@ -1,8 +1,8 @@
 """Which strategy when: of each group of the results tables who is fastest so far, and whether that is more than chance.
 
 Only rows that may be set against each other are ranked: those with a ratio to the pivot, which is the group's reference or,
-where that never ran, the row of most tokens/s. What is beside the fastest is the next one of another system, or of other options
-where there is no other system.
+where that never ran, the row of most tokens/s. Beside the fastest is the next one of another system, or of other options where
+there is no other system.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _of(system: str, table: ResultsTable, shown: ShownGroup, records: Sequence[R
             budget=budget(cell),
             paper_s=row.median_step_time_s,
             paper_n=row.n,
-            note="no run without them",
+            note="no run by default",
             runs=tuple(row.runs),
         )
         if beside is None or not beside[1].runs:
