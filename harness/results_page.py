@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -153,19 +153,17 @@ def table_lines(table: ResultsTable, shown: Sequence[ShownGroup], marks: Mapping
 
 def in_order(shown: Iterable[ShownGroup]) -> list[ShownGroup]:
     """Those that ran, default options first."""
-    return sorted((one for one in shown if one.run), key=_defaults)
+    strategies = {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}
+    return sorted((one for one in shown if one.run), key=lambda one: _defaults(one, strategies))
 
 
-def _defaults(shown: ShownGroup) -> int:
+def _defaults(shown: ShownGroup, strategies: Collection[str]) -> int:
     """Whether the group's strategies ran with default options: where no strategy did, there is nothing else."""
-    entries = registry.find()
-    strategies = [
-        cell for cell, _ in shown.run if cell.spec.system in entries and entries[cell.spec.system].exposes == "STRATEGY"
-    ]
-    with_options = [cell for cell in strategies if cell.spec.option]
+    ran = [cell for cell, _ in shown.run if cell.spec.system in strategies]
+    with_options = [cell for cell in ran if cell.spec.option]
     if not with_options:
         return DEFAULTS_ONLY
-    return NO_DEFAULTS if len(with_options) == len(strategies) else SOME_DEFAULTS
+    return NO_DEFAULTS if len(with_options) == len(ran) else SOME_DEFAULTS
 
 
 def short_label(cell: TableCell) -> str:

@@ -12,7 +12,7 @@ from harness.cells import ResultsTable
 from harness.comparison import ComparisonRow
 from harness.record import Record
 from harness.results_page import ShownGroup, budget, short_label
-from harness.stats import MedianFigure, summarize
+from harness.stats import LARGEST, MedianFigure, summarize
 from systems.sizes import format_size
 
 
@@ -74,9 +74,15 @@ def _taken(label: str, asked: str, row: ComparisonRow, by_id: Mapping[str, Recor
         host_bytes=row.peaks.host_rss_bytes if own is None else own,
         account=own is not None,
         disk_bytes=max((size for record in good if (size := record.memory.disk_peak_bytes) is not None), default=None),
-        joules=summarize([value for record in good if (value := record.energy.joules_per_sample) is not None]),
+        joules=_joules(good),
         runs=tuple(row.runs),
     )
+
+
+def _joules(records: Sequence[Record]) -> MedianFigure | None:
+    """A sample, over the processes. What no device takes was not measured."""
+    known = [value for record in records if (value := record.energy.joules_per_sample) is not None]
+    return summarize([value for value in known if value < LARGEST])
 
 
 def _with_disk(records: Sequence[Record]) -> list[TakenOf]:
@@ -87,7 +93,7 @@ def _with_disk(records: Sequence[Record]) -> list[TakenOf]:
             last[record.resolved.device_label or "", record.spec.model, record.spec.system] = record
     found: dict[str, list[Taken]] = {}
     for (machine, model, system), record in last.items():
-        memory, energy = record.memory, record.energy.joules_per_sample
+        memory = record.memory
         asked = record.spec.device_memory
         taken = Taken(
             label=f"{system}, {model}",
@@ -96,7 +102,7 @@ def _with_disk(records: Sequence[Record]) -> list[TakenOf]:
             host_bytes=memory.host_rss_peak_bytes if memory.host_peak_bytes is None else memory.host_peak_bytes,
             account=memory.host_peak_bytes is not None,
             disk_bytes=memory.disk_peak_bytes,
-            joules=None if energy is None else summarize([energy]),
+            joules=_joules([record]),
             runs=(record.run_id,),
         )
         found.setdefault(machine, []).append(taken)

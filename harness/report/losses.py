@@ -89,8 +89,10 @@ def _losses(row: ComparisonRow, by_id: Mapping[str, Record]) -> list[tuple[int, 
 
 
 def _points(losses: Sequence[tuple[int, float]], steps: int, low: float, high: float) -> str:
+    span = high / 2 - low / 2  # halves: a difference may be beyond what floats hold
+
     def place(step: int, loss: float) -> str:
-        share = (loss / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5  # halves: a difference may be beyond floats
+        share = (loss / 2 - low / 2) / span if span else 0.5
         return f"{WIDE * step / (steps - 1):.1f},{HIGH * (1 - MARGIN - (1 - 2 * MARGIN) * share):.1f}"
 
     return " ".join(place(step, loss) for step, loss in losses)

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,31 @@ def rendered(content: ReportContent) -> str:
     """The whole page."""
     css = (HERE / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    order = {id_: number for number, id_ in enumerate(SECTIONS, start=1)}
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            content=content,
+            numbers=content.number_of(),
+            data=_plain(content),
+            css=Markup(css),  # this package's own file
+            policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+            sections=SECTIONS.items(),
+            titles=SECTIONS,
+            place=order,
+            columns=COLUMNS,
+            papers=NAMES,
+            decided=DECIDED,
+            wide=timeline.WIDE,
+            loss_wide=losses.WIDE,
+            loss_high=losses.HIGH,
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
@@ -109,21 +134,7 @@ def rendered(content: ReportContent) -> str:
         "verdict": ledger.verdict,
         "outcome": ledger.outcome,
     }
-    order = {id_: number for number, id_ in enumerate(SECTIONS, start=1)}
-    environment.globals |= {"numbers": content.number_of(), "loop_number": order.__getitem__, "titles": SECTIONS}
-    return environment.get_template("page.html.j2").render(
-        content=content,
-        data=_plain(content),
-        css=Markup(css),  # this package's own file
-        policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
-        sections=SECTIONS.items(),
-        columns=COLUMNS,
-        papers=NAMES,
-        decided=DECIDED,
-        wide=timeline.WIDE,
-        loss_wide=losses.WIDE,
-        loss_high=losses.HIGH,
-    )
+    return environment
 
 
 def _shown(value: Any) -> Any:
