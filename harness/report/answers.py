@@ -1,4 +1,4 @@
-"""The page's first screen: three questions of somebody who has to choose, answered by what the sections below it hold."""
+"""The page's first screen: questions of somebody who has to choose, answered by what the sections below it hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from harness.claims import Judged
 from harness.ledger import counted, verdict
 from harness.report.leaders import Leader
+from harness.report.losses import Course
 from harness.results_page import ratio_text
 from harness.stats import ENOUGH_PROCESSES
 
@@ -27,9 +28,11 @@ class Answer:
     points: tuple[Point, ...] = ()
 
 
-def answers(leaders: Sequence[Leader], claims: Sequence[Judged], models: Sequence[str]) -> list[Answer]:
+def answers(
+    leaders: Sequence[Leader], claims: Sequence[Judged], curves: Sequence[Course], models: Sequence[str]
+) -> list[Answer]:
     """models: that ran on a GPU."""
-    return [_best(leaders), _papers(claims), _mine(models)]
+    return [_best(leaders), _papers(claims), _same(curves), _mine(models)]
 
 
 def _best(leaders: Sequence[Leader]) -> Answer:
@@ -86,6 +89,23 @@ def _papers(claims: Sequence[Judged]) -> Answer:
     told = f"{len(measured)} decided by measurement" if measured else "None is decided by measurement yet"
     text = f"{' '.join(counted(claims))} {told}; of the open ones {len(begun)} have first runs."
     return Answer(question, text, tuple((f"Claim {one.number}, {one.claim}: {verdict(one)}.", _runs(one)) for one in decided))
+
+
+def _same(courses: Sequence[Course]) -> Answer:
+    question = "Is it the same training?"
+    curves = [curve for course in courses for curve in course.curves if not curve.is_reference and curve.deviation is not None]
+    if not curves:
+        return Answer(question, "No record has losses beside a reference's.")
+    far = sum(curve.too_far for curve in curves)
+    unknown = sum(curve.too_far and not curve.unlike for curve in curves)
+    text = (
+        f"Losses of {len(curves) - far} of {len(curves)} rows stay as near to their reference's as one training's may differ."
+    )
+    if far:
+        text += (
+            f" {far} do not, and of {unknown} of these nothing else is known that differs: section 8 has them, step by step."
+        )
+    return Answer(question, text)
 
 
 def _runs(claim: Judged) -> tuple[str, ...]:

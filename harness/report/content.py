@@ -112,11 +112,12 @@ def gathered(
     marks = doubt_marks(doubt for _, group in ran for _, row in group.run for doubt in row.doubts)
     leaders = [one for table, group in ran if (one := leader(table, group, records)) is not None]
     models = sorted({record.spec.model for record in records if record.status == "ok" and record.resolved.device == "cuda"})
+    curves = courses(ran, records)
     step, no_step = timeline(folder, records)
     return ReportContent(
         folder=str(folder),
         newest=max((record.started_at for record in records), default=""),
-        answers=tuple(answers(leaders, claims, models)),
+        answers=tuple(answers(leaders, claims, curves, models)),
         machines=tuple(machine_kinds(records)),
         leaders=tuple(leaders),
         core=tuple(_core(table, group, marks) for table, group in ran),
@@ -128,7 +129,7 @@ def gathered(
         consumption=tuple(consumption(ran, records)),
         timeline=step,
         no_timeline=tuple(no_step),
-        courses=tuple(courses(ran, records)),
+        courses=tuple(curves),
         claims=tuple(claims),
         missing=tuple(_missing(records, unreadable, shown)),
         runs=tuple(_noted(number, record) for number, record in enumerate(_by_id(records), start=1)),

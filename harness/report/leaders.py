@@ -32,9 +32,9 @@ class Standing:
 
 @dataclass(frozen=True)
 class Leader:
-    """Of a group of a table. n: processes. over_reference, over_next: of tokens/s. verdict: of over_next, or ALONE. next:
-    "" where there is none. pivot: that the others are ranked by, the reference where it ran. standings: the best row of each
-    system, with its ratio to the pivot. unlike: rows that cannot be set against these.
+    """Of a group of a table. n: processes. over_pivot, over_next: of tokens/s. verdict: of over_next, or ALONE. next: "" where
+    there is none. pivot: that the others are ranked by. is_reference: whether that is the group's reference, which may never
+    have run. standings: the best row of each system, with its ratio to the pivot. unlike: rows that have none.
     """
 
     table: str
@@ -44,6 +44,7 @@ class Leader:
     budget: str
     n: int
     pivot: str
+    is_reference: bool
     over_pivot: Ratio | None
     next: str
     next_budget: str
@@ -62,11 +63,11 @@ def leader(table: ResultsTable, shown: ShownGroup, records: Sequence[Record]) ->
         return None
     pivot = next((pair for pair in good if pair[0] is shown.group.reference), None) or max(good, key=_tokens_per_s)
     ranked, unlike = _ranked(table, pivot, good, records)
-    _, cell, row = ranked[0]
-    others = [one for one in ranked[1:] if one[1].spec.system != cell.spec.system] or ranked[1:]
-    beside = others[0] if others else None
-    against = None if beside is None else row_against(beside[1], cell, records, table.hardware)
-    ratio = None if against is None else against.speed_ratio
+    (_, cell, row), beside = ranked[0], _next(ranked)
+    ratio = None if beside is None else row_against(beside[1], cell, records, table.hardware).speed_ratio
+    if beside is not None and ratio is not None and ratio.value < 1:  # on the machines that both ran on it is the other one
+        (cell, row), beside = beside[1:], (0.0, cell, row)
+        ratio = row_against(beside[1], cell, records, table.hardware).speed_ratio
     return Leader(
         table=table.title,
         group=shown.group.title,
@@ -75,6 +76,7 @@ def leader(table: ResultsTable, shown: ShownGroup, records: Sequence[Record]) ->
         budget=budget(cell),
         n=row.n,
         pivot=short_label(pivot[0]),
+        is_reference=pivot[0] is shown.group.reference,
         over_pivot=None if cell is pivot[0] else row_against(pivot[0], cell, records, table.hardware).speed_ratio,
         next="" if beside is None else short_label(beside[1]),
         next_budget="" if beside is None else budget(beside[1]),
@@ -85,6 +87,11 @@ def leader(table: ResultsTable, shown: ShownGroup, records: Sequence[Record]) ->
         unlike=tuple(unlike),
         runs=(*row.runs, *(beside[2].runs if beside else ())),
     )
+
+
+def _next(ranked: Sequence[Ranked]) -> Ranked | None:
+    mine = ranked[0][1].spec.system
+    return next((one for one in ranked[1:] if one[1].spec.system != mine), ranked[1] if len(ranked) > 1 else None)
 
 
 def _standings(ranked: Sequence[Ranked]) -> Iterator[Standing]:

@@ -17,8 +17,9 @@ MARGIN = 0.04  # of its height, above and below
 @dataclass(frozen=True)
 class Curve:
     """points: of a polyline, in the drawing's units. deviation: the largest of all steps and processes, relative to the
-    reference's loss; None where there is none to compare, 0 of the reference itself. too_far: more than systems may differ in
-    one training. unlike: facts in which the runs differ from the reference's.
+    reference's loss; None where there is none to compare, 0 of the reference itself. too_far: more than one training may
+    differ. apart_from: the first step, counted from 1, in which the curve shown is too far; None: it never is. unlike: facts
+    in which the runs differ from the reference's.
     """
 
     label: str
@@ -28,6 +29,7 @@ class Curve:
     last: float
     deviation: float | None
     too_far: bool
+    apart_from: int | None
     unlike: tuple[str, ...]
     is_reference: bool
     runs: tuple[str, ...]
@@ -63,6 +65,7 @@ def _course(table: str, shown: ShownGroup, by_id: Mapping[str, Record]) -> Cours
     values = [loss for _, _, losses in known for _, loss in losses]
     steps, low, high = max(losses[-1][0] + 1 for _, _, losses in known), min(values), max(values)
     curves: list[Curve] = []
+    theirs = dict(next((losses for cell, _, losses in known if cell is shown.group.reference), ()))
     for cell, row, losses in known:
         is_reference = cell is shown.group.reference
         deviation = 0.0 if is_reference else row.losses.max_relative_deviation
@@ -74,6 +77,7 @@ def _course(table: str, shown: ShownGroup, by_id: Mapping[str, Record]) -> Cours
             last=losses[-1][1],
             deviation=deviation,
             too_far=deviation is not None and deviation > LOSS_TOLERANCE[cell.spec.dtype],
+            apart_from=_apart_from(losses, theirs, LOSS_TOLERANCE[cell.spec.dtype]),
             unlike=tuple(difference.fact for difference in row.differences),
             is_reference=is_reference,
             runs=tuple(row.runs),
@@ -86,6 +90,14 @@ def _losses(row: ComparisonRow, by_id: Mapping[str, Record]) -> list[tuple[int, 
     """By step, of the first process that ended well, which deviations are told of too."""
     record = next((by_id[run] for run in row.runs if by_id[run].status == "ok"), None)
     return [] if record is None else [(step, loss) for step, loss in enumerate(record.metrics.loss) if loss is not None]
+
+
+def _apart_from(losses: Sequence[tuple[int, float]], theirs: Mapping[int, float], allowed: float) -> int | None:
+    apart = (
+        step for step, loss in losses if abs(loss / 2 - theirs.get(step, loss) / 2) > allowed * abs(theirs.get(step, loss) / 2)
+    )
+    first = next(apart, None)
+    return None if first is None else first + 1
 
 
 def _points(losses: Sequence[tuple[int, float]], steps: int, low: float, high: float) -> str:

@@ -395,7 +395,22 @@ def test_without_the_reference_the_fastest_is_what_others_are_set_against(table:
     records = [ran("elixir", 1, 100, device_memory=GIB), ran("dummy", 2, 120)]
     (found,) = (leader(table, group, records) for _, group in shown(table, records))
     assert found is not None and (found.label, found.next, found.pivot) == ("dummy", "elixir", "dummy")
+    assert not found.is_reference and "the reference has no run" in rendered(gather(table, records))
     assert not [leader(table, group, []) for _, group in shown(table, []) if leader(table, group, [])]
+
+
+def on(machine: str, **changes: Any) -> dict[str, Any]:
+    return {"record": {"environment": {"hardware": {"boot_id": machine, "device_uuid": "1"}}}, **changes}
+
+
+def test_who_is_ahead_on_a_machine_of_both_is_ahead(table: cells.ResultsTable) -> None:
+    """Elixir's ratio to the reference is of one machine and dummy's of another, on which elixir ran too, and was faster."""
+    records = [ran("resident", 1, 100, **on("a")), ran("elixir", 2, 110, **on("a"), device_memory=GIB)]
+    records += [ran("resident", 3, 50, **on("b")), ran("dummy", 4, 60, **on("b"))]
+    records += [ran("elixir", 5, 62, **on("c"), device_memory=GIB), ran("dummy", 6, 56, **on("c"))]
+    (found,) = (leader(table, group, records) for _, group in shown(table, records))
+    assert found is not None and (found.label, found.next) == ("elixir", "dummy")
+    assert found.over_next is not None and found.over_next.value == pytest.approx(62 / 56)
 
 
 def test_the_papers_rules_are_set_against_the_default(tmp_path: Path) -> None:
@@ -446,8 +461,12 @@ def test_losses_that_lie_apart_are_said(table: cells.ResultsTable) -> None:
     first, second = course.curves
     assert (first.is_reference, first.too_far, second.deviation, second.too_far) == (True, False, 0.5, True)
     assert (course.low, course.high, course.steps) == (2.0, 4.0, 2)
-    text = rendered(gather(table, records))
-    assert "50 % off, <strong>more than one training may</strong>" in text
+    assert (first.apart_from, second.apart_from) == (None, 2)
+    made = gather(table, records)
+    assert "50 % off, <strong>more than one training may</strong>, from step 2 on (nothing that is known differs)" in rendered(
+        made
+    )
+    assert "Losses of 0 of 1 rows" in made.answers[2].text
     assert not courses(shown(table, records[:1]), records[:1])
 
 
