@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from harness.claims import Judged
 from harness.ledger import counted, verdict
 from harness.report.leaders import Leader
-from harness.report.losses import Course
+from harness.report.losses import Course, OwnSpread
 from harness.results_page import ratio_text
 from harness.stats import ENOUGH_PROCESSES
 
@@ -29,10 +29,14 @@ class Answer:
 
 
 def answers(
-    leaders: Sequence[Leader], claims: Sequence[Judged], curves: Sequence[Course], models: Sequence[str]
+    leaders: Sequence[Leader],
+    claims: Sequence[Judged],
+    curves: Sequence[Course],
+    spreads: Sequence[OwnSpread],
+    models: Sequence[str],
 ) -> list[Answer]:
     """models: that ran on a GPU."""
-    return [_best(leaders), _papers(claims), _same(curves), _mine(models)]
+    return [_best(leaders), _papers(claims), _same(curves, spreads), _mine(models)]
 
 
 def _best(leaders: Sequence[Leader]) -> Answer:
@@ -91,7 +95,7 @@ def _papers(claims: Sequence[Judged]) -> Answer:
     return Answer(question, text, tuple((f"Claim {one.number}, {one.claim}: {verdict(one)}.", _runs(one)) for one in decided))
 
 
-def _same(courses: Sequence[Course]) -> Answer:
+def _same(courses: Sequence[Course], spreads: Sequence[OwnSpread]) -> Answer:
     question = "Is it the same training?"
     curves = [curve for course in courses for curve in course.curves if not curve.is_reference and curve.deviation is not None]
     if not curves:
@@ -105,7 +109,13 @@ def _same(courses: Sequence[Course]) -> Answer:
         text += (
             f" {far} do not, and of {unknown} of these nothing else is known that differs: section 8 has them, step by step."
         )
-    return Answer(question, text)
+    return Answer(question, text, tuple(_own(one) for one in spreads[:1]))
+
+
+def _own(one: OwnSpread) -> Point:
+    """What rows may be apart that do differ in nothing."""
+    told = f"processes of one row, {one.label}, are up to {100 * one.deviation:.3g} % from each other"
+    return f"{one.table}; {one.title}: {told}.", one.runs
 
 
 def _runs(claim: Judged) -> tuple[str, ...]:

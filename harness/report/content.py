@@ -16,7 +16,7 @@ from harness.report.answers import Answer, answers
 from harness.report.consumption import TakenOf, consumption
 from harness.report.largest import LargestModel, largest_models
 from harness.report.leaders import Leader, leader
-from harness.report.losses import Course, courses
+from harness.report.losses import Course, OwnSpread, courses, own_spreads
 from harness.report.machines import MachineKind, machine_kinds
 from harness.report.paper_rules import PaperRules, paper_rules
 from harness.report.timeline import Timeline, timeline
@@ -90,6 +90,7 @@ class ReportContent:
     timeline: Timeline | None
     no_timeline: tuple[str, ...]
     courses: tuple[Course, ...]
+    own_spreads: tuple[OwnSpread, ...]
     claims: tuple[Judged, ...]
     missing: tuple[str, ...]
     runs: tuple[NotedRun, ...]
@@ -112,12 +113,12 @@ def gathered(
     marks = doubt_marks(doubt for _, group in ran for _, row in group.run for doubt in row.doubts)
     leaders = [one for table, group in ran if (one := leader(table, group, records)) is not None]
     models = sorted({record.spec.model for record in records if record.status == "ok" and record.resolved.device == "cuda"})
-    curves = courses(ran, records)
+    curves, spreads = courses(ran, records), own_spreads(ran, records)
     step, no_step = timeline(folder, records)
     return ReportContent(
         folder=str(folder),
         newest=max((record.started_at for record in records), default=""),
-        answers=tuple(answers(leaders, claims, curves, models)),
+        answers=tuple(answers(leaders, claims, curves, spreads, models)),
         machines=tuple(machine_kinds(records)),
         leaders=tuple(leaders),
         core=tuple(_core(table, group, marks) for table, group in ran),
@@ -130,6 +131,7 @@ def gathered(
         timeline=step,
         no_timeline=tuple(no_step),
         courses=tuple(curves),
+        own_spreads=tuple(spreads),
         claims=tuple(claims),
         missing=tuple(_missing(records, unreadable, shown)),
         runs=tuple(_noted(number, record) for number, record in enumerate(_by_id(records), start=1)),

@@ -1,16 +1,21 @@
-"""Loss curves over each other: of each group of the tables, a curve a row, and how far it is from the reference's."""
+"""Loss curves over each other: of each group of the tables, a curve a row, and how far it is from the reference's; and how far
+processes of one and the same row are from each other.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from harness.cells import ResultsTable, TableCell
-from harness.comparison import LOSS_TOLERANCE, ComparisonRow
+from harness.comparison import LOSS_TOLERANCE, ComparisonRow, loss_deviation
 from harness.record import Record
 from harness.results_page import ShownGroup, short_label
 
 WIDE, HIGH = 1000.0, 400.0  # of a drawing, in its own units
+MOST_POINTS = 500  # of a curve that are drawn
 MARGIN = 0.04  # of its height, above and below
 
 
@@ -45,6 +50,31 @@ class Course:
     low: float
     high: float
     curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class OwnSpread:
+    """deviation: the largest of a row's processes from each other, relative."""
+
+    table: str
+    title: str
+    label: str
+    deviation: float
+    runs: tuple[str, ...]
+
+
+def own_spreads(shown: Sequence[tuple[ResultsTable, ShownGroup]], records: Sequence[Record]) -> list[OwnSpread]:
+    """The largest first; of rows of one process there is none."""
+    by_id = {record.run_id: record for record in records}
+    found: list[OwnSpread] = []
+    for table, group in shown:
+        for cell, row in group.run:
+            good = [by_id[run] for run in row.runs if by_id[run].status == "ok"]
+            apart = [loss_deviation(ours, other) for ours, other in combinations(good, 2)]
+            known = [deviation for deviation in apart if deviation is not None]
+            if known:
+                found.append(OwnSpread(table.title, group.group.title, short_label(cell), max(known), tuple(row.runs)))
+    return sorted(found, key=lambda one: -one.deviation)
 
 
 def courses(shown: Sequence[tuple[ResultsTable, ShownGroup]], records: Sequence[Record]) -> list[Course]:
@@ -107,4 +137,5 @@ def _points(losses: Sequence[tuple[int, float]], steps: int, low: float, high: f
         share = (loss / 2 - low / 2) / span if span else 0.5
         return f"{WIDE * step / (steps - 1):.1f},{HIGH * (1 - MARGIN - (1 - 2 * MARGIN) * share):.1f}"
 
-    return " ".join(place(step, loss) for step, loss in losses)
+    drawn = losses[:: math.ceil(len(losses) / MOST_POINTS)]
+    return " ".join(place(step, loss) for step, loss in (*drawn, losses[-1]))

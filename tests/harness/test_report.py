@@ -29,7 +29,7 @@ from harness.report import page, timeline
 from harness.report.content import ReportContent, gathered
 from harness.report.largest import largest_models
 from harness.report.leaders import ALONE, leader
-from harness.report.losses import courses
+from harness.report.losses import courses, own_spreads
 from harness.report.page import LONGEST, rendered
 from harness.report.paper_rules import paper_rules
 from systems.planning.clock.perfetto import TimedEvent
@@ -401,6 +401,29 @@ def test_without_the_reference_the_fastest_is_what_others_are_set_against(table:
 
 def on(machine: str, **changes: Any) -> dict[str, Any]:
     return {"record": {"environment": {"hardware": {"boot_id": machine, "device_uuid": "1"}}}, **changes}
+
+
+def test_processes_of_one_row_are_set_against_each_other_too(table: cells.ResultsTable) -> None:
+    records = [
+        record("resident", n, 1.0, record={"metrics": {"tokens_per_s": 1.0, "loss": [4.0, last]}})
+        for n, last in ((1, 2.0), (2, 3.0))
+    ]
+    (found,) = own_spreads(shown(table, records), records)
+    assert (found.label, found.deviation, found.runs) == ("resident", 0.5, ("2026-1", "2026-2"))
+    (point,) = gather(table, records).answers[2].points
+    assert "processes of one row, resident, are up to 50 % from each other" in point[0] and point[1] == found.runs
+    assert not own_spreads(shown(table, records[:1]), records[:1])
+
+
+def test_long_curves_are_thinned_and_end_where_they_end(table: cells.ResultsTable) -> None:
+    losses = [float(step) for step in range(20_000)]
+    many = [
+        record(name, n, 1.0, record={"metrics": {"tokens_per_s": 1.0, "loss": losses}})
+        for n, name in enumerate(("resident", "dummy"))
+    ]
+    (course,) = courses(shown(table, many), many)
+    points = course.curves[0].points.split()
+    assert len(points) < 600 and points[-1].startswith("1000.0,") and course.curves[0].steps == 20_000
 
 
 def test_who_is_ahead_on_a_machine_of_both_is_ahead(table: cells.ResultsTable) -> None:
