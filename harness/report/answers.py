@@ -98,8 +98,9 @@ def _papers(claims: Sequence[Judged]) -> Answer:
 def _same(courses: Sequence[Course], spreads: Sequence[OwnSpread]) -> Answer:
     question = "Is it the same training?"
     curves = [curve for course in courses for curve in course.curves if not curve.is_reference and curve.deviation is not None]
+    points = tuple(_own(one) for one in spreads[:1])
     if not curves:
-        return Answer(question, "No record has losses beside a reference's.")
+        return Answer(question, "No record has losses beside a reference's.", points)
     far = sum(curve.too_far for curve in curves)
     unknown = sum(curve.too_far and not curve.unlike for curve in curves)
     text = (
@@ -109,7 +110,7 @@ def _same(courses: Sequence[Course], spreads: Sequence[OwnSpread]) -> Answer:
         text += (
             f" {far} do not, and of {unknown} of these nothing else is known that differs: section 8 has them, step by step."
         )
-    return Answer(question, text, tuple(_own(one) for one in spreads[:1]))
+    return Answer(question, text, points)
 
 
 def _own(one: OwnSpread) -> Point:
