@@ -47,7 +47,7 @@ def _best(leaders: Sequence[Leader]) -> Answer:
     decided = [one for one in contested if one.verdict in DECIDED]
     open_ = [one for one in contested if one not in decided]
     text = (
-        f"Of {len(contested)} settings in which systems ran side by side, {len(decided)} "
+        f"Of {len(contested)} {'setting' if len(contested) == 1 else 'settings'} in which systems ran side by side, {len(decided)} "
         f"{'has' if len(decided) == 1 else 'have'} the {ENOUGH_PROCESSES} processes a side that a verdict needs."
     )
     if open_:
@@ -75,7 +75,7 @@ def _standings(one: Leader) -> Point:
     fewest, most = (of(each.n for each in one.standings) for of in (min, max))
     counts = f"{fewest} {'process' if fewest == 1 else 'processes'} each" if fewest == most else f"{fewest} to {most} processes"
     runs = tuple(run for each in one.standings for run in each.runs)
-    return f"{one.table}; {one.group}: {told} the speed of {one.pivot}. Too few runs: {counts}.", runs
+    return f"{one.table}; {one.group}: {told} the speed of {one.pivot}. {one.verdict.capitalize()}: {counts}.", runs
 
 
 def of_device(budget: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from harness import cells, results_page
 from harness.record import Record
+from harness.report.answers import answers
 from harness.report.largest import largest_models
 from harness.report.leaders import ALONE, leader
 from harness.report.losses import courses, own_spreads
@@ -50,6 +52,19 @@ def test_one_process_is_no_verdict_and_three_are(table: cells.ResultsTable) -> N
     assert set(found.runs) == {record.run_id for record in three}
     (answer, *_) = gather(table, three).answers
     assert "1 has the 3 processes" in answer.text and "dummy (the whole device) is faster than resident" in answer.points[0][0]
+
+
+def test_what_is_not_decided_says_why(table: cells.ResultsTable) -> None:
+    records = [ran("resident", 1, 100), ran("dummy", 2, 120)]
+    (found,) = (leader(table, group, records) for _, group in shown(table, records))
+    assert found is not None
+    for verdict, told in (("too few runs", "Too few runs: 1 process each."), ("cannot be compared", "Cannot be compared: ")):
+        (answer, *_) = answers([replace(found, verdict=verdict)], [], [], [], [])
+        assert "1 setting " in answer.text and "dummy in 1" in answer.text
+        assert answer.points[0][0].startswith(f"{table.title}; A group: dummy 1.2x the speed of resident. {told}")
+    (best, papers, same, mine) = answers([], [], [], [], [])
+    assert "nothing can be said" in best.text and "No claim" in papers.text and "No record has losses" in same.text
+    assert "No model of these records" in mine.text
 
 
 def test_other_work_is_left_out_and_said(table: cells.ResultsTable) -> None:
