@@ -46,9 +46,11 @@ def _best(leaders: Sequence[Leader]) -> Answer:
         return Answer(question, "No record here sets one system against another: nothing can be said.")
     decided = [one for one in contested if one.verdict in DECIDED]
     open_ = [one for one in contested if one not in decided]
+    settings = "setting" if len(contested) == 1 else "settings"
+    have = "has" if len(decided) == 1 else "have"
     text = (
-        f"Of {len(contested)} {'setting' if len(contested) == 1 else 'settings'} in which systems ran side by side, {len(decided)} "
-        f"{'has' if len(decided) == 1 else 'have'} the {ENOUGH_PROCESSES} processes a side that a verdict needs."
+        f"Of {len(contested)} {settings} in which systems ran side by side, {len(decided)} {have} the {ENOUGH_PROCESSES} "
+        "processes a side that a verdict needs."
     )
     if open_:
         ahead = Counter(one.system for one in open_)
