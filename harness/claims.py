@@ -251,13 +251,13 @@ def _outcome(
     runs = [(side, cell, replicates(records, cell, data.hardware)) for side, cell in cells]
     empty = empty.model_copy(update={"runs": [record.run_id for _, _, each in runs for record in each]})
     if part.kind == "capacity":
-        return _capacity(empty, part, [(side, cell, _trains(each)) for side, cell, each in runs])
+        return _capacity(empty, part, [(side, cell, trains(each)) for side, cell, each in runs])
     if part.kind == "count":
         return _count(empty, part, runs[0][1], runs[0][2])
     return _compared(empty, part, runs)
 
 
-def _trains(runs: Sequence[Record]) -> bool | None:
+def trains(runs: Sequence[Record]) -> bool | None:
     """Whether the work fits: None where nobody tried, or it ended for want of something else than memory."""
     if any(record.status == "ok" for record in runs):
         return True

@@ -175,7 +175,7 @@ def _losses(records: Sequence[Record], reference: Sequence[Record]) -> Losses:
     if not records:
         return Losses()
     course = [loss for loss in records[0].metrics.loss if loss is not None]
-    deviations = [_deviation(record, reference[0]) for record in records if reference]
+    deviations = [loss_deviation(record, reference[0]) for record in records if reference]
     known = [deviation for deviation in deviations if deviation is not None]
     return Losses(
         first=course[0] if course else None,
@@ -184,7 +184,7 @@ def _losses(records: Sequence[Record], reference: Sequence[Record]) -> Losses:
     )
 
 
-def _deviation(record: Record, reference: Record) -> float | None:
+def loss_deviation(record: Record, reference: Record) -> float | None:
     """The largest |loss - reference| / |reference| of a step; a step that only one of the two knows is left out."""
     pairs = zip(record.metrics.loss, reference.metrics.loss, strict=False)
     deviations = (abs(a - b) / abs(b) for a, b in pairs if a is not None and b)

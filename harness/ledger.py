@@ -125,7 +125,7 @@ def _show(found: Sequence[Judged], *, in_full: bool) -> None:
     console = result_console()
     table = Table("claim", "paper", "what", "verdict", "measured")
     for one in found:
-        table.add_row(*(printable(text) for text in (str(one.number), NAMES[one.paper], one.claim, verdict(one), _short(one))))
+        table.add_row(*(printable(text) for text in (str(one.number), NAMES[one.paper], one.claim, verdict(one), known(one))))
     console.print(table)
     for one in found if in_full else ():
         for line in details(one):
@@ -137,7 +137,7 @@ def verdict(one: Judged) -> str:
     return f"{one.verdict}{' (simulated)' if one.simulated and one.verdict != 'open' else ''}"
 
 
-def _short(one: Judged) -> str:
+def known(one: Judged) -> str:
     """What is known of the parts that have a number or a verdict, those beside the claim told apart."""
     known = [part for part in one.parts if part.value is not None or part.verdict != "open"]
     return "; ".join(f"{'beside it: ' if part.beside else ''}{part.what}: {outcome(part)}" for part in known)
@@ -164,7 +164,7 @@ def rendered(found: Sequence[Judged]) -> str:
         mine = [one for one in found if one.paper == paper]
         for one in mine:
             seen = "yes" if one.seen else "no"
-            lines.append(_line([str(one.number), one.place, one.claim, seen, verdict(one), _short(one) or "-"]))
+            lines.append(_line([str(one.number), one.place, one.claim, seen, verdict(one), known(one) or "-"]))
         for one in mine:
             lines += ["", f"### Claim {one.number}", "", *(_plain(line) for line in details(one))]
         lines.append("")

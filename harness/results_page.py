@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ from harness.cells import Group, ResultsTable, TableCell, replicates
 from harness.comparison import ComparisonRow
 from harness.doubts import CLOSED_LIST
 from harness.record import Reason, Record
-from harness.stats import MedianFigure
+from harness.stats import MedianFigure, Ratio
 from systems import registry
 from systems.messages import printable
 from systems.sizes import format_size
@@ -78,12 +78,16 @@ def shown_group(group: Group, records: Sequence[Record], hardware: str) -> Shown
 
 
 def _row(group: Group, cell: TableCell, records: Sequence[Record], hardware: str) -> ComparisonRow:
-    """The cell's row of a comparison with the reference, budgets aside where the two are asked to differ in them."""
-    ours, reference = (replicates(records, one, hardware) for one in (cell, group.reference))
     if cell is group.reference:
-        return comparison.compare({cell.label: ours}).rows[0]
-    intended = BUDGET_FACTS if cell.spec.device_memory != group.reference.spec.device_memory else frozenset()
-    return comparison.compare({f"reference {cell.label}": reference, cell.label: ours}, intended=intended).rows[1]
+        return comparison.compare({cell.label: replicates(records, cell, hardware)}).rows[0]
+    return row_against(group.reference, cell, records, hardware)
+
+
+def row_against(reference: TableCell, cell: TableCell, records: Sequence[Record], hardware: str) -> ComparisonRow:
+    """The cell's row of a comparison with another, budgets aside where the two are asked to differ in them."""
+    ours, theirs = (replicates(records, one, hardware) for one in (cell, reference))
+    intended = BUDGET_FACTS if cell.spec.device_memory != reference.spec.device_memory else frozenset()
+    return comparison.compare({f"reference {cell.label}": theirs, cell.label: ours}, intended=intended).rows[1]
 
 
 def page(tables: Sequence[ResultsTable], records: Sequence[Record]) -> list[str]:
@@ -110,12 +114,21 @@ def doubt_marks(doubts: Iterable[str]) -> dict[str, str]:
     return dict(zip([*known, *sorted(found.difference(known))], map(chr, range(ord("a"), ord("z") + 1)), strict=False))
 
 
-def _legend(cells: Sequence[TableCell], marks: Mapping[str, str]) -> Iterator[str]:
+def used_names(cells: Iterable[TableCell]) -> dict[str, tuple[str, str]]:
+    """Of SHORT_NAMES those that the cells have."""
     used = {option for cell in cells for option in cell.spec.option}
+    return {option: told for option, told in SHORT_NAMES.items() if option in used}
+
+
+def doubt_text(code: str) -> str:
+    """What a letter stands for."""
+    cause = f"; possible cause: {CLOSED_LIST[code][0]}" if code in CLOSED_LIST else ""
+    return f"{code.replace('_', ' ')}{cause}"
+
+
+def _legend(cells: Sequence[TableCell], marks: Mapping[str, str]) -> Iterator[str]:
     listed = [
-        _wrapped(f"* ({name}): `--option {option}`, {meaning}.", "  ")
-        for option, (name, meaning) in SHORT_NAMES.items()
-        if option in used
+        _wrapped(f"* ({name}): `--option {option}`, {meaning}.", "  ") for option, (name, meaning) in used_names(cells).items()
     ]
     if listed:
         yield from ("In brackets behind a system's name are its options, where they are not the defaults:", "", *listed)
@@ -124,31 +137,33 @@ def _legend(cells: Sequence[TableCell], marks: Mapping[str, str]) -> Iterator[st
     if marks:
         yield from ("Letters behind a name are doubts that the records themselves raise:", "")
         for code, letter in marks.items():
-            cause = f"; possible cause: {CLOSED_LIST[code][0]}" if code in CLOSED_LIST else ""
-            yield _wrapped(_plain(f"* {letter}: {code.replace('_', ' ')}{cause}."), "  ")
+            yield _wrapped(_plain(f"* {letter}: {doubt_text(code)}."), "  ")
 
 
 def table_lines(table: ResultsTable, shown: Sequence[ShownGroup], marks: Mapping[str, str]) -> list[str]:
     """Groups in which strategies ran with default options come first, those that never ran at all last, a line each."""
     lines = [f"### {table.title}", "", f"On {table.hardware}."]
-    for one in sorted((one for one in shown if one.run), key=_defaults):
+    for one in in_order(shown):
         lines += ["", f"**{one.group.title}**", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
         lines += [_line(_columns(cell, row, marks, is_reference=cell is one.group.reference)) for cell, row in one.run]
-        lines += [line for note in _notes(one) for line in ("", _wrapped(note))]
-    never = [_wrapped(f"* {one.group.title}: {_listed(one)}", "  ") for one in shown if not one.run]
+        lines += [line for note in notes(one) for line in ("", _wrapped(_plain(note)))]
+    never = [_wrapped(f"* {one.group.title}: {listed(one)}", "  ") for one in shown if not one.run]
     return [*lines, "", "Tables of which no cell was run yet:", "", *never] if never else lines
 
 
-def _defaults(shown: ShownGroup) -> int:
+def in_order(shown: Iterable[ShownGroup]) -> list[ShownGroup]:
+    """Those that ran, default options first."""
+    strategies = {name for name, entry in registry.find().items() if entry.exposes == "STRATEGY"}
+    return sorted((one for one in shown if one.run), key=lambda one: _defaults(one, strategies))
+
+
+def _defaults(shown: ShownGroup, strategies: Collection[str]) -> int:
     """Whether the group's strategies ran with default options: where no strategy did, there is nothing else."""
-    entries = registry.find()
-    strategies = [
-        cell for cell, _ in shown.run if cell.spec.system in entries and entries[cell.spec.system].exposes == "STRATEGY"
-    ]
-    with_options = [cell for cell in strategies if cell.spec.option]
+    ran = [cell for cell, _ in shown.run if cell.spec.system in strategies]
+    with_options = [cell for cell in ran if cell.spec.option]
     if not with_options:
         return DEFAULTS_ONLY
-    return NO_DEFAULTS if len(with_options) == len(strategies) else SOME_DEFAULTS
+    return NO_DEFAULTS if len(with_options) == len(ran) else SOME_DEFAULTS
 
 
 def short_label(cell: TableCell) -> str:
@@ -157,26 +172,35 @@ def short_label(cell: TableCell) -> str:
     return f"{cell.spec.system} ({options})" if options else cell.spec.system
 
 
-def _budget(cell: TableCell) -> str:
+def budget(cell: TableCell) -> str:
     return "all" if cell.spec.device_memory is None else format_size(cell.spec.device_memory)
 
 
-def _listed(shown: ShownGroup) -> str:
+def listed(shown: ShownGroup) -> str:
     """The cells that were never run, with their budgets where the group has several."""
     several = len({cell.spec.device_memory for cell, _ in shown.rows}) > 1
-    return ", ".join(short_label(cell) + (f" with {_budget(cell)}" if several else "") for cell in shown.not_run) + "."
+    return ", ".join(short_label(cell) + (f" with {budget(cell)}" if several else "") for cell in shown.not_run) + "."
 
 
 def _columns(cell: TableCell, row: ComparisonRow, marks: Mapping[str, str], *, is_reference: bool) -> list[str]:
-    letters = "".join(sorted(marks[doubt] for doubt in set(row.doubts) if doubt in marks))
-    head = [short_label(cell) + (f" <sup>{letters}</sup>" if letters else ""), _budget(cell)]
+    found = letters(row, marks)
+    head = short_label(cell) + (f" <sup>{found}</sup>" if found else "")
+    return [head, budget(cell), *figures(row, is_reference=is_reference)]
+
+
+def letters(row: ComparisonRow, marks: Mapping[str, str]) -> str:
+    """Of the row's doubts."""
+    return "".join(sorted(marks[doubt] for doubt in set(row.doubts) if doubt in marks))
+
+
+def figures(row: ComparisonRow, *, is_reference: bool) -> list[str]:
+    """What stands below COLUMNS behind the system and its budget."""
     if not row.n:
-        failed = [str(len(row.runs)), _failure(row.status, row.reason), *[NONE] * 3]
-        return [*head, *failed, _size(row.peaks.device_bytes), _size(row.peaks.host_rss_bytes), NONE]
+        failed = [str(len(row.runs)), failure(row.status, row.reason), *[NONE] * 3]
+        return [*failed, _size(row.peaks.device_bytes), _size(row.peaks.host_rss_bytes), NONE]
     step = row.median_step_time_s
-    ratio = "1" if is_reference else NONE if row.speed_ratio is None else _ratio(row)
+    ratio = "1" if is_reference else NONE if row.speed_ratio is None else ratio_text(row.speed_ratio)
     return [
-        *head,
         str(row.n),
         _number(step),
         NONE if step is None or step.low is None else f"{step.low:.4g} to {step.high:.4g}",
@@ -188,14 +212,13 @@ def _columns(cell: TableCell, row: ComparisonRow, marks: Mapping[str, str], *, i
     ]
 
 
-def _ratio(row: ComparisonRow) -> str:
-    assert row.speed_ratio is not None
-    low, high = row.speed_ratio.low, row.speed_ratio.high
-    spread = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-    return f"{row.speed_ratio.value:.3g}x{spread}"
+def ratio_text(ratio: Ratio, digits: int = 3) -> str:
+    low, high = ratio.low, ratio.high
+    spread = "" if low is None or high is None else f" ({low:.{digits}g} to {high:.{digits}g})"
+    return f"{ratio.value:.{digits}g}x{spread}"
 
 
-def _failure(status: str, reason: Reason | None) -> str:
+def failure(status: str, reason: Reason | None) -> str:
     """oom (device: needs 2GiB, has 1.5GiB)."""
     if reason is None:
         return status
@@ -204,18 +227,18 @@ def _failure(status: str, reason: Reason | None) -> str:
     return f"{status} ({told})" if told else status
 
 
-def _notes(shown: ShownGroup) -> Iterator[str]:
+def notes(shown: ShownGroup) -> Iterator[str]:
     """Replicates that failed, pairs that are not set against each other (one line for all that differ alike), cells not run."""
     unlike: dict[str, list[str]] = {}
     for cell, row in shown.run:
         if row.n and row.status != "ok":
-            yield f"{short_label(cell)}: {len(row.runs) - row.n} more of its runs: {_failure(row.status, row.reason)}."
+            yield f"{short_label(cell)}: {len(row.runs) - row.n} more of its runs: {failure(row.status, row.reason)}."
         if row.refused:
             unlike.setdefault("; ".join(str(difference) for difference in row.refused), []).append(short_label(cell))
     for why, labels in unlike.items():
-        yield f"Not set against {short_label(shown.group.reference)}: {'; '.join(labels)}: {_plain(why)}."
+        yield f"Not set against {short_label(shown.group.reference)}: {'; '.join(labels)}: {why}."
     if shown.not_run:
-        yield f"Not run yet: {_listed(shown)}"
+        yield f"Not run yet: {listed(shown)}"
 
 
 def _plain(text: str) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,11 @@ from typing import Any
 
 from harness.spec import BadInputError
 from systems.machine.durable import beside, prove_writable, remove_unfinished, write_whole
+from systems.machine.reading import read_bytes
 
 SUFFIXES = (".json", ".json.gz")
+MOST_US = 1e18  # of a time: thousands of years
+LIMIT = 256 << 20  # bytes of a trace that is read, compressed or not
 UNIT_SPAN = re.compile(r"(forward|backward) of .+")
 THREAD_NAME = re.compile(r"thread \d+ \((.*)\)")
 LANE_PREFIX = "lane-"
@@ -69,6 +74,46 @@ def write(path: Path, text: str) -> None:
     write_whole(path, gzip.compress(data) if path.name.endswith(".gz") else data)
 
 
+def read(path: Path) -> list[Event]:
+    """The pieces of work of a trace, whoever wrote it: each with name, cat, pid, tid, ts and dur (microseconds, finite).
+
+    Names of tracks and all else is left out. OSError, or ValueError of one line for what is no trace.
+    """
+    data = read_bytes(path, LIMIT)
+    if path.name.endswith(".gz"):
+        data = _unpacked(data)
+    try:
+        tree = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    found = tree.get("traceEvents") if isinstance(tree, dict) else None
+    if not isinstance(found, list):
+        raise ValueError("it has no list of traceEvents")
+    return [event for event in found if isinstance(event, dict) and event.get("ph") == "X" and _is_plain(event)]
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacking = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        unpacked = unpacking.decompress(data, LIMIT)
+    except zlib.error as error:
+        raise ValueError(f"it is not compressed as its name says: {error}") from None
+    if unpacking.unconsumed_tail:
+        raise ValueError(f"it has more than {LIMIT} bytes")
+    return unpacked
+
+
+def _is_plain(event: Event) -> bool:
+    event.setdefault("cat", None)
+    tracks, times = (event.get("pid"), event.get("tid")), (event.get("ts"), event.get("dur"))
+    named = isinstance(event.get("name"), str) and isinstance(event["cat"], str | None)
+    return named and all(isinstance(track, int | str) for track in tracks) and all(map(_is_time, times))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < MOST_US
+
+
 def arranged(trace: dict[str, Any]) -> dict[str, Any]:
     """torch's trace with a track for units, and lanes, compute and streams called what they are.
 
@@ -81,7 +126,7 @@ def arranged(trace: dict[str, Any]) -> dict[str, Any]:
         for span in spans:
             span["tid"] = track[1]
         events += _named(track, "units", 1)
-    names = {**_thread_names(events), **_stream_names(events)}
+    names = {**_thread_names(events), **stream_names(events)}
     events = [event for event in events if not (_is_name(event) and (event["pid"], event["tid"]) in names)]
     for track, (name, place) in names.items():
         events += _named(track, name, place)
@@ -112,7 +157,7 @@ def _thread_names(events: list[Event]) -> dict[Track, tuple[str, int]]:
     return found
 
 
-def _stream_names(events: list[Event]) -> dict[Track, tuple[str, int]]:
+def stream_names(events: list[Event]) -> dict[Track, tuple[str, int]]:
     """CUDA streams by what they carry: the one with most kernels is compute, copy engines go by their direction."""
     work: dict[Track, Counter[str]] = {}
     for event in events:

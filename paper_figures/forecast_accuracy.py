@@ -15,7 +15,6 @@ import statistics
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import tyro
@@ -25,18 +24,15 @@ from rich.table import Table
 
 from harness import store
 from harness.cells import TableCell, replicates
+from harness.hindcast import hindcast
 from harness.output import counted
-from harness.plan import Unfilled
 from harness.record import Record
 from harness.spreadsheet import write_csv
-from models import registry as models_registry
-from models.loss import token_loss
 from systems import registry
 from systems.messages import one_line, printable
 from systems.planning import hardware
-from systems.planning.allowance import CUDA
 from systems.planning.hardware import HardwareProfile
-from systems.prediction.forecast import Forecast, Observations, Question, forecast
+from systems.prediction.forecast import Forecast
 from systems.sizes import format_size
 
 MIN_STEPS = 10
@@ -111,39 +107,15 @@ def cells_of(records: Sequence[Record], profile: HardwareProfile) -> list[list[R
 
 def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
     """The forecast for a cell's work, beside the median of its runs."""
-    record = runs[-1]
-    spec, resolved, memory = record.spec, record.resolved, record.memory
-    assert resolved.batch_size is not None and resolved.seq_len is not None
-    assert memory.device_budget_bytes is not None and resolved.host_budget_bytes is not None
-    shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
-    with Unfilled():
-        model = models_registry.build(shape)
-    question = Question(
-        profile=profile,
-        device_memory=memory.device_budget_bytes,
-        host_memory=resolved.host_budget_bytes,
-        ranks=1,
-        batch_size=resolved.batch_size,
-        seq_len=resolved.seq_len,
-        dtype=spec.dtype,
-        accumulate=spec.accumulate,
-        recompute=spec.recompute,
-        clip=spec.clip,
-        seed=spec.seed,
-        allowance=CUDA,
-    )
-    system = registry.get(spec.system)
-    observations = Observations(model, partial(token_loss, objective=shape.objective))
-    options = registry.parse_options(system, spec.option)
-    if memory.host_second_version_bytes is None and "run_ahead" in type(options).model_fields:
-        options = options.model_copy(update={"run_ahead": False})  # the record is older than updates that run ahead
-    found = forecast(system, options, question, observations)
+    record, found = runs[-1], hindcast(runs[-1], profile)
+    spec, budget = record.spec, record.memory.device_budget_bytes
+    assert budget is not None
     return Compared(
         system=spec.system,
         model=spec.model,
         options=",".join(spec.option),
-        device_budget=memory.device_budget_bytes,
-        tokens=question.tokens,
+        device_budget=budget,
+        tokens=found.question.tokens,
         runs=len(runs),
         measured_s=statistics.median(run.metrics.mean_step_time_s or 0.0 for run in runs),
         predicted_s=found.simulation.step_time_s,

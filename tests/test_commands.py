@@ -32,6 +32,7 @@ from harness.ledger import LedgerSpec
 from harness.listing import FiguresSpec, HardwareSpec, ModelsSpec, RunsSpec, SystemsSpec
 from harness.plan_spec import ALL, PlanSpec
 from harness.profile_spec import ProfileSpec
+from harness.report.page import ReportSpec
 from harness.scale import BatchSpec, ScaleSpec
 from harness.spec import RunSpec, flag
 from harness.sweep import SweepSpec
@@ -56,6 +57,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "sweep": (SweepSpec,),
     "tables": (TablesSpec,),
     "ledger": (LedgerSpec,),
+    "report": (ReportSpec,),
     "export": (ExportSpec,),
     "figure": (FigureSpec,),
     "profile": (ProfileSpec,),
@@ -65,6 +67,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
 CALLED = (
     "harness.export.export",
     "harness.ledger.show_ledger",
+    "harness.report.page.write_report",
     "harness.plan.plan",
     "harness.listing._tell",
     "harness.figures.show_figure",
@@ -338,6 +341,6 @@ def test_commands_that_need_no_gpu_run(path: Path, tmp_path: Path) -> None:
         if not command.whole or command.words[0] not in ("harness", "python") or needs_a_gpu(command):
             continue
         words = [word.replace("/data", str(tmp_path / "data")) for word in command.words]
-        words += ["--results", str(ROOT / "results")] if words[1] in ("tables", "ledger") else []
+        words += ["--results", str(ROOT / "results")] if words[1] in ("tables", "ledger", "report") else []
         done = called(words, tmp_path)
         assert done.returncode in ENDS.get(words[1], {0}), f"{command.text}: {done.stderr[-2000:]}"
