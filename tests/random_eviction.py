@@ -41,6 +41,7 @@ class RandomEviction:
     runs_ahead = True
     warm_up_share: float | None = None
     bounded = False
+    max_staleness: int | None = None
 
     def __init__(self, options: RandomOptions, context: PlanningContext) -> None:
         self._options, self._context = options, context

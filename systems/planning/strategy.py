@@ -74,6 +74,8 @@ class Strategy(Protocol):
 
     warm_up_share: part of the device that model data may fill while there is no plan; None leaves it to the device.
     to_wait: what to change for updates that wait for the norm, in words of arguments.
+    max_staleness: None: a step's updates are done before their parameters are used again. Else they run behind the steps, of
+    which the parameters that a step reads may lack so many: Note [Lock-free] in substrate/bundle/buffered.py.
     bounded: what a plan in force does not ask for takes no more of the device than what it does ask for.
     offloaded_inputs: units whose inputs wait on the host for backward, where the unit is recomputed. Read at each step's
     begin; only units that were in it when `layout` returned can be. A trace's memory is that of the set then in force.
@@ -90,6 +92,7 @@ class Strategy(Protocol):
     write_back: bool  # evictions outside a plan write the parameters to the host (no master shard there)
     warm_up_share: float | None
     bounded: bool
+    max_staleness: int | None
     offloaded_inputs: frozenset[int]
     rematerialised: frozenset[int] | None
 

@@ -8,6 +8,7 @@ Note [Kinds]
     gradients      on the device, in ranges of their own or in autograd's buffers until the update
     master, moments, accumulators    of the optimizer, where the update is
     buffers, on the host   through which states on the disk go
+    versions and sums      of bundles whose updates run behind the steps: parameters and sums of gradients, twice each
     second versions        of bundles whose updates run ahead of the norm: master, moments and slots
     before a plan          on the host: states that a plan takes to the device, which have to be here first and do not fit
     allocator              left free: blocks do not lie without holes, see `planning.allowance`
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from systems.planning.disk_layout import buffer_bytes, disk_bytes, parts_of
 from systems.planning.layout import Layout
 from systems.planning.step.operations import Work
-from systems.planning.step.residence import second_version_bytes, slot_bytes
+from systems.planning.step.residence import lock_free_bytes, second_version_bytes, slot_bytes
 from systems.planning.step.schedule import Schedule
 from systems.planning.step.timeline import MemTimeline
 from systems.planning.strategy import PlanningContext
@@ -130,6 +131,7 @@ def host_need(
     beside = sum(residence.host_state_bytes(b) for b in bundles if b in layout.on_disk)
     parts["accumulators"] += beside
     parts["buffers"], parts["activations"] = buffer_bytes(layout), inputs
+    parts["versions and sums"] = lock_free_bytes(layout, residence.context, residence.buffered)
     parts["second versions"] = second_version_bytes(layout, residence.context, residence.ahead)
     parts = {name: size * ranks_on_node for name, size in parts.items()}
     total = sum(parts.values())

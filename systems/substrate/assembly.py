@@ -17,7 +17,7 @@ in the opposite order.
  9  poison; bundles; residency; blocks of    layout, store, device, found                residency.close, then the bundles'
     what never moves; first values
 10  parameters: views of the bundles         found, bundles                              given back by the engine
-11  moves between tiers, gradients, and the  store, bundles, residency, control          versions.close,
+11  moves between tiers, gradients, and the  store, bundles, residency, control          lock_free.close, versions.close,
     updates they end in; second versions                                                 gradients.finish_step
 12  inputs that wait on the host             device, host                                inputs.close
 13  what ranks agree on; progress, cursor,   ranks, strategy, store, gradients, updates  -
@@ -36,9 +36,8 @@ in the opposite order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 from torch import nn
 
@@ -47,7 +46,6 @@ from systems.device.memory.disk import Disk, disk_lanes
 from systems.device.memory.host import HostMapping, HostSlots, host_account
 from systems.device.watch.events import EventLog
 from systems.machine.budgets import Budgets
-from systems.planning.layout import Layout
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.homes import within_host
 from systems.planning.strategy import PlanningContext, Strategy, check_update_rule
@@ -80,6 +78,7 @@ from systems.substrate.hooks import UnitHooks
 from systems.substrate.moments import Moments, MomentsTogether
 from systems.substrate.moves.ahead import UpdatesAhead
 from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.lock_free import LockFree
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs, offloadable
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.tiers import TierMoves
@@ -102,6 +101,8 @@ class Assembly:
     Raises BudgetError or UnsupportedError if the request cannot be met, be it on one of several ranks; then `cleanup` undoes
     what was done.
     """
+
+    lock_free: LockFree | None = None
 
     def __init__(
         self,
@@ -237,7 +238,11 @@ class Assembly:
         self.versions = SecondVersions(self.store, self.bundles, device, self.control)
         self._cleanup.callback(self.versions.close)
         gather = self.residency.gather if self._ranks.size > 1 else None
-        self.updates = Updates(layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions, gather)
+        if (most := self.strategy.max_staleness) is not None:
+            self.lock_free = LockFree(layout, self.bundles, self.residency, self.store, self.control, most)
+            self._cleanup.callback(self.lock_free.close)
+        made = layout, self.bundles, self.tiers, self.gradients, device, self.control, self.versions, gather, self.lock_free
+        self.updates = Updates(*made)
         self.ahead = UpdatesAhead(self.updates, self.versions, self.bundles, self.control, self._log)
         self.input_slots = HostSlots("host-input", self.host)
         self.inputs = OffloadedInputs(device, self.input_slots)
@@ -334,10 +339,11 @@ class Assembly:
         if isinstance(cursor := self.cursor, Following):
             self.residency.room.let_go(lambda bundle: self.progress.aside or cursor.leaves(bundle))
             cursor.ask(self.planner.plans)
-        store, versions, slots, disk = self.store, self.versions, self.input_slots, self.disk
+        store, versions, slots, disk, behind = self.store, self.versions, self.input_slots, self.disk, self.lock_free
 
         def host_mappings() -> list[HostMapping]:
-            return [*store.mappings, *versions.mappings, *slots.mappings, *([] if disk is None else disk.mappings)]
+            more = [*([] if disk is None else disk.mappings), *([] if behind is None else behind.mappings)]
+            return [*store.mappings, *versions.mappings, *slots.mappings, *more]
 
         self.recovery = Recovery(
             self.runtime,
@@ -387,14 +393,8 @@ class Assembly:
             self.parameters,
             progress.gradients_pending,
             MovingParameter,
-            readable=partial(_is_readable, self.layout, self.bundles),
+            readable=lambda parameter: self.bundles[bundle_of(parameter)].shows(parameter),
             restore=self.poison.restore,
         )
         past.let_cast(self.watch.casts.call)
         self._cleanup.callback(self.watch.end)
-
-
-def _is_readable(layout: Layout, bundles: Sequence[ManagedBundle], parameter: int) -> bool:
-    """Its values are on the device, and no gradient is written over them."""
-    bundle = bundles[layout.bundle_of_parameter[parameter]]
-    return bundle.storage.resident and (bundle.gradient is None or parameter not in bundle.gradient.written)

@@ -102,6 +102,7 @@ class ManagedEngine(ManagedReports):
         self.store, self.values, self.tiers, self.poison = made.store, made.values, made.tiers, made.poison
         self.bundles, self.residency, self.gradients = made.bundles, made.residency, made.gradients
         self.control, self.updates, self._states = made.control, made.updates, made.states
+        self.lock_free = made.lock_free
         self.versions, self.ahead = made.versions, made.ahead
         self.inputs, self.input_slots = made.inputs, made.input_slots
         self.progress, self.cursor, self.in_force, self.planner = made.progress, made.cursor, made.in_force, made.planner
@@ -134,6 +135,8 @@ class ManagedEngine(ManagedReports):
                         self.moments.end_call()
                     return output
             self._watch.check()
+            if not self.progress.in_step:
+                self.updates.settle()
             self.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=self.progress.in_step)
             with runtime.aside(), ambient(), torch.no_grad(), device.metered(), record_function("forward (no grad)"):
                 args, kwargs = cast_inputs(args, kwargs, dtype)
@@ -187,6 +190,8 @@ class ManagedEngine(ManagedReports):
 
     def drain(self) -> None:
         try:
+            if not self.progress.in_step:
+                self.updates.settle()
             self.device.drain()
             self.ending.settle()
         except BaseException as error:

@@ -86,8 +86,9 @@ class PlanInForce:
         self._device.log.count("fallbacks")
         self._use(None)
         self._gradients.staying.depart()
-        for bundle in self._layout.bundles:
-            self._send_home(bundle.index)
+        with self._updates.paused():
+            for bundle in self._layout.bundles:
+                self._send_home(bundle.index)
         for index in self._residency.room.evictable():
             self._residency.drop(index)
         self._set_aside()
@@ -95,6 +96,7 @@ class PlanInForce:
     def apply(self, plan: Plan | None) -> None:
         """Move states and bundles to where the plan has them at rest. None: the next step runs on demand."""
         residency, device = self._residency, self._device
+        self._updates.settle()
         self._applied = None
         for index in residency.room.evictable():
             residency.drop(index)
@@ -166,7 +168,8 @@ class PlanInForce:
 
     def demote(self, bundle: ManagedBundle) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step."""
-        self._states_home(bundle)
+        with self._updates.paused():
+            self._states_home(bundle)
         if bundle.gradient is not None:
             self._gradients.to_slot(bundle)
 

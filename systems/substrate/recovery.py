@@ -118,6 +118,8 @@ class Recovery:
             take_gradient(parameter)
         self._runtime.forget()
         self._settle()
+        with contextlib.suppress(Exception):  # which is told again
+            self._updates.settle()
         before = self._control.ruined
         self._control.ruin(before or STATES_APART)
         with contextlib.suppress(Exception):  # then that is what the next step says

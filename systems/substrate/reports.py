@@ -20,6 +20,7 @@ from systems.reports import MemoryReport, PlanReport
 from systems.substrate.bundle.store import Store
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.cursor import Cursor
+from systems.substrate.moves.lock_free import LockFree
 
 
 class ManagedReports(SteppingEngine):
@@ -34,6 +35,7 @@ class ManagedReports(SteppingEngine):
     strategy: Strategy
     input_slots: HostSlots
     disk: Disk | None
+    lock_free: LockFree | None
     _startup: dict[str, float]
 
     def counters(self) -> dict[str, int]:
@@ -41,12 +43,16 @@ class ManagedReports(SteppingEngine):
 
     def memory(self) -> MemoryReport:
         device, host = self.device, self.store.host
+        behind = [] if self.lock_free is None else self.lock_free.mappings
         return MemoryReport(
             device_peak_bytes=device.meter.peak_bytes(),
             device_budget_bytes=device.account.budget,
             device_model_peak_bytes=device.account.pool_peak,
             host_peak_bytes=host.peak,
-            host_pinned_bytes=self.store.pinned_bytes + self.versions.pinned_bytes + self.input_slots.pinned_bytes,
+            host_pinned_bytes=self.store.pinned_bytes
+            + self.versions.pinned_bytes
+            + self.input_slots.pinned_bytes
+            + sum(mapping.nbytes for mapping in behind if mapping.pinned),
             host_second_version_bytes=self.versions.peak_bytes,
             host_activation_bytes=self.input_slots.peak_bytes,
             host_budget_bytes=host.budget,
@@ -77,7 +83,8 @@ class ManagedReports(SteppingEngine):
         return {**seconds, "step": sum(seconds.values())}
 
     def statistics(self) -> BaseModel | None:
-        return self.strategy.statistics()
+        found, behind = self.strategy.statistics(), self.lock_free
+        return found if behind is None else found.model_copy(update=behind.staleness())
 
     def startup_s(self) -> dict[str, float]:
         return {**self._startup, **({"second_versions": self.versions.seconds} if self.versions.seconds else {})}

@@ -58,6 +58,8 @@ class StepEnding:
 
     def begin(self) -> None:
         self.updated, self._steps = set(), self._control.loop.steps
+        if self._updates.lock_free is not None:
+            self._updates.lock_free.begin()
         self.ahead.begin()
 
     def give_up(self) -> None:

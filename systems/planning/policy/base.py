@@ -43,6 +43,7 @@ class StrategyBase(ABC):
         self.update_rule = UpdateRule.AFTER_NORM if options.nonfinite == "skip" else UpdateRule.WHEN_REDUCED
         self.to_wait = options.to_wait
         self.runs_ahead: bool = options.run_ahead
+        self.max_staleness: int | None = None
         self.write_back = False
         self.warm_up_share: float | None = None
         self.bounded = False

@@ -11,14 +11,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from systems.errors import BudgetError
+from systems.errors import BudgetError, UnsupportedError
 from systems.planning.disk_layout import BUFFERS, buffer_bytes, disk_bytes, part_bytes, parts_of
 from systems.planning.layout import PAGE, Bundle, Layout, round_up
 from systems.planning.plan import UpdateRule
 from systems.planning.policy.nominal import nominal_trace
 from systems.planning.step.demand import demand_of
 from systems.planning.step.profiles import minimum_need
-from systems.planning.step.residence import Residence, slot_bytes, unmovable
+from systems.planning.step.residence import Residence, lock_free_bytes, slot_bytes, unmovable
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 from systems.sizes import format_need, format_size
@@ -32,7 +32,7 @@ class HostNeed:
     of the states, and the disk's buffers.
 
     slots: bytes of this rank's shards as computed with. stated: elements whose master and moments have their home on the
-    host; accumulated: elements of accumulators, 0 without. parts: of a state.
+    host; accumulated: elements of accumulators, 0 without. parts: of a state. behind: bytes for updates behind the steps.
     """
 
     slots: int
@@ -40,6 +40,7 @@ class HostNeed:
     accumulated: int
     buffers: int
     parts: int
+    behind: int
 
     @classmethod
     def of(cls, layout: Layout, context: PlanningContext) -> HostNeed:
@@ -50,12 +51,13 @@ class HostNeed:
             sum(layout.shard_numel(b.index) for b in trained) if context.accumulator_itemsize else 0,
             buffer_bytes(layout),
             parts_of(layout),
+            lock_free_bytes(layout, context, [b.index for b in trained] if layout.lock_free else ()),
         )
 
     @property
     def total(self) -> int:
         parts = self.slots, *[4 * self.stated] * self.parts, 4 * self.accumulated
-        return sum(round_up(part, PAGE) for part in parts) + self.buffers
+        return sum(round_up(part, PAGE) for part in parts) + self.buffers + self.behind
 
     def less(self, numel: int) -> HostNeed:
         """With master and moments of so many elements elsewhere."""
@@ -73,6 +75,7 @@ def host_need(layout: Layout, context: PlanningContext) -> int:
 
 def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> Layout:
     """The layout with as many states on the disk, and what it cannot take kept on the device, as the host's budget asks for.
+    One that has states there already has all that can be: `all_on_disk`.
 
     Raises BudgetError (host) if that is not enough.
     """
@@ -80,7 +83,26 @@ def within_host(layout: Layout, context: PlanningContext, rule: UpdateRule) -> L
         layout = replace(layout, moments=context.moments)
     if host_need(layout, context) <= context.host_budget:
         return layout
-    return _keep_on_device(_to_disk(layout, context) if context.disk_budget else layout, context, rule)
+    more = context.disk_budget and not layout.on_disk
+    return _keep_on_device(_to_disk(layout, context) if more else layout, context, rule)
+
+
+def all_on_disk(layout: Layout, context: PlanningContext) -> Layout:
+    """With all states of what may move at home there. UnsupportedError without a disk, BudgetError (disk) on a small one."""
+    if not context.disk_budget:
+        raise UnsupportedError("`options=dict(states='disk')` needs room on a disk: name a folder there with `disk`")
+    chosen = frozenset(b.index for b in layout.bundles if b.movable and b.trainable)
+    found = replace(layout, on_disk=chosen, moments=context.moments)
+    need, have = disk_bytes(found), context.disk_budget
+    if need > have:
+        raise BudgetError(
+            f"`options=dict(states='disk')` needs {format_need(need, have)} of disk for master weights and moments, "
+            f"{format_size(have)} are there: raise `disk_memory`, or leave `states` out",
+            tier="disk",
+            need=need,
+            have=have,
+        )
+    return found
 
 
 def check_host(layout: Layout, context: PlanningContext, system: str) -> None:

@@ -106,12 +106,19 @@ class Residence:
         return sum(s.shard_numel for s in segments if s.space.trainable) * self.context.optimizer_itemsize
 
     @cached_property
+    def buffered(self) -> tuple[int, ...]:
+        """Bundles whose updates run behind the steps."""
+        there = (b for b in self.layout.bundles if b.trainable and b.movable and b.index not in self.on_device)
+        return tuple(b.index for b in there) if self.layout.lock_free else ()
+
+    @cached_property
     def host_bytes(self) -> int:
         """Of slots, states that have their home there and are not on the device (their pages go back then), buffers for those
-        on the disk, and second versions."""
+        on the disk, second versions, and buffers for updates that run behind the steps."""
         states = sum(map(self.host_state_bytes, range(len(self.layout.bundles))))
         seconds = second_version_bytes(self.layout, self.context, self.ahead)
-        return slot_bytes(self.layout) + states + buffer_bytes(self.layout) + seconds
+        behind = lock_free_bytes(self.layout, self.context, self.buffered)
+        return slot_bytes(self.layout) + states + buffer_bytes(self.layout) + seconds + behind
 
     def host_state_bytes(self, bundle: int) -> int:
         """Of a bundle's states, on the host; of those on the disk the accumulators are there."""
@@ -145,6 +152,14 @@ def second_version_bytes(layout: Layout, context: PlanningContext, bundles: Iter
     numel = sum(map(layout.shard_numel, bundles))
     slots = numel * layout.itemsize if context.accumulate == 1 else 0
     return (1 + len(context.moments)) * round_up(4 * numel, PAGE) + round_up(slots, PAGE)
+
+
+def lock_free_bytes(layout: Layout, context: PlanningContext, bundles: Iterable[int]) -> int:
+    """Of this rank's host, for updates of these bundles that run behind the steps: twice their parameters, and twice a sum of
+    their gradients, as these are added up for an update: in fp32 with several micro-batches. A mapping each.
+    """
+    numel = 2 * sum(map(layout.shard_numel, bundles))
+    return round_up(numel * layout.itemsize, PAGE) + round_up(numel * (context.accumulator_itemsize or layout.itemsize), PAGE)
 
 
 def unmovable(layout: Layout) -> frozenset[int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import BaseModel
 
+from systems.errors import UnsupportedError
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan
 from systems.planning.policy.base import FittedStrategy
 from systems.planning.policy.division import Division
+from systems.planning.policy.homes import all_on_disk
 from systems.planning.policy.options import StrategyStatistics
+from systems.planning.strategy import PlanningContext
 from systems.strategies.angel_ptm.gathering import schedule_on_ranks
 from systems.strategies.angel_ptm.options import AngelPTMOptions, AngelPTMStatistics
 from systems.strategies.angel_ptm.pages import page_layout
@@ -31,10 +35,19 @@ class AngelPTM(FittedStrategy):
     Statistics: ClassVar[type[StrategyStatistics]] = AngelPTMStatistics
     _options: AngelPTMOptions
 
+    def __init__(self, options: AngelPTMOptions, context: PlanningContext) -> None:
+        if options.max_staleness is not None and context.ranks > 1:
+            raise UnsupportedError("`options=dict(max_staleness)` runs on one rank so far: leave it out, or `ranks` at 1")
+        super().__init__(options, context)
+        self.max_staleness = options.max_staleness
+        if self.max_staleness is not None:
+            self.to_wait = "no `max_staleness`"
+
     def cut(self, index: ModelIndex) -> Layout:
         layout, found = page_layout(index, self._options.page, self._context)
         self.tell(**vars(found), num_layers=len(layout.bundles), variant=self._options.variant)
-        return layout
+        layout = replace(layout, lock_free=self.max_staleness is not None)
+        return all_on_disk(layout, self._context) if self._options.states == "disk" else layout
 
     def decide(self, division: Division) -> Plan:
         placement = place(division, None if self._options.cache == "auto" else self._options.cache)

@@ -6,7 +6,7 @@ The states of a bundle's parameters are in states.py. Who owns a block: see Note
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -89,8 +89,10 @@ class Residency:
         tag = ranks.link.issue(gather.label)
         self.device.transfers.issue(gather, work, reads=reads, writes=[block.memory])
 
-    def sources(self, managed: ManagedBundle) -> tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
-        """Slots, or masters where the slot holds a gradient (they round to the same bits)."""
+    def sources(self, managed: ManagedBundle) -> tuple[Iterable[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
+        """Slots, or masters where the slot holds a gradient (they round to the same bits). Gone through as they are read."""
+        if managed.buffered is not None:
+            return managed.buffered.source()
         if not any(each.slot_holds_gradient for each in managed.segments):
             return [(stretch, stretch.slot) for stretch in managed.stretches], [each.slot_memory for each in managed.segments]
         slots = managed.stretches_of(lambda each: not each.slot_holds_gradient)
@@ -190,13 +192,14 @@ class Residency:
         if managed.shard.at_home:
             self.gather(managed, block, managed.shard.block)
             return
-        pairs, sources = [], []
-        for stretch in managed.stretches:
+        pairs, sources, buffered = [], [], managed.buffered
+        values = [each.slot for each in managed.stretches] if buffered is None else buffered.version_of(buffered.produced)
+        for stretch, source in zip(managed.stretches, values, strict=True):
             target, here = stretch.on(block), [piece.here for piece in stretch.placements if piece.parameter in parameters]
             if here:
                 assert not any(each.slot_holds_gradient for each in stretch.stored)
                 sources += [each.slot_memory for each in stretch.stored]
-                pairs += [(target[where], stretch.slot[where]) for where in here]
+                pairs += [(target[where], source[where]) for where in here]
 
         def copy() -> None:
             for target, source in pairs:

@@ -5,7 +5,7 @@ What a bundle's state is then: states.py. How the rest comes: Residency.fetch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import Stretch
 from systems.substrate.moves.room import DeviceRoom
 
-Sources = tuple[list[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]
+Sources = tuple[Iterable[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]
 
 
 class Drop(Protocol):

@@ -97,7 +97,13 @@ class TierMoves:
         self.restore_slots(bundle, lambda each: each is stored)
 
     def restore_slots(self, bundle: ManagedBundle, which: Callable[[StoredSegment], bool] | None = None) -> None:
-        """Put the parameters back where a gradient lies: cast them anew from the master (skipped step, abort)."""
+        """Put the parameters back where a gradient lies: cast them anew from the master (skipped step, abort).
+
+        Of a buffered bundle nobody reads them there.
+        """
+        if bundle.buffered is not None:
+            slots_take_parameters(bundle.segments)
+            return
         stretches = bundle.stretches if which is None else bundle.stretches_of(which)
         restored = [each for stretch in stretches for each in stretch.stored]
         if not restored:

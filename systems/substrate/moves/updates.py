@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import DiskState, OptimizerState, StoredSegment, slots_take_parameters
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.lock_free import LockFree
 from systems.substrate.moves.tiers import TierMoves
 
 Updated = tuple[StoredSegment, Allocation, torch.Tensor, "torch.Tensor | None"]
@@ -35,7 +37,8 @@ class Issue(Protocol):
 class Updates:
     """Issues the updates of a step, in the order in which the next one needs the bundles: see `follow`.
 
-    gather: see Residency.gather; None on one rank. order: trained bundles, in that order.
+    gather: see Residency.gather; None on one rank. lock_free: None where updates are part of their steps. order: trained
+    bundles, in that order.
     """
 
     def __init__(
@@ -48,8 +51,9 @@ class Updates:
         control: StepControl,
         versions: SecondVersions,
         gather: Callable[[ManagedBundle], None] | None,
+        lock_free: LockFree | None,
     ) -> None:
-        self._gather = gather
+        self._gather, self.lock_free = gather, lock_free
         self.layout, self.device, self.control, self._versions = layout, device, control, versions
         self._bundles, self._tiers, self._gradients, self._disk = bundles, tiers, gradients, tiers.store.disk
         self.order: list[ManagedBundle] = []
@@ -60,6 +64,8 @@ class Updates:
         """Bundles used first in a step of these moments are updated first. None: no step is known; those of the model's first
         units then.
         """
+        if self.lock_free is not None:
+            self.lock_free.planned = moments is not None
         uses = {b.index: min(b.units) for b in self.layout.bundles} if moments is None else first_uses(self.layout, moments)
         never = 0 if moments is None else len(moments)
         trainable = (b.index for b in self.layout.bundles if b.trainable)
@@ -85,6 +91,9 @@ class Updates:
             for bundle in bundles:
                 if bundle.index in done:
                     self._kept(bundle)
+                elif bundle.buffered is not None:
+                    assert self.lock_free is not None
+                    self.lock_free.add(bundle, wanted)
                 else:
                     self._on_host(bundle, wanted, factor)
                     self._through_buffers(bundle, wanted, factor)
@@ -140,6 +149,15 @@ class Updates:
             )
         bundle.update_on_host()
 
+    def settle(self) -> None:
+        """Updates that run behind their steps are made. Not within a step."""
+        if self.lock_free is not None:
+            self.lock_free.settle()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """No update that runs behind its step is on its way."""
+        return nullcontext() if self.lock_free is None else self.lock_free.paused()
+
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
         for bundle in self.order:
@@ -192,10 +210,11 @@ class Updates:
         read and written."""
         if bundle.index not in self.layout.on_disk:
             return
-        for stored in bundle.segments:
-            if isinstance(stored.state, DiskState):
-                self._through_buffer(bundle, stored, stored.state, wanted, factor)
-                bundle.update_on_host()
+        with self.paused():
+            for stored in bundle.segments:
+                if isinstance(stored.state, DiskState):
+                    self._through_buffer(bundle, stored, stored.state, wanted, factor)
+                    bundle.update_on_host()
 
     def _through_buffer(
         self, bundle: ManagedBundle, stored: StoredSegment, state: DiskState, wanted: frozenset[int], factor: float
