@@ -28,6 +28,7 @@ from harness.roofs.clock import nothing
 from harness.roofs.collectives import Collectives, CollectiveSizes, collectives
 from harness.roofs.contention import Moving, contention
 from harness.roofs.device import Devices, DeviceSizes
+from harness.roofs.disk import DiskSizes, disk
 from harness.roofs.host import HostSizes
 from harness.spec import BadInputError, Device
 from systems.adam.cpu import cpu_kernel
@@ -71,22 +72,29 @@ class Figures:
         return {"description": self.label, **ordered, "other": self.other}
 
 
+def measure_disk(
+    figures: Figures, folder: Path, tell: Callable[[str], None], sizes: DiskSizes, flags: int = os.O_DIRECT
+) -> None:
+    """flags: how the disk's file is opened."""
+    tell("disk")
+    found = disk(folder, sizes, flags)
+    figures.put("disk_bytes", found.free, "free space")
+    figures.put("disk_read_bytes_per_s", found.read.read, f"{found.read.told}: the best of {len(found.tried)} ways")
+    figures.put("disk_write_bytes_per_s", found.write.write, f"{found.write.told}: the best of {len(found.tried)} ways")
+    figures.add("disk_both_ways_bytes_per_s", found.both.both, f"each way, read and written at once, {found.both.told}")
+    for each in found.tried:
+        how = f"{format_size(each.block).lower()}_{each.threads}_threads"
+        figures.add(f"disk_read_{how}_bytes_per_s", each.read, each.told)
+        figures.add(f"disk_write_{how}_bytes_per_s", each.write, each.told)
+
+
 def measure_host(
     figures: Figures,
     limits: MachineLimits,
     sizes: HostSizes,
-    disk: Path | None,
     tell: Callable[[str], None],
-    flags: int = os.O_DIRECT,
 ) -> None:
-    """The host's part. flags: how the disk's file is opened."""
-    if disk is not None:
-        tell("disk")
-        found = host.disk(disk, sizes, flags)
-        how = f"O_DIRECT, blocks of {format_size(sizes.disk_block)}, one at a time"
-        figures.put("disk_bytes", found.free, "free space")
-        figures.put("disk_read_bytes_per_s", found.read, how)
-        figures.put("disk_write_bytes_per_s", found.write, how)
+    """The host's part but for its disk."""
     tell("host memory")
     figures.put("host_memory_bytes", limits.host_budget_bytes or sizes.need, "smallest limit of machine and cgroups")
     for name, rate in host.dram(sizes).items():
@@ -263,6 +271,7 @@ def take_profile(
     host_sizes: HostSizes | None = None,
     device_sizes: DeviceSizes | None = None,
     collective_sizes: CollectiveSizes | None = None,
+    disk_sizes: DiskSizes | None = None,
 ) -> int:
     """Measure, write and print. The exit code. Raises BadInputError."""
     host_sizes, device_sizes = host_sizes or HostSizes(), device_sizes or DeviceSizes()
@@ -280,7 +289,9 @@ def take_profile(
         figures = Figures(f"{len(kind.devices)} x {properties.name} with {around}")
         figures.fields["device_name"] = properties.name
         figures.put("device_memory_bytes", torch.cuda.mem_get_info(kind.first)[0], "free before anything was taken")
-    measure_host(figures, limits, host_sizes, None if spec.disk is None else Path(spec.disk), console.print)
+    if spec.disk is not None:
+        measure_disk(figures, Path(spec.disk), console.print, disk_sizes or DiskSizes())
+    measure_host(figures, limits, host_sizes, console.print)
     if kind is None:
         figures.add("storage_rebind_s", host.rebind_s(torch.device("cpu"), host_sizes), "from Python")
         missing = "there is no device in this profile: --like h100-80g-x1 has one from another"

@@ -1,32 +1,24 @@
-"""Roofs of the host: its memory, CPU Adam, its disk, and the swap of a storage's address. No device takes part.
+"""Roofs of the host: its memory, CPU Adam, and the swap of a storage's address. No device takes part.
 
 Rates of host memory count the bytes that are read and those that are written.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import shutil
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from harness.roofs.clock import median_s
-from harness.spec import BadInputError
 from systems.adam.cpu import cpu_kernel
 from systems.adam.kernel import AdamKernel, AdamRange, AdamTask
 from systems.device.memory.host import HostMapping, host_account
 from systems.device.watch.events import EventLog
-from systems.machine.durable import beside
 from systems.planning.layout import ALIGN_BYTES
-from systems.sizes import format_size
 from systems.substrate.bundle.poison import Poison
 from systems.substrate.bundle.storage import RebindableStorage
 
@@ -51,8 +43,6 @@ class HostSizes:
     large_updates: int = 4
     small_updates: int = 64
     rounds: int = 5
-    disk: int = GIB
-    disk_block: int = 8 * MIB
     rebinds: int = 1000
     over_s: float = 0.5
 
@@ -149,52 +139,3 @@ def rebind_s(device: torch.device, sizes: HostSizes) -> float:
             storage.release()
 
     return median_s(swap, over_s=0.0) / (2 * sizes.rebinds)
-
-
-@dataclass(frozen=True)
-class DiskRoof:
-    """free: bytes left in the folder before. Rates in bytes a second, past the page cache."""
-
-    free: int
-    read: float
-    write: float
-
-
-def disk(folder: Path, sizes: HostSizes, flags: int = os.O_DIRECT) -> DiskRoof:
-    """Write and read back one file, which is gone afterwards. Raises BadInputError for a folder that cannot be used.
-
-    flags: how the file is opened beside reading and writing.
-    """
-    if not folder.is_dir():
-        raise BadInputError(f"--disk {folder} is no folder: name one on the disk to measure")
-    free = shutil.disk_usage(folder).free
-    if free < sizes.disk:
-        raise BadInputError(f"--disk {folder} has {format_size(free)} free, {format_size(sizes.disk)} are needed: make room")
-    try:
-        created = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        opened = beside(folder / "roofs", lambda name: os.open(name, created | flags, 0o600))
-    except OSError as error:
-        raise BadInputError(
-            f"--disk {folder} takes no file opened past the page cache ({error.strerror}): name a folder on a local disk"
-        ) from None
-    try:
-        return _write_and_read(opened, free, sizes)
-    finally:
-        os.close(opened)
-
-
-def _write_and_read(descriptor: int, free: int, sizes: HostSizes) -> DiskRoof:
-    block = mmap.mmap(-1, sizes.disk_block)  # starts on a page, as O_DIRECT wants it
-    block.write(os.urandom(sizes.disk_block))
-    offsets = range(0, sizes.disk - sizes.disk_block + 1, sizes.disk_block)
-    moved = len(offsets) * sizes.disk_block
-    began = time.perf_counter()
-    for offset in offsets:
-        if os.pwrite(descriptor, block, offset) != sizes.disk_block:
-            raise BadInputError("--disk: the disk took part of a block only: is it full?")
-    os.fsync(descriptor)
-    written = time.perf_counter()
-    for offset in offsets:
-        os.preadv(descriptor, [block], offset)
-    read = time.perf_counter()
-    return DiskRoof(free=free, read=moved / (read - written), write=moved / (written - began))

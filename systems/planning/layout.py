@@ -182,7 +182,7 @@ class Layout:
 
     in_place: bundles whose gradients may be written over their own parameters on the device, for each parameter has one
     user only; the others have a range of their own.
-    lock_free: what the host updates has buffers for updates that run behind the steps: Strategy.max_staleness.
+    max_staleness: of what the host updates, which then has buffers for it; None: see Strategy.max_staleness.
     on_disk: trained bundles whose master weights and moments have their home on the disk, not on the host.
     unit_names: as the model calls them, by unit; none in layouts of no model.
     moments: names of what the optimizer keeps of trained parameters in fp32 beside their master weights: see
@@ -196,7 +196,7 @@ class Layout:
     on_disk: frozenset[int] = frozenset()
     unit_names: tuple[str, ...] = ()
     moments: tuple[str, ...] = ADAM
-    lock_free: bool = False
+    max_staleness: int | None = None
 
     def named(self, index: ModelIndex) -> Layout:
         """With the names of the model's units."""

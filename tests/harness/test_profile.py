@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from harness import cli, profile
-from harness.profile import Figures, ProfileSpec, measure_devices, measure_host, put_collectives, take_profile
+from harness.profile import Figures, ProfileSpec, measure_devices, measure_disk, measure_host, put_collectives, take_profile
 from harness.roofs.collectives import Collectives, CollectiveSizes
 from systems.machine.limits import read_limits
 from systems.planning import hardware
-from tests.harness.roofs.test_roofs import HOST_SIZES, SIZES, host_as_devices
+from tests.harness.roofs.test_roofs import DISK_SIZES, HOST_SIZES, SIZES, host_as_devices
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -22,7 +22,8 @@ def test_everything_measured_is_a_whole_profile(devices: int, tmp_path: Path) ->
     figures, limits, told = Figures("a machine"), read_limits(), []  # type: ignore[var-annotated]
     figures.fields["device_name"] = "a device"
     figures.put("device_memory_bytes", 1 << 30, "so we say")
-    measure_host(figures, limits, HOST_SIZES, tmp_path, told.append, flags=0)
+    measure_disk(figures, tmp_path, told.append, DISK_SIZES, flags=0)
+    measure_host(figures, limits, HOST_SIZES, told.append)
     measure_devices(figures, host_as_devices(devices), limits, HOST_SIZES, SIZES, told.append)
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(figures.content()))

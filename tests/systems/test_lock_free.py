@@ -267,7 +267,8 @@ def test_an_update_has_the_learning_rate_of_its_newest_gradient(monkeypatch: pyt
 
 
 def test_who_looks_at_weights_finds_all_gradients_in_them(tmp_path: Path) -> None:
-    engine = begun(SETUPS[0], 4, tmp_path / "disk" if (tmp_path / "disk").mkdir() is None else None)
+    (tmp_path / "disk").mkdir()
+    engine = begun(SETUPS[0], 4, tmp_path / "disk")
     ours = managed(engine)
     with slow_updates(engine, 0.003):
         for batch in tokens(4, 1):
@@ -389,7 +390,11 @@ def test_reads_and_writes_may_be_taken_in_parts(tmp_path: Path, monkeypatch: pyt
     kept, calls = Kept(monkeypatch), list[int]()
 
     def in_parts(move: Callable[..., int]) -> Callable[..., int]:
-        return lambda file, data, offset: calls.append(1) or move(file, [data[0][:4096]], offset)
+        def part(file: int, data: Any, offset: int) -> int:
+            calls.append(1)
+            return move(file, [data[0][:4096]], offset)
+
+        return part
 
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(disk_module.os, name, in_parts(getattr(os, name)))

@@ -15,6 +15,9 @@ Note [Bounds]
     they are one queue. disk: reads, or writes. link: all collectives. issue: unit events on the host. norm: updates that
     wait for the norm lie between one backward and the next forward's end, so a step is at least the backward and all of
     these host updates; those that run ahead, and accumulators that are cleared for them, are no part of it.
+    Updates that run K steps behind (Strategy.max_staleness) take the gradients of K + 1 steps at most. Their step is the longer
+    of two, neither of which it beats: one whose updates on the host take no time, and the synchronous one over K + 1. So are
+    disk and cpu-adam, and what the host's memory does for them is left out of host-dram. Events are the synchronous step's.
 """
 
 from __future__ import annotations
@@ -75,14 +78,32 @@ def simulation_of(
         TimedEvent(_lane(operation), operation.label, span.start_s, span.end_s - span.start_s)
         for operation, span in timed.operations
     )
+    step_time_s, bounds_s = timed.step_time_s, _bounds(timed.work, trace, plan, costs)
+    most = schedule.residence.layout.max_staleness
+    if most:
+        free = clocked([_unread(o) for o in schedule.operations], len(trace), _UpdatesForNothing(**vars(costs)))
+        step_time_s = max(free.step_time_s, step_time_s / (most + 1))
+        merged = {name: bounds_s[name] / (most + 1) for name in ("disk", "cpu-adam")}
+        bounds_s = _bounds(free.work, trace, plan, costs) | merged
     return Simulation(
-        step_time_s=timed.step_time_s,
+        step_time_s=step_time_s,
         events=events,
         busy_s=_busy(events),
         bytes=_moved(timed.work, costs),
-        bounds_s=_bounds(timed.work, trace, plan, costs),
+        bounds_s=bounds_s,
         memory=timeline_of(schedule, trace),
     )
+
+
+def _unread(operation: ScheduledOperation) -> ScheduledOperation:
+    """The same, with nothing of states on the disk."""
+    return operation._replace(bytes=0) if operation.kind in (Work.READ_STATE, Work.WRITE_STATE) else operation
+
+
+@dataclass(frozen=True)
+class _UpdatesForNothing(Costs):
+    def host_bytes(self, operation: ScheduledOperation) -> int:
+        return 0 if operation.kind is Work.UPDATE else super().host_bytes(operation)
 
 
 def step_time_of(schedule: Schedule, profile: HardwareProfile) -> float:

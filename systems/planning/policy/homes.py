@@ -51,7 +51,7 @@ class HostNeed:
             sum(layout.shard_numel(b.index) for b in trained) if context.accumulator_itemsize else 0,
             buffer_bytes(layout),
             parts_of(layout),
-            lock_free_bytes(layout, context, [b.index for b in trained] if layout.lock_free else ()),
+            lock_free_bytes(layout, context, [b.index for b in trained] if layout.max_staleness is not None else ()),
         )
 
     @property

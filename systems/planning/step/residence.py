@@ -109,7 +109,7 @@ class Residence:
     def buffered(self) -> tuple[int, ...]:
         """Bundles whose updates run behind the steps."""
         there = (b for b in self.layout.bundles if b.trainable and b.movable and b.index not in self.on_device)
-        return tuple(b.index for b in there) if self.layout.lock_free else ()
+        return tuple(b.index for b in there) if self.layout.max_staleness is not None else ()
 
     @cached_property
     def host_bytes(self) -> int:

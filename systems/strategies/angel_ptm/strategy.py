@@ -46,7 +46,7 @@ class AngelPTM(FittedStrategy):
     def cut(self, index: ModelIndex) -> Layout:
         layout, found = page_layout(index, self._options.page, self._context)
         self.tell(**vars(found), num_layers=len(layout.bundles), variant=self._options.variant)
-        layout = replace(layout, lock_free=self.max_staleness is not None)
+        layout = replace(layout, max_staleness=self.max_staleness)
         return all_on_disk(layout, self._context) if self._options.states == "disk" else layout
 
     def decide(self, division: Division) -> Plan:

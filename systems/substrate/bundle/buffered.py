@@ -150,6 +150,11 @@ class BufferedBundle:
         return self._updating or self._adding or self.sums[self.taking].steps > 0
 
     @property
+    def uncleared_steps(self) -> int:
+        """In the sum that the next update takes."""
+        return self.sums[self.taking].steps
+
+    @property
     def ready(self) -> bool:
         """An update can begin: there is a sum, whole, and the place of the next version is not read."""
         there = self.sums[self.taking].steps > 0 and not self._adding

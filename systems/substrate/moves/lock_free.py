@@ -28,7 +28,7 @@ BROKE_OFF = "an update behind the steps broke off ({}), so that parameters belon
 
 
 class LockFree:
-    """planned: a plan is in force. active: bundles are buffered. mappings: of their versions and sums.
+    """active: bundles are buffered. mappings: of their versions and sums.
 
     most: see `max_staleness` of the strategy's options.
     """
@@ -42,7 +42,8 @@ class LockFree:
         control: StepControl,
         most: int,
     ) -> None:
-        self.planned = self.active = False
+        self.active = False
+        self._planned, self._order = False, list[ManagedBundle]()
         self.mappings: list[HostMapping] = []
         self._layout, self._bundles, self._residency, self._store = layout, bundles, residency, store
         self._control, self._most = control, most
@@ -52,13 +53,17 @@ class LockFree:
         self._behind = Behind()
         self._thread = UpdatingThread(layout, store.disk, store.device, control, self._behind)
 
+    def follow(self, order: Sequence[ManagedBundle], *, planned: bool) -> None:
+        """Trained bundles in the order in which steps use them first. planned: a plan is in force for the steps to come."""
+        self._order, self._planned = list(order), planned
+
     def begin(self) -> None:
         """A step begins. What is updated on the host is buffered from now on, if it is to be and is not yet."""
         if self._behind.error is not None:
             self._raise()
-        if self.active or not self.planned:
+        if self.active or not self._planned:
             return
-        chosen = [b for b in self._bundles if b.gradient is not None and b.movable and not b.states_on_device]
+        chosen = [b for b in self._order if b.movable and not b.states_on_device]
         if not chosen:
             return
         self._device.drain()
@@ -72,7 +77,7 @@ class LockFree:
                 kernel.copy(version, stretch.slot)
             if bundle.block is not None:
                 buffered.version_of(0)
-        self._thread.bundles = [self._made[b.index] for b in reversed(chosen)]
+        self._thread.bundles = [self._made[b.index] for b in chosen]
         self.active = True  # first, so that `settle` finds what follows if Ctrl-C breaks it off
         for bundle in chosen:
             bundle.buffered = self._made[bundle.index]

@@ -64,14 +64,14 @@ class Updates:
         """Bundles used first in a step of these moments are updated first. None: no step is known; those of the model's first
         units then.
         """
-        if self.lock_free is not None:
-            self.lock_free.planned = moments is not None
         uses = {b.index: min(b.units) for b in self.layout.bundles} if moments is None else first_uses(self.layout, moments)
         never = 0 if moments is None else len(moments)
         trainable = (b.index for b in self.layout.bundles if b.trainable)
         order = sorted(trainable, key=lambda bundle: (uses.get(bundle, never), bundle))
         self.order = [self._bundles[index] for index in order]
         self._priority = {index: place for place, index in enumerate(order)}
+        if self.lock_free is not None:
+            self.lock_free.follow(self.order, planned=moments is not None)
 
     def prepare(self, fired: Sequence[int], also: Collection[int] = ()) -> Issue:
         """Update every bundle that has gradients, once the factor (loss scale and clipping) is known: what is returned takes

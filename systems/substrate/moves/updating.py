@@ -1,4 +1,4 @@
-"""The updating thread of Algorithm 2: goes over the bundles again and again, last one first, and updates what has gradients.
+"""The updating thread of Algorithm 2: updates what has gradients, the bundle with most of them first.
 
 Reads, updates and writes have lanes, so that the states of one segment are read while others are updated and written, from
 bundle to bundle. All that this thread touches is its own while bundles are buffered, but for the disk's lanes and buffers:
@@ -32,7 +32,7 @@ Begun = tuple[BufferedBundle, GradientSum, list[Ticket]]
 
 
 class UpdatingThread:
-    """bundles: those that it goes over, in that order; to be changed while it is at rest. updates: that it has published."""
+    """bundles: those that it goes over, in order of use; to be changed while it is at rest. updates: that it has published."""
 
     def __init__(self, layout: Layout, disk: Disk | None, device: Device, control: StepControl, behind: Behind) -> None:
         self._layout, self._disk, self._device, self._control, self._behind = layout, disk, device, control, behind
@@ -41,7 +41,7 @@ class UpdatingThread:
         self._own = UpdateLane(LaneKind.CPU, jitter=device.jitter, threads=device.cpu_lane_threads)
         self._transfers = Transfers({**device.lanes, LaneKind.CPU: self._own}, device.compute, device.log)
         self._places: dict[int, DiskPlace] = {}
-        self._next = self._paused = 0
+        self._paused = 0
         self._writes: deque[Ticket] = deque()
         self._busy, self._ends = False, False
         self._thread = DeviceThread(self._run, "updating")
@@ -120,13 +120,9 @@ class UpdatingThread:
             written.wait()
 
     def _next_ready(self) -> BufferedBundle | None:
-        count = len(self.bundles)
-        for ahead in range(count):
-            place = (self._next + ahead) % count
-            if self.bundles[place].ready:
-                self._next = (place + 1) % count
-                return self.bundles[place]
-        return None
+        """The one with the most gradients, for which steps wait first; of several the one that is used first."""
+        ready = [bundle for bundle in self.bundles if bundle.ready]
+        return max(ready, key=lambda bundle: bundle.uncleared_steps, default=None)
 
     def _end(self, bundle: BufferedBundle, taken: GradientSum, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:

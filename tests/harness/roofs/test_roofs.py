@@ -21,15 +21,16 @@ from harness.roofs import contention as roofs
 from harness.roofs.clock import median_s, nothing
 from harness.roofs.contention import LEAST_TURNS, Moved, Moving, side_by_side
 from harness.roofs.device import BOTH, Devices, DeviceSizes, HostLink, copy_rate
+from harness.roofs.disk import DiskSizes, disk
 from harness.roofs.host import AdamPass, HostSizes, thread_counts
 from harness.spec import BadInputError
 from systems.adam.cpu import cpu_kernel
 from systems.planning.hardware import Flow, sets_of_flows
 
 HOST_SIZES = HostSizes(
-    memory=1 << 16, adam_parameters=1 << 12, large_updates=2, small_updates=8, rounds=2, disk=1 << 16, disk_block=1 << 13,
-    rebinds=4, over_s=0.0,
+    memory=1 << 16, adam_parameters=1 << 12, large_updates=2, small_updates=8, rounds=2, rebinds=4, over_s=0.0,
 )  # fmt: skip
+DISK_SIZES = DiskSizes(total=1 << 16, blocks=(1 << 12, 1 << 13), threads=(1, 3))
 SIZES = DeviceSizes(
     copies=(1 << 10, 1 << 14), issued=1 << 14, memory=1 << 16, pinned=1 << 16, matmul=16, width=32, tokens=16, sequence=8,
     heads=(8, 16), units=3, rounds=1, over_s=0.0,
@@ -98,20 +99,24 @@ def test_what_an_update_takes_beside_its_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_disk(tmp_path: Path) -> None:
-    found = host.disk(tmp_path, HOST_SIZES, flags=0)
-    assert min(found.free, found.read, found.write) > 0
+    found = disk(tmp_path, DISK_SIZES, flags=0)
+    assert {(each.block, each.threads) for each in found.tried} == {(1 << 12, 1), (1 << 12, 3), (1 << 13, 1), (1 << 13, 3)}
+    assert found.free > 0
+    assert all(0 < each.read <= found.read.read for each in found.tried)
+    assert all(0 < each.write <= found.write.write for each in found.tried)
+    assert all(0 < each.both <= found.both.both for each in found.tried)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("sizes", "failure", "said"),
     [
-        (HostSizes(disk=1 << 62), None, "are needed: make room"),
-        (HOST_SIZES, OSError(errno.EINVAL, "Invalid argument"), "takes no file opened past the page cache (Invalid argument)"),
+        (DiskSizes(total=1 << 62), None, "are needed: make room"),
+        (DISK_SIZES, OSError(errno.EINVAL, "Invalid argument"), "takes no file opened past the page cache (Invalid argument)"),
     ],
 )
 def test_a_disk_that_cannot_be_measured(
-    sizes: HostSizes, failure: OSError | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: DiskSizes, failure: OSError | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if failure is not None:
         given = os.open
@@ -123,7 +128,7 @@ def test_a_disk_that_cannot_be_measured(
 
         monkeypatch.setattr(os, "open", opened)
     with pytest.raises(BadInputError) as raised:
-        host.disk(tmp_path, sizes)
+        disk(tmp_path, sizes)
     assert said in str(raised.value)
     assert not list(tmp_path.iterdir())
 
