@@ -63,7 +63,7 @@ from systems.recipe.step.control import StepControl
 from systems.recipe.step.optimizer_states import states_of
 from systems.settings import TORCH_DTYPE, Settings
 from systems.substrate.agreement import Agreement, lay_out_alike
-from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.bundle import ManagedBundle, shows
 from systems.substrate.bundle.first_values import FirstValues
 from systems.substrate.bundle.poison import Poison
 from systems.substrate.bundle.storage import RebindableStorage
@@ -393,7 +393,7 @@ class Assembly:
             self.parameters,
             progress.gradients_pending,
             MovingParameter,
-            readable=lambda parameter: self.bundles[bundle_of(parameter)].shows(parameter),
+            readable=lambda parameter: shows(self.bundles[bundle_of(parameter)], parameter),
             restore=self.poison.restore,
         )
         past.let_cast(self.watch.casts.call)

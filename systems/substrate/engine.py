@@ -37,6 +37,7 @@ from systems.substrate.assembly import Assembly
 from systems.substrate.batch_shape import batch_shape_of
 from systems.substrate.handover import values_in_slots
 from systems.substrate.moments import MomentsTogether
+from systems.substrate.moves.lock_free import settle
 from systems.substrate.reports import ManagedReports
 from systems.substrate.training_state import ManagedState
 
@@ -136,7 +137,7 @@ class ManagedEngine(ManagedReports):
                     return output
             self._watch.check()
             if not self.progress.in_step:
-                self.updates.settle()
+                settle(self.lock_free)
             self.planner.meet_aside(batch_shape_of((args, kwargs)), in_step=self.progress.in_step)
             with runtime.aside(), ambient(), torch.no_grad(), device.metered(), record_function("forward (no grad)"):
                 args, kwargs = cast_inputs(args, kwargs, dtype)
@@ -191,7 +192,7 @@ class ManagedEngine(ManagedReports):
     def drain(self) -> None:
         try:
             if not self.progress.in_step:
-                self.updates.settle()
+                settle(self.lock_free)
             self.device.drain()
             self.ending.settle()
         except BaseException as error:

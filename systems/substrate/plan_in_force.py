@@ -18,6 +18,7 @@ from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.cursor import Cursor
 from systems.substrate.moves.ahead import UpdatesAhead
 from systems.substrate.moves.gradients import Gradients
+from systems.substrate.moves.lock_free import paused, settle
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.tiers import TierMoves
@@ -86,7 +87,7 @@ class PlanInForce:
         self._device.log.count("fallbacks")
         self._use(None)
         self._gradients.staying.depart()
-        with self._updates.paused():
+        with paused(self._updates.lock_free):
             for bundle in self._layout.bundles:
                 self._send_home(bundle.index)
         for index in self._residency.room.evictable():
@@ -96,7 +97,7 @@ class PlanInForce:
     def apply(self, plan: Plan | None) -> None:
         """Move states and bundles to where the plan has them at rest. None: the next step runs on demand."""
         residency, device = self._residency, self._device
-        self._updates.settle()
+        settle(self._updates.lock_free)
         self._applied = None
         for index in residency.room.evictable():
             residency.drop(index)
@@ -168,7 +169,7 @@ class PlanInForce:
 
     def demote(self, bundle: ManagedBundle) -> None:
         """Send a bundle's optimizer state back to the host in the middle of a step."""
-        with self._updates.paused():
+        with paused(self._updates.lock_free):
             self._states_home(bundle)
         if bundle.gradient is not None:
             self._gradients.to_slot(bundle)

@@ -26,6 +26,7 @@ from systems.recipe.step.control import StepControl
 from systems.substrate.bundle.segments import OptimizerState
 from systems.substrate.moves.gradients import Gradients
 from systems.substrate.moves.in_place import HOLD
+from systems.substrate.moves.lock_free import settle
 from systems.substrate.moves.offloaded_inputs import OffloadedInputs
 from systems.substrate.moves.residency import Residency
 from systems.substrate.moves.updates import Updates
@@ -119,7 +120,7 @@ class Recovery:
         self._runtime.forget()
         self._settle()
         with contextlib.suppress(Exception):  # which is told again
-            self._updates.settle()
+            settle(self._updates.lock_free)
         before = self._control.ruined
         self._control.ruin(before or STATES_APART)
         with contextlib.suppress(Exception):  # then that is what the next step says

@@ -36,6 +36,10 @@ class TrackedMemory:
         self.writer: Ticket | None = None
         self.readers: list[Ticket] = list(inherited)
 
+    def wait_for(self, ticket: Ticket) -> None:
+        """Whoever reads it does."""
+        self.writer = ticket
+
     def tickets(self) -> list[Ticket]:
         """Everybody the next owner of this memory has to wait for."""
         return self.readers if self.writer is None else [self.writer, *self.readers]

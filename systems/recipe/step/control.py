@@ -159,6 +159,11 @@ class StepControl:
         return self._range(inside.hyper[inside.group_of[parameter]], offset, numel, self.begun[parameter])
 
 
+def count_updates(control: StepControl, updates: list[int]) -> None:
+    """Where fewer were made than there were steps: one of several gradients."""
+    control.updates = updates
+
+
 def check_together(control: StepControl, ranks: Ranks) -> None:
     """`StepControl.check` of several ranks: raised by all where one does, or where their groups say different things."""
 

@@ -17,6 +17,8 @@ The paper's words and where they are here
 | optimizer states cached on the GPU, updates moved there (4.2) | `placement.py`, `policy.optimizer_cache`; option cache |
 | SSD storage (4.2, 4.3) | Layout.on_disk, `planning.disk_layout`, `policy.homes` |
 | buffered 16-bit parameters and gradients, p'16 and g'16 (4.3) | the host slot of a segment, which has them in turn |
+| the same of lock-free updating | option max_staleness: BufferedBundle.versions and .sums, two each |
+| updating thread, buffering thread (Algorithm 2) | option max_staleness: UpdatingThread, and the host's lane, which adds |
 | allocator, executor, communicator (section 5) | the substrate's pools and lanes |
 
 Where this departs from the paper, and why
@@ -47,10 +49,20 @@ Where this departs from the paper, and why
   parameters: 14 bytes a parameter on the host (4 more with several micro-batches, for their sum), where the paper has 16 with
   both buffers.
 * What a layer has frozen, and parameters that several layers use, are layers of their own.
-* The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first, not all of
-  them. It serves every strategy, so it is the substrate's.
+* The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first; with
+  states=disk all of them, as in the paper. It serves every strategy, so it is the substrate's.
 * Layers that host and disk have no memory for are on the device for good, with their states, whatever option cache says.
-* Lock-free updating (Algorithm 2) is not built yet: a step's updates are done before their parameters are used again.
+* Lock-free updating (Algorithm 2) is an option, max_staleness=K, on one rank: without it a step's updates are done before
+  their parameters are used again. As printed it loses gradients that arrive between lines 5 and 12; here there are two sums,
+  which change places as an update begins. Line 20 may read a layer in backward as another than in forward; here what a step
+  has read it reads again, in all its micro-batches. Nothing bounds what is printed; here a fetch waits until the layer lacks
+  the gradients of K steps at most. Line 3 goes over the layers in reverse; here that with the most gradients is next, of
+  several the one that is used first: steps wait for it first. Sums are added up in 16 bits, as the paper's (in fp32 with
+  several micro-batches), and an update is one step of the optimizer at the learning rate of the newest gradient in its sum.
+* Lock-free, a gradient that is not finite ends the run (nonfinite=stop), for it cannot be taken out of a sum; nothing is
+  clipped, and fp16 is refused. With K above 0 the results depend on timing. Who looks at weights (a checkpoint, evaluation,
+  the end) waits until all gradients are in them, and steps without a plan are synchronous. 8 bytes a parameter on the host
+  beside the slot, through which gradients arrive, and states (12 with several micro-batches).
 
 variant=paper has the paper's rules, as far as whole layers can have them; what lies above of pages holds for both.
 
@@ -59,6 +71,7 @@ variant=paper has the paper's rules, as far as whole layers can have them; what 
 | the last movement is popped, the last page popped is pushed (lines 8, 9, 15) | so | by order of use | - |
 | phase 2 advances all_gather (lines 17 to 22) | so; on one rank there is none | and moves, on one rank | - |
 | phase 1 fills memory with moves (lines 13 to 16) | so | room is left for the layer gathered next | - |
+| updates behind the steps (Algorithm 2) | max_staleness | max_staleness | - |
 | the CPU updates what is home (Algorithm 2, line 5; figure 1) | nonfinite=stop | behind the norm, or ahead of it | - |
 | cache of states "after previous assignments" (4.2) | so (cache=auto) | so, or as many bytes as are given | - |
 | all of these, ps-4b in 20 GiB on one H200 (docs/results.md) | 1.142 s a step | 1.160 s a step | 1.02x |

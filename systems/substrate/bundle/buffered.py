@@ -103,8 +103,13 @@ class BufferedBundle:
         memory = TrackedMemory(self._extent)
         wanted = self.produced - self._most
         if wanted > self.included:
-            memory.writer = Published(self, wanted, self.added[0])
+            memory.wait_for(Published(self, wanted, self.added[0]))
         return VersionOfUse(self, self.produced), [memory]
+
+    def leaves(self) -> int:
+        """A gradient does, for a sum. The use that it is of."""
+        self.produced += 1
+        return self.produced - 1
 
     def version_of(self, use: int) -> Sequence[torch.Tensor]:
         """Pinned from now on until the use's gradient is added."""
@@ -175,6 +180,19 @@ class BufferedBundle:
     def publish(self, taken: GradientSum) -> None:
         self.front, self.included = 1 - self.front, self.included + taken.steps
         taken.fired, taken.steps, self._updating = frozenset(), 0, False
+
+
+class Buffering:
+    """now: a bundle's versions and sums, while it has any that count."""
+
+    def __init__(self) -> None:
+        self.now: BufferedBundle | None = None
+
+    def begin(self, buffered: BufferedBundle) -> None:
+        self.now = buffered
+
+    def end(self) -> None:
+        self.now = None
 
 
 class VersionOfUse:

@@ -12,7 +12,7 @@ from systems.device.memory.pool import Allocation
 from systems.planning.layout import Bundle, Layout
 from systems.planning.plan import Tier
 from systems.substrate.bundle import states
-from systems.substrate.bundle.buffered import BufferedBundle
+from systems.substrate.bundle.buffered import Buffering
 from systems.substrate.bundle.gradient import BundleGradient
 from systems.substrate.bundle.segments import SegmentPlace, StoredSegment, Stretch, lie_in, stretches_of
 from systems.substrate.bundle.shard import DeviceShard
@@ -33,7 +33,7 @@ class ManagedBundle:
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
                     are updated on the host. pinned: its block stays on the device: it never moves by layout, or is updated
                     there.
-                    buffered: while its updates run behind the steps, its versions: see Note [Lock-free] in buffered.py.
+                    buffering: its versions, while its updates run behind the steps: see Note [Lock-free] in buffered.py.
     Gradient        gradient: None where no parameter is trained. gradients: the same, for who knows that one is.
                     stays_in_autograd: until the device updates it.
     """
@@ -54,7 +54,7 @@ class ManagedBundle:
 
         self.states_on_device = 0
         self.pinned = self.updated_on_host = self.stays_in_autograd = False
-        self.buffered: BufferedBundle | None = None
+        self.buffering = Buffering()
 
         self.gradient: BundleGradient | None = None
         if bundle.trainable:
@@ -126,10 +126,6 @@ class ManagedBundle:
             states.check(PARAMETER_MOVES, self.state, ParameterState.FETCHING)
         self.block, self.updated = block, False
 
-    def shows(self, parameter: int) -> bool:
-        """Its values are on the device, and no gradient is written over them."""
-        return self.storage.resident and (self.gradient is None or parameter not in self.gradient.written)
-
     def leave(self) -> Allocation | None:
         """The device. The block is the caller's to free."""
         assert not self.holds, f"bundle {self.index} dropped while held"
@@ -150,6 +146,11 @@ class ManagedBundle:
     def release_all(self, key: object) -> None:
         """Of that key, if there is one."""
         self.holds.pop(key, None)
+
+
+def shows(bundle: ManagedBundle, parameter: int) -> bool:
+    """Its values are on the device, and no gradient is written over them."""
+    return bundle.storage.resident and (bundle.gradient is None or parameter not in bundle.gradient.written)
 
 
 def hold(bundles: Iterable[ManagedBundle], key: object) -> None:

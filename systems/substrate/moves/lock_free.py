@@ -7,7 +7,7 @@ steps without a plan, all is as without it: slots hold the parameters, and nothi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from systems.device.device import Device
@@ -16,7 +16,7 @@ from systems.messages import in_words
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, before_updates, of_bundle
-from systems.recipe.step.control import StepControl
+from systems.recipe.step.control import StepControl, count_updates
 from systems.substrate.bundle.buffered import Behind, BufferedBundle
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import slots_take_parameters
@@ -77,10 +77,10 @@ class LockFree:
                 kernel.copy(version, stretch.slot)
             if bundle.block is not None:
                 buffered.version_of(0)
-        self._thread.bundles = [self._made[b.index] for b in chosen]
+        self._thread.go_over([self._made[b.index] for b in chosen])
         self.active = True  # first, so that `settle` finds what follows if Ctrl-C breaks it off
         for bundle in chosen:
-            bundle.buffered = self._made[bundle.index]
+            bundle.buffering.begin(self._made[bundle.index])
 
     def _make(self, chosen: Sequence[ManagedBundle]) -> None:
         """Raises BudgetError where the host has no room for them."""
@@ -103,9 +103,9 @@ class LockFree:
 
     def add(self, bundle: ManagedBundle, fired: frozenset[int]) -> None:
         """The gradient of a step, complete, is on its way to the slots, or in the accumulators. fired: what there is of it."""
-        buffered = bundle.buffered
+        buffered = bundle.buffering.now
         assert buffered is not None
-        use, buffered.produced = buffered.produced, buffered.produced + 1
+        use = buffered.leaves()
         added = of_bundle(self._layout, Work.ACCUMULATE, LaneKind.CPU, bundle.index)
         memories = [
             memory for each in bundle.segments if each.state is not None for memory in (each.slot_memory, each.state.memory)
@@ -122,7 +122,7 @@ class LockFree:
             if self._behind.error is not None:
                 self._raise()
             return
-        mine = [bundle for bundle in self._bundles if bundle.buffered is not None]
+        mine = [bundle for bundle in self._bundles if bundle.buffering.now is not None]
         there = [bundle.index for bundle in mine if bundle.block is not None and not bundle.pinned]
         for index in there:
             self._residency.drop(index)
@@ -143,7 +143,7 @@ class LockFree:
             for parameter, count in buffered.counts.items():
                 updates[parameter] = count
         slots_take_parameters(each for bundle in mine for each in bundle.segments)
-        self._control.updates = updates
+        count_updates(self._control, updates)
         self._end()
         for index in there:
             self._residency.fetch(index)
@@ -155,9 +155,10 @@ class LockFree:
         raise error
 
     def _end(self) -> None:
-        self.active, self._thread.bundles = False, []
+        self.active = False
+        self._thread.go_over([])
         for bundle in self._bundles:
-            bundle.buffered = None
+            bundle.buffering.end()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -190,3 +191,14 @@ class LockFree:
         self._thread.close()
         self._end()
         self._forget()
+
+
+def settle(lock_free: LockFree | None) -> None:
+    """Updates that run behind their steps are made, if there are any. Not within a step."""
+    if lock_free is not None:
+        lock_free.settle()
+
+
+def paused(lock_free: LockFree | None) -> AbstractContextManager[None]:
+    """No update that runs behind its step is on its way."""
+    return nullcontext() if lock_free is None else lock_free.paused()

@@ -91,8 +91,8 @@ class Residency:
 
     def sources(self, managed: ManagedBundle) -> tuple[Iterable[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
         """Slots, or masters where the slot holds a gradient (they round to the same bits). Gone through as they are read."""
-        if managed.buffered is not None:
-            return managed.buffered.source()
+        if managed.buffering.now is not None:
+            return managed.buffering.now.source()
         if not any(each.slot_holds_gradient for each in managed.segments):
             return [(stretch, stretch.slot) for stretch in managed.stretches], [each.slot_memory for each in managed.segments]
         slots = managed.stretches_of(lambda each: not each.slot_holds_gradient)
@@ -192,7 +192,7 @@ class Residency:
         if managed.shard.at_home:
             self.gather(managed, block, managed.shard.block)
             return
-        pairs, sources, buffered = [], [], managed.buffered
+        pairs, sources, buffered = [], [], managed.buffering.now
         values = [each.slot for each in managed.stretches] if buffered is None else buffered.version_of(buffered.produced)
         for stretch, source in zip(managed.stretches, values, strict=True):
             target, here = stretch.on(block), [piece.here for piece in stretch.placements if piece.parameter in parameters]

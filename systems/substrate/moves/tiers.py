@@ -101,7 +101,7 @@ class TierMoves:
 
         Of a buffered bundle nobody reads them there.
         """
-        if bundle.buffered is not None:
+        if bundle.buffering.now is not None:
             slots_take_parameters(bundle.segments)
             return
         stretches = bundle.stretches if which is None else bundle.stretches_of(which)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import DiskState, OptimizerState, StoredSegment, slots_take_parameters
 from systems.substrate.bundle.versions import SecondVersions
 from systems.substrate.moves.gradients import Gradients
-from systems.substrate.moves.lock_free import LockFree
+from systems.substrate.moves.lock_free import LockFree, paused
 from systems.substrate.moves.tiers import TierMoves
 
 Updated = tuple[StoredSegment, Allocation, torch.Tensor, "torch.Tensor | None"]
@@ -91,7 +90,7 @@ class Updates:
             for bundle in bundles:
                 if bundle.index in done:
                     self._kept(bundle)
-                elif bundle.buffered is not None:
+                elif bundle.buffering.now is not None:
                     assert self.lock_free is not None
                     self.lock_free.add(bundle, wanted)
                 else:
@@ -149,15 +148,6 @@ class Updates:
             )
         bundle.update_on_host()
 
-    def settle(self) -> None:
-        """Updates that run behind their steps are made. Not within a step."""
-        if self.lock_free is not None:
-            self.lock_free.settle()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """No update that runs behind its step is on its way."""
-        return nullcontext() if self.lock_free is None else self.lock_free.paused()
-
     def discard(self) -> None:
         """The step is skipped: slots that hold a gradient get their parameters back, accumulators are cleared."""
         for bundle in self.order:
@@ -210,7 +200,7 @@ class Updates:
         read and written."""
         if bundle.index not in self.layout.on_disk:
             return
-        with self.paused():
+        with paused(self.lock_free):
             for stored in bundle.segments:
                 if isinstance(stored.state, DiskState):
                     self._through_buffer(bundle, stored, stored.state, wanted, factor)

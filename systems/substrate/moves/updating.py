@@ -32,7 +32,7 @@ Begun = tuple[BufferedBundle, GradientSum, list[Ticket]]
 
 
 class UpdatingThread:
-    """bundles: those that it goes over, in order of use; to be changed while it is at rest. updates: that it has published."""
+    """bundles: those that it goes over, in order of use. updates: that it has published."""
 
     def __init__(self, layout: Layout, disk: Disk | None, device: Device, control: StepControl, behind: Behind) -> None:
         self._layout, self._disk, self._device, self._control, self._behind = layout, disk, device, control, behind
@@ -43,11 +43,16 @@ class UpdatingThread:
         self._places: dict[int, DiskPlace] = {}
         self._paused = 0
         self._writes: deque[Ticket] = deque()
+        self._read: Ticket | None = None  # of the update that was begun last, the last of its reads
         self._busy, self._ends = False, False
         self._thread = DeviceThread(self._run, "updating")
         self._thread.start()
 
     # ---- other threads
+
+    def go_over(self, bundles: Sequence[BufferedBundle]) -> None:
+        """These from now on. It is at rest."""
+        self.bundles = list(bundles)
 
     def finish(self) -> None:
         """Wait until no gradient is uncleared and all is written. Nothing may be pinned, nor added meanwhile."""
@@ -88,9 +93,14 @@ class UpdatingThread:
                 self._behind.changed.notify_all()
 
     def _go_on(self) -> None:
-        """One update is begun while the one before goes on."""
+        """One update is begun while the one before goes on, but has read all that it reads: the later it is chosen, the more
+        gradients there are to choose by, and to take.
+        """
         before: Begun | None = None
         while True:
+            if self._read is not None:
+                self._read.wait()
+                self._read = None
             found = self._begin(may_wait=before is None)
             if found is None and before is None:
                 return
@@ -158,6 +168,7 @@ class UpdatingThread:
             here, start = slice(start, start + stored.slot.numel()), start + stored.slot.numel()
             place = self._places.setdefault(segment, replace(state.place, memory=TrackedMemory(state.memory.extent)))
             buffer = disk.read(place, self._transfers)
+            self._read = buffer.memory.writer
             work = self._update(bundle, taken, buffer.views(place), gradient[here], out[here], stored.placements)
             operation = of_bundle(self._layout, Work.UPDATE, LaneKind.CPU, bundle.index, segment)
             yield self._transfers.issue(operation, work, writes=[buffer.memory])
