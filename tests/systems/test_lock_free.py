@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,10 @@ from models.registry import build as build_registered
 from models.registry import initial_weights, resolve
 from systems.device.memory import disk as disk_module
 from systems.errors import BudgetError
+from systems.planning import hardware
+from systems.planning.clock.simulator import simulation_of
 from systems.planning.step.residence import lock_free_bytes
+from systems.planning.step.schedule import expand
 from systems.substrate.bundle.buffered import BufferedBundle
 from systems.substrate.moves.updating import UpdatingThread
 from systems.system import Engine
@@ -292,6 +296,27 @@ def test_a_disk_that_is_slow_holds_steps_up_less(tmp_path: Path, monkeypatch: py
     for most in (1, 2, 4):
         expected = min(most + 1, synchronous / compute)
         assert synchronous / step_s(most, 0.05, 12 * (most + 1)) >= 0.9 * expected
+
+
+def test_a_forecast_is_the_longer_of_two_steps_that_none_beats(tmp_path: Path) -> None:
+    engine = begun(SETUPS[0], 0, tmp_path)
+    train(engine, tokens(2, 1))
+    ours, profile = managed(engine), hardware.load("h200-141g-x1")
+    rates = {way: getattr(profile, way) for way in ("disk_read_bytes_per_s", "disk_write_bytes_per_s")}
+    slow = {way: rate.model_copy(update={"value": 1e6}) for way, rate in rates.items()}
+    (trace, plan), *_ = ours.planner.plans.values()
+    found = {}
+    for most in (None, 0, 1, 4, 1 << 20):
+        layout = dataclasses.replace(ours.layout, max_staleness=most)
+        schedule = expand(layout, trace, plan, ours.strategy._context)
+        found[most] = simulation_of(schedule, trace, plan, profile.model_copy(update=slow))
+        assert max(found[most].bounds_s.values()) <= found[most].step_time_s * (1 + 1e-9)
+    assert found[None].step_time_s == found[0].step_time_s
+    least = found[1 << 20].step_time_s
+    assert found[0].bound == "disk"
+    assert 0 < least < found[0].step_time_s
+    for most in (1, 4):
+        assert found[most].step_time_s == max(least, found[0].step_time_s / (most + 1))
 
 
 # ---- what others see is at rest
