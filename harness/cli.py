@@ -51,7 +51,7 @@ from systems.ranks.launchers import Launched, launched
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 INTERRUPTED = 128 + signal.SIGINT
-GIVE_JSON = ("run", "compare", "plan", "max-scale", "max-batch", "sweep", "ls", "profile", "export", "ledger")
+GIVE_JSON = ("run", "compare", "plan", "max-scale", "max-batch", "sweep", "ls", "profile", "export", "ledger", "check")
 JSON_HELP = "With --json the result is one line of JSON, the last on stdout, as it is wherever stdout is no terminal."
 EXAMPLES = {
     "run": "harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB",
@@ -62,6 +62,7 @@ EXAMPLES = {
     "sweep": "harness sweep 10-h200-speed --group ps-4b --for 25 --archive records.tar.gz",
     "tables": "harness tables --check",
     "ledger": "harness ledger --paper h3t",
+    "check": "harness check",
     "export": "harness export --out records.csv",
     "figure": "harness figure patrickstar-table4",
     "profile": "harness profile --out machine.json",
@@ -76,6 +77,7 @@ COMMANDS = {
     "sweep": "run what a table's cells still want, to be stopped and gone on with at any time",
     "tables": "write the results tables in docs/results.md from the kept records",
     "ledger": "say which of the papers' claims the kept records confirm",
+    "check": "check what is kept: numbers, digests, pages, and that claims were written first",
     "export": "write the records as one table for other programs",
     "figure": "show a table or figure of a paper, beside what was measured and simulated here",
     "profile": "measure this machine's roofs into a hardware profile",
@@ -349,6 +351,10 @@ def _carry_out(command: str, rest: Sequence[str]) -> int:
         from harness.ledger import LedgerSpec, show_ledger
 
         return show_ledger(_asked(LedgerSpec, command, rest))
+    if command == "check":
+        from harness.check import CheckSpec, check
+
+        return check(_asked(CheckSpec, command, rest))
     if command == "export":
         from harness.export import ExportSpec, export
 

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
 from harness import cli
+from harness.check import CheckSpec
 from harness.compare import CompareSpec, StoredSpec
 from harness.export import ExportSpec
 from harness.figures import FigureSpec
@@ -56,6 +57,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "sweep": (SweepSpec,),
     "tables": (TablesSpec,),
     "ledger": (LedgerSpec,),
+    "check": (CheckSpec,),
     "export": (ExportSpec,),
     "figure": (FigureSpec,),
     "profile": (ProfileSpec,),
@@ -63,6 +65,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "doctor": (cli.DoctorSpec,),
 }
 CALLED = (
+    "harness.check.check",
     "harness.export.export",
     "harness.ledger.show_ledger",
     "harness.plan.plan",
