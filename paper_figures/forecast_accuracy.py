@@ -96,9 +96,9 @@ def counts(record: Record, profile: HardwareProfile, planned: Set[str]) -> bool:
     return record.spec.system in planned and measured and enough and same_device and record.spec.ranks == 1
 
 
-def cells_of(records: Sequence[Record], profile: HardwareProfile) -> list[list[Record]]:
-    """The last runs of each cell, by its first run's time."""
-    planned = planned_systems()
+def cells_of(records: Sequence[Record], profile: HardwareProfile, *, planned: Set[str] | None = None) -> list[list[Record]]:
+    """The last runs of each cell, by its first run's time. planned: systems that count; None: all that make plans."""
+    planned = planned_systems() if planned is None else planned
     known = [record for record in records if counts(record, profile, planned)]
     found: dict[str, list[Record]] = {}
     for record in sorted(known, key=lambda record: record.run_id):

@@ -9,10 +9,12 @@ from pathlib import Path
 from harness import store
 from harness.cells import TableCell, replicates
 from harness.likeness import alike
-from harness.paper_table import MeasuredCell
+from harness.paper_table import FigureCell, FigureColumn, MeasuredCell, PaperTable, table
 from harness.record import Record
+from systems.sizes import format_size
 
 Keep = Callable[[Record], bool]
+NOT_THE_PAPER_S = "Neither the paper's machine nor its batches: no ratio of the paper follows from rows of different work."
 
 
 def records(folder: str) -> list[Record]:
@@ -51,3 +53,18 @@ def machine_of(record: Record) -> str:
     """In words: the device, and how many."""
     ranks = record.spec.ranks
     return f"{record.resolved.device_label}{f' x {ranks}' if ranks > 1 else ''}"
+
+
+def work_table(title: str, found: Sequence[Record], keep: Keep, *remarks: str) -> PaperTable:
+    """A row for each work that is kept: rates and the step."""
+    rows: list[list[FigureCell]] = []
+    for runs in cells(found, keep):
+        run = runs[-1]
+        budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
+        shape = f"{run.resolved.batch_size} x {run.resolved.seq_len}"
+        row: list[FigureCell] = [run.spec.system, run.spec.model, " ".join(run.spec.option), budget, run.spec.ranks, shape]
+        figures = (lambda r: r.metrics.tokens_per_s, lambda r: r.metrics.relative_tflops, lambda r: r.metrics.mean_step_time_s)
+        rows.append([*row, *(measured(runs, figure) for figure in figures)])
+    columns = [FigureColumn(each) for each in ("system", "model", "options", "device budget", "GPUs", "batch")]
+    columns += [FigureColumn(each, "measured") for each in ("tokens/s", "relative TFLOPS a GPU", "step s")]
+    return table(title, columns, rows, NOT_THE_PAPER_S, *remarks)
