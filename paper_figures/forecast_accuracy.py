@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import tyro
@@ -115,9 +115,6 @@ def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
     spec, resolved, memory = record.spec, record.resolved, record.memory
     assert resolved.batch_size is not None and resolved.seq_len is not None
     assert memory.device_budget_bytes is not None and resolved.host_budget_bytes is not None
-    shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
-    with Unfilled():
-        model = models_registry.build(shape)
     question = Question(
         profile=profile,
         device_memory=memory.device_budget_bytes,
@@ -133,7 +130,7 @@ def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
         allowance=CUDA,
     )
     system = registry.get(spec.system)
-    observations = Observations(model, partial(token_loss, objective=shape.objective))
+    observations = _observations(spec.model, tuple(spec.set))
     options = registry.parse_options(system, spec.option)
     if memory.host_second_version_bytes is None and "run_ahead" in type(options).model_fields:
         options = options.model_copy(update={"run_ahead": False})  # the record is older than updates that run ahead
@@ -151,6 +148,14 @@ def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
         predicted_peak=_peak(runs, found),
         bound=found.simulation.bound,
     )
+
+
+@lru_cache(maxsize=1)
+def _observations(name: str, changes: tuple[str, ...]) -> Observations:
+    shape = models_registry.resolve(name, registry.split_assignments("set", changes))
+    with Unfilled():
+        model = models_registry.build(shape)
+    return Observations(model, partial(token_loss, objective=shape.objective))
 
 
 def _peak(runs: Sequence[Record], found: Forecast) -> int:

@@ -61,14 +61,21 @@ class KnownError:
 
 
 def cells(folder: str) -> dict[str, list[Record]]:
-    """By the run id of the last."""
+    """The last of each work, by the run id of its last run."""
     found = forecast_accuracy.cells_of(records(folder), hardware.load(PROFILE), planned=frozenset((*OURS, *ZERO)))
-    return {runs[-1].run_id: runs for runs in found}
+    last = {_work(runs[-1]): runs for runs in sorted(found, key=lambda runs: runs[-1].run_id)}
+    return {runs[-1].run_id: runs for runs in last.values()}
+
+
+def _work(run: Record) -> tuple[object, ...]:
+    spec, resolved = run.spec, run.resolved
+    asked = (spec.system, spec.model, *sorted(spec.option), spec.device_memory, spec.dtype, spec.recompute, spec.clip)
+    return (*asked, spec.optimizer, spec.accumulate, resolved.batch_size, resolved.seq_len)
 
 
 def _ask(asked: Sequence[ErrorCase], *, folder: str) -> Iterator[tuple[ErrorCase, ForecastFound]]:
     known, profile = cells(folder), hardware.load(PROFILE)
-    for case in asked:
+    for case in sorted(asked, key=lambda case: known[case.run_id][-1].spec.model):  # which is observed once
         try:
             made = forecast_accuracy.compare(known[case.run_id], profile)
         except ValueError as error:  # of options that are no longer known
