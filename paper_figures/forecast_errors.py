@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Literal
 
 from harness.figures import FigureSpec
@@ -62,6 +63,12 @@ class KnownError:
 
 def cells(folder: str) -> dict[str, list[Record]]:
     """The last of each work, by the run id of its last run."""
+    return _cells(folder, frozenset(path.name for path in Path(folder).glob("*.json")))
+
+
+@lru_cache(maxsize=2)
+def _cells(folder: str, names: frozenset[str]) -> dict[str, list[Record]]:
+    """names: of the files, which no one edits."""
     found = forecast_accuracy.cells_of(records(folder), hardware.load(PROFILE), planned=frozenset((*OURS, *ZERO)))
     last = {_work(runs[-1]): runs for runs in sorted(found, key=lambda runs: runs[-1].run_id)}
     return {runs[-1].run_id: runs for runs in last.values()}

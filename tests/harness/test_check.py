@@ -19,7 +19,7 @@ from harness.record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
-KEPT = "20261128T013206.532317Z-resident-opt-125m-c6c740"
+KEPT = "20261130T144652.831361Z-resident-opt-1-3b-f4ab9c"
 Change = Callable[[dict[str, Any]], None]
 
 
