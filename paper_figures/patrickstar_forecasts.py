@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 
 from harness.figures import FigureSpec
 from harness.paper_table import FigureCell, FigureColumn, PaperTable, SimulatedCell, table
@@ -18,6 +19,7 @@ from paper_figures.kept import ForecastCase, KeptForecasts, ask_all, simulated
 from paper_figures.patrickstar_scale import BATCHES, RANKS, SUPERPOD, SYSTEMS, YARD, Cluster, case, cases
 
 ALL = 8  # GPUs of a node
+FEW = (1, ALL)  # that all systems are forecast on; PatrickStar alone on 2 and 4
 HAI = "hai-pcie-a100-40g-x8"
 MODELS14 = ("ps-4b", "ps-10b", "ps-12b", "ps-20b", "ps-30b")
 SYSTEMS14 = {
@@ -33,13 +35,13 @@ BATCH17 = 8
 
 
 def more_cases() -> Iterator[ForecastCase]:
-    """What figures 11 to 13 want beside the forecasts of figure 10: the larger batch of the others."""
+    """Beside the forecasts of figure 10 the others at the larger batch, where the smaller one fits, on one GPU and a node."""
+    first = simulated("patrickstar-figure10", list(cases()), fresh=False, ask=ask_all)
     for cluster in (YARD, SUPERPOD):
-        for model in cluster.models:
-            for ranks in RANKS:
-                yield case(cluster, "DeepSpeed-DP", model, ranks, BATCHES[1])
-                if model in cluster.models[:3]:
-                    yield case(cluster, "PyTorch", model, ranks, BATCHES[1])
+        for system, model, ranks in product(("DeepSpeed-DP", "PyTorch"), cluster.models, FEW):
+            smaller = first.of(case(cluster, system, model, ranks, BATCHES[0]))
+            if smaller is not None and smaller.fits:
+                yield case(cluster, system, model, ranks, BATCHES[1])
 
 
 def speeds(asked: FigureSpec) -> tuple[KeptForecasts, tuple[str, ...]]:

@@ -11,8 +11,8 @@ from paper_figures import patrickstar_forecasts as forecasts
 from paper_figures.best_batch import PRODUCTS, BestBatch, ratio_cell, spread
 from paper_figures.forecast_errors import error_remark
 from paper_figures.kept import KeptForecasts
-from paper_figures.patrickstar_forecasts import ALL, best_of
-from paper_figures.patrickstar_scale import BATCHES, RANKS, SUPERPOD, YARD, Cluster
+from paper_figures.patrickstar_forecasts import ALL, FEW, best_of
+from paper_figures.patrickstar_scale import BATCHES, SUPERPOD, YARD, Cluster
 from paper_figures.recorded import records, work_table
 from paper_figures.sentences import Sentence, sentences
 
@@ -29,6 +29,7 @@ REMARKS = (
     "The bars and points are in an image alone.",
     f"simulated: {PRODUCTS} operations a parameter and token, the better of batches {' and '.join(map(str, BATCHES))} a GPU.",
 )
+NODE = "simulated: on one GPU and on eight; PatrickStar alone also on 2 and 4: harness figure patrickstar-figure16."
 BOTH = (YARD, SUPERPOD)
 A100_FP16_TFLOPS = 312.0  # the data sheet's
 MEASURED = ("patrickstar", "resident", "deepspeed-zero2-offload", "deepspeed-zero3-offload")
@@ -74,8 +75,8 @@ def _figure12(asked: FigureSpec) -> Iterator[PaperTable]:
     kept, remarks = forecasts.speeds(asked)
     small, large, share = _small_and_large(kept, YARD, "ps-1b", "ps-18b")
     ours, theirs = (best_of(kept, YARD, system, "ps-1b", ALL) for system in ("PatrickStar", "PyTorch"))
-    least, most, mean = spread(forecasts.ratios(kept, YARD, "DeepSpeed-DP", YARD.models, RANKS), YARD.profile)
-    fewer = spread(forecasts.ratios(kept, YARD, "PyTorch", ("ps-1b",), (1, 2, 4)), YARD.profile)[2]
+    least, most, mean = spread(forecasts.ratios(kept, YARD, "DeepSpeed-DP", YARD.models, FEW), YARD.profile)
+    fewer = spread(forecasts.ratios(kept, YARD, "PyTorch", ("ps-1b",), (1,)), YARD.profile)[2]
     said = (
         Sentence("over PyTorch, 1B, 8 GPUs", "1.37x", place, simulated=ratio_cell(ours, theirs)),
         Sentence("over PyTorch, 1B, 1, 2 and 4 GPUs", "similar", place, simulated=fewer),
@@ -89,15 +90,15 @@ def _figure12(asked: FigureSpec) -> Iterator[PaperTable]:
         Sentence("18B beside 1B", "94 %", place, f"{100 * 419 / 444:.0f} %", "419 / 444", simulated=share),
         Sentence("points", None, place),
     )
-    yield sentences("PatrickStar figure 12: several GPUs of YARD", said, *remarks, *REMARKS)
-    yield forecasts.throughput(kept, "PatrickStar figure 12: forecasts", (YARD,), RANKS)
+    yield sentences("PatrickStar figure 12: several GPUs of YARD", said, *remarks, *REMARKS, NODE)
+    yield forecasts.throughput(kept, "PatrickStar figure 12: forecasts", (YARD,), FEW)
 
 
 def _figure13(asked: FigureSpec) -> Iterator[PaperTable]:
     place = "section 8.2.3, of figure 13"
     kept, remarks = forecasts.speeds(asked)
     small, large, share = _small_and_large(kept, SUPERPOD, "ps-6b", "ps-68b")
-    least, most, mean = spread(forecasts.ratios(kept, SUPERPOD, "DeepSpeed-DP", SUPERPOD.models, RANKS), SUPERPOD.profile)
+    least, most, mean = spread(forecasts.ratios(kept, SUPERPOD, "DeepSpeed-DP", SUPERPOD.models, FEW), SUPERPOD.profile)
     said = (
         Sentence("over DeepSpeed, least", "1.07x", place, simulated=least),
         Sentence("over DeepSpeed, most", "2.43x", place, simulated=most),
@@ -107,8 +108,8 @@ def _figure13(asked: FigureSpec) -> Iterator[PaperTable]:
         Sentence("68B beside 6B", "73 %", place, f"{100 * 857 / 1180:.0f} %", "857 / 1180", simulated=share),
         Sentence("points", None, place),
     )
-    yield sentences("PatrickStar figure 13: several GPUs of SuperPod", said, *remarks, *REMARKS)
-    yield forecasts.throughput(kept, "PatrickStar figure 13: forecasts", (SUPERPOD,), RANKS)
+    yield sentences("PatrickStar figure 13: several GPUs of SuperPod", said, *remarks, *REMARKS, NODE)
+    yield forecasts.throughput(kept, "PatrickStar figure 13: forecasts", (SUPERPOD,), FEW)
 
 
 def _figure14(asked: FigureSpec) -> Iterator[PaperTable]:

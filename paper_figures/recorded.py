@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harness import store
@@ -53,6 +54,17 @@ def machine_of(record: Record) -> str:
     """In words: the device, and how many."""
     ranks = record.spec.ranks
     return f"{record.resolved.device_label}{f' x {ranks}' if ranks > 1 else ''}"
+
+
+def with_plan_errors(made: PaperTable, folder: str, system: str) -> PaperTable:
+    """With a remark on what the plans of a system's runs said of their steps, over what was measured."""
+    found = [run for run in records(folder) if run.spec.system == system and run.plan.predicted_step_time_s]
+    pairs = [(run.plan.predicted_step_time_s, run.metrics.mean_step_time_s) for run in found]
+    known = [planned / took - 1 for planned, took in pairs if planned and took]
+    spread = f"{100 * min(known):+.0f} to {100 * max(known):+.0f} %" if known else "not known"
+    where = " and ".join(sorted({machine_of(run) for run in found})) or "no machine"
+    said = f"error: plans of {system} were {spread} off the steps of their runs ({len(known)}, {where})"
+    return replace(made, remarks=(*made.remarks, f"{said}; elsewhere it is not known."))
 
 
 def work_table(title: str, found: Sequence[Record], keep: Keep, *remarks: str) -> PaperTable:
