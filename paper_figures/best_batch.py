@@ -48,6 +48,14 @@ def best_batch(kept: KeptForecasts, cases: Iterable[ForecastCase], rate: Rate = 
     return max(made, key=lambda one: one.rate, default=None)
 
 
+def why_not(kept: KeptForecasts, cases: Iterable[ForecastCase]) -> SimulatedCell | None:
+    """Why the first of them does not fit, without what a user could change. None: it fits, or is not kept."""
+    first = next(iter(cases))
+    seen = kept.of(first)
+    why = None if seen is None else seen.why_not
+    return None if why is None else SimulatedCell(why.partition(": ")[0], first.profile)
+
+
 def cells_of(found: BestBatch | None) -> list[SimulatedCell | None]:
     """Rate and batch."""
     return [None, None] if found is None else [found.cell, found.batch]

@@ -69,7 +69,8 @@ def cells(folder: str) -> dict[str, list[Record]]:
 @lru_cache(maxsize=2)
 def _cells(folder: str, names: frozenset[str]) -> dict[str, list[Record]]:
     """names: of the files, which no one edits."""
-    found = forecast_accuracy.cells_of(records(folder), hardware.load(PROFILE), planned=frozenset((*OURS, *ZERO)))
+    asked = [run for run in records(folder) if run.spec.optimizer == "adamw"]  # which forecasts are of
+    found = forecast_accuracy.cells_of(asked, hardware.load(PROFILE), planned=frozenset((*OURS, *ZERO)))
     last = {_work(runs[-1]): runs for runs in sorted(found, key=lambda runs: runs[-1].run_id)}
     return {runs[-1].run_id: runs for runs in last.values()}
 
@@ -77,7 +78,7 @@ def _cells(folder: str, names: frozenset[str]) -> dict[str, list[Record]]:
 def _work(run: Record) -> tuple[object, ...]:
     spec, resolved = run.spec, run.resolved
     asked = (spec.system, spec.model, *sorted(spec.option), spec.device_memory, spec.dtype, spec.recompute, spec.clip)
-    return (*asked, spec.optimizer, spec.accumulate, resolved.batch_size, resolved.seq_len)
+    return (*asked, spec.accumulate, resolved.batch_size, resolved.seq_len)
 
 
 def _ask(asked: Sequence[ErrorCase], *, folder: str) -> Iterator[tuple[ErrorCase, ForecastFound]]:
@@ -107,7 +108,8 @@ def error_remark(asked: FigureSpec, *whose: Whose) -> str:
     for each in whose or ("ours", "DeepSpeed"):
         known = [one.error for one in errors if one.whose == each]
         spread = f"{100 * min(known):+.0f} to {100 * max(known):+.0f} %" if known else "not known"
-        said.append(f"{each} {spread} ({len(known)} cells)")
+        median = f", median {100 * statistics.median(known):+.0f} %" if known else ""
+        said.append(f"{each} {spread} ({len(known)} cells{median})")
     versions = f" {VERSIONS}" if "DeepSpeed" in (whose or ("DeepSpeed",)) else ""
     known_here = f"error of simulated step times, known on one H200 alone: {', '.join(said)}"
     return f"{known_here}: harness figure forecast-errors.{versions}"
@@ -131,6 +133,6 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         columns,
         rows,
         error_remark(asked),
-        f"Runs of at least {forecast_accuracy.MIN_STEPS} timed steps, or of fewer long ones, on one GPU.",
+        f"With AdamW. Runs of at least {forecast_accuracy.MIN_STEPS} timed steps, or of fewer long ones, on one GPU.",
         "No machine of a paper is here: of theirs the error is not known.",
     )

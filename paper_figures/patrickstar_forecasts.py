@@ -13,7 +13,7 @@ from itertools import product
 
 from harness.figures import FigureSpec
 from harness.paper_table import FigureCell, FigureColumn, PaperTable, SimulatedCell, table
-from paper_figures.best_batch import BestBatch, best_batch, cells_of, over, ratio_cell, together
+from paper_figures.best_batch import BestBatch, best_batch, cells_of, over, ratio_cell, together, why_not
 from paper_figures.forecast_errors import error_remark
 from paper_figures.kept import ForecastCase, KeptForecasts, ask_all, simulated
 from paper_figures.patrickstar_scale import BATCHES, RANKS, SUPERPOD, SYSTEMS, YARD, Cluster, case, cases
@@ -29,6 +29,7 @@ SYSTEMS14 = {
 }
 CASES15 = ((SUPERPOD, "ps-10b"), (SUPERPOD, "ps-50b"), (YARD, "ps-12b"))
 PLANS15 = {"Base": "paper", "OSC": "osc", "SP": "static-partition"}
+WHY = "why it does not fit, batch 4 or 8"
 LANES = ("compute", "h2d", "d2h", "gather", "reduce", "cpu")
 NODES17 = {"ps-50b": (8, 16, 32, 64), "ps-68b": (8, 16, 32, 64), "gpt3-175b": (32, 64)}
 BATCH17 = 8
@@ -168,43 +169,45 @@ def communication_share(kept: KeptForecasts, found: BestBatch | None) -> Simulat
     return SimulatedCell(f"{100 * busy / seen.step_s:.0f} %", found.case.profile)
 
 
-def breakdown(kept: KeptForecasts, title: str, found: Sequence[tuple[Sequence[str | int], BestBatch | None]]) -> PaperTable:
-    """A row a plan: Tflops, batch, step and the lanes' seconds. found: what names a row, and its forecast."""
+Plan = tuple[Sequence[str | int], BestBatch | None, SimulatedCell | None]
+"""What names a row, its forecast, and why it does not fit."""
+
+
+def breakdown(kept: KeptForecasts, title: str, found: Sequence[Plan]) -> PaperTable:
+    """A row a plan: Tflops, batch, step and the lanes' seconds."""
     rows: list[list[FigureCell]] = []
-    for names, one in found:
+    for names, one, why in found:
         seen = None if one is None else kept.of(one.case)
         row: list[FigureCell] = [*names, *cells_of(one)]
         if one is None or seen is None or seen.step_s is None:
-            rows.append([*row, *[None] * (1 + len(LANES))])
+            rows.append([*row, *[None] * (1 + len(LANES)), why])
             continue
         times = [seen.step_s, *(seen.statistics.get(f"busy.{lane}", 0.0) for lane in LANES)]
-        rows.append([*row, *(SimulatedCell(seconds, one.case.profile) for seconds in times)])
+        rows.append([*row, *(SimulatedCell(seconds, one.case.profile) for seconds in times), None])
     columns = [FigureColumn(each) for each in ("cluster", "model", "GPUs", "plan")]
-    shown = ("Tflops a GPU", "batch a GPU", "step s", *(f"{lane} s" for lane in LANES))
+    shown = ("Tflops a GPU", "batch a GPU", "step s", *(f"{lane} s" for lane in LANES), WHY)
     return table(
         title,
         [*columns, *(FigureColumn(each, "simulated") for each in shown)],
         rows,
-        "An empty row does not fit. Lanes overlap: their seconds do not add up to the step's, as the paper's parts do.",
+        "Lanes overlap: their seconds do not add up to the step's, as the paper's parts do.",
     )
 
 
 def table14(kept: KeptForecasts) -> PaperTable:
-    found = [
-        (("HAI-PCIe", model.removeprefix("ps-").upper(), ALL, system), best14(kept, system, model))
-        for model in MODELS14
-        for system in SYSTEMS14
-    ]
+    found: list[Plan] = []
+    for model, system in product(MODELS14, SYSTEMS14):
+        why = why_not(kept, [case14(system, model, BATCHES[0])])
+        found.append((("HAI-PCIe", model.removeprefix("ps-").upper(), ALL, system), best14(kept, system, model), why))
     return breakdown(kept, "PatrickStar figure 14: forecasts", found)
 
 
 def table15(kept: KeptForecasts) -> PaperTable:
-    found = [
-        ((cluster.name, model.removeprefix("ps-").upper(), ranks, plan), best15(kept, cluster, model, ranks, plan))
-        for cluster, model in CASES15
-        for ranks in (1, ALL)
-        for plan in PLANS15
-    ]
+    found: list[Plan] = []
+    for (cluster, model), ranks, plan in product(CASES15, FEW, PLANS15):
+        why = why_not(kept, [case15(cluster, model, ranks, plan, BATCHES[0])])
+        names = (cluster.name, model.removeprefix("ps-").upper(), ranks, plan)
+        found.append((names, best15(kept, cluster, model, ranks, plan), why))
     return breakdown(kept, "PatrickStar figure 15: forecasts", found)
 
 
@@ -222,11 +225,12 @@ def table17(kept: KeptForecasts) -> PaperTable:
             total, profile = total17(kept, model, ranks), case17(model, ranks).profile
             row: list[FigureCell] = [model, ranks, None if total is None else SimulatedCell(total, profile)]
             beside = total / ranks / first if total and first else None
-            rows.append([*row, None if beside is None else SimulatedCell(f"{100 * beside:.0f} %", profile)])
+            share = None if beside is None else SimulatedCell(f"{100 * beside:.0f} %", profile)
+            rows.append([*row, share, why_not(kept, [case17(model, ranks)])])
     columns = [FigureColumn("model"), FigureColumn("GPUs"), FigureColumn("Tflops in all", "simulated")]
     return table(
         "PatrickStar figure 17: forecasts, batch 8 a GPU",
-        [*columns, FigureColumn("of a GPU, beside the fewest", "simulated")],
+        [*columns, FigureColumn("of a GPU, beside the fewest", "simulated"), FigureColumn(WHY, "simulated")],
         rows,
         "The paper does not say in its text which four cases it has: 50B, 68B and GPT-3's 175B here.",
     )

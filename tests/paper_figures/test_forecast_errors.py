@@ -22,7 +22,8 @@ def test_errors_are_of_the_forecast_over_the_median_of_the_runs() -> None:
     assert {one.whose for one in found} == {"ours", "DeepSpeed"}
     one = found[0]
     assert one.error == pytest.approx(one.forecast_s / one.measured_s - 1)
-    assert all(run.resolved.device_label == "NVIDIA H200" for each in found for run in each.runs)
+    runs = [run for each in found for run in each.runs]
+    assert all((run.resolved.device_label, run.spec.optimizer) == ("NVIDIA H200", "adamw") for run in runs)
 
 
 def test_deepspeed_s_forecasts_are_too_fast_and_that_is_said() -> None:
