@@ -216,6 +216,6 @@ def test_patrickstar_s_exchanged_layers_are_told() -> None:
 
 def test_every_setting_of_h3t_s_tables_is_kept() -> None:
     for name in ("h3t-table1", "h3t-table3"):
-        (each,) = made(name)
+        each = made(name)[0]
         assert all(any(isinstance(cell, SimulatedCell) for cell in row) for row in each.rows)
     assert [setting.gpus for setting in h3t_runs.SETTINGS] == [8] * 8 + [64] * 4
