@@ -19,7 +19,7 @@ from models.flops import FORMULA_VERSION, FlopCount, count
 from systems import registry
 from systems.settings import StepOutcome
 
-NEAR = 1e-9  # relative: of sums in another order, not of a digit changed by hand
+NEAR = 1e-13  # relative: of another order of the same operations, not of one among two billion parameters
 
 
 def wrong(record: Record) -> Iterator[str]:

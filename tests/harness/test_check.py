@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness import ancestry, check, cli, digests, rederive, store
+from harness import ancestry, cells, check, cli, digests, rederive, store
 from harness.claims import ClaimData, LedgerData, PartData, read_claims
 from harness.history import GitHistory, NoHistory, find
 from harness.ledger import read_forecasts
@@ -216,7 +216,8 @@ def toml(claim: ClaimData) -> str:
 def claim_of(record: Record, **fields: Any) -> ClaimData:
     """That a count of this record's own work decides."""
     spec, resolved = record.spec, record.resolved
-    work = {"system": spec.system, "model": spec.model, "batch_size": resolved.batch_size, "seq_len": resolved.seq_len}
+    work = {name: getattr(spec, name) for name in cells.WORK} | {"option": spec.option, "set": spec.set, "hyper": spec.hyper}
+    work |= {"batch_size": resolved.batch_size, "seq_len": resolved.seq_len}
     part = {"what": "a count", "kind": "count", "figure": "counters.x", "low": 1.0, "high": 2.0, "ours": work}
     given = {"number": 1, "paper": "elixir", "claim": "c", "place": "p", "printed": "n", "confirms": "yes", "refutes": "no"}
     return ClaimData.model_validate({**given, "parts": [part]} | fields)
