@@ -26,6 +26,7 @@ from systems.messages import unknown_name
 
 PACKAGE = "paper_figures"
 PAPERS: Mapping[str, str] = {"angel": "Angel-PTM", "patrickstar": "PatrickStar", "elixir": "Elixir", "h3t": "H3T"}
+HERE = "none"  # of no paper: what this project shows of itself
 TABLES, PICTURES = (".md", ".csv"), (".pdf", ".png", ".svg")
 
 
@@ -50,7 +51,8 @@ class NamedFigure:
 
     @property
     def paper(self) -> str:
-        return PAPERS[self.name.partition("-")[0]]
+        """That it is of, or HERE."""
+        return PAPERS.get(self.name.partition("-")[0], HERE)
 
     def loaded(self) -> Any:
         return importlib.import_module(f"{PACKAGE}.{self.module}")
@@ -75,11 +77,11 @@ def _shown_by(path: Path) -> list[NamedFigure]:
 
 
 def _place(figure: NamedFigure) -> tuple[Any, ...]:
-    """Papers, then tables before figures, then numbers as numbers."""
+    """Papers, then tables before figures, then numbers as numbers; of no paper last."""
     paper, _, rest = figure.name.partition("-")
     kind, number = re.match(r"(\D*)(\d*)", rest).groups()  # type: ignore[union-attr]
     return (
-        list(PAPERS).index(paper),
+        [*PAPERS, paper].index(paper),
         ("table", "figure").index(kind) if kind in ("table", "figure") else 2,
         int(number or 0),
         rest,

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
 from harness import cli
+from harness.check import CheckSpec
 from harness.compare import CompareSpec, StoredSpec
 from harness.export import ExportSpec
 from harness.figures import FigureSpec
@@ -58,6 +59,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "tables": (TablesSpec,),
     "ledger": (LedgerSpec,),
     "report": (ReportSpec,),
+    "check": (CheckSpec,),
     "export": (ExportSpec,),
     "figure": (FigureSpec,),
     "profile": (ProfileSpec,),
@@ -65,6 +67,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "doctor": (cli.DoctorSpec,),
 }
 CALLED = (
+    "harness.check.check",
     "harness.export.export",
     "harness.ledger.show_ledger",
     "harness.report.page.write_report",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,16 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.C
     assert cli.main(["figure", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
+
+
+@pytest.mark.long
+def test_all_of_them_the_tables_and_the_ledger_take_less_than_ten_minutes(tmp_path: Path) -> None:
+    """From what is kept, without a GPU: seconds of this process, which other load on the machine does not lengthen."""
+    started_s = time.process_time()
+    for name in find():
+        assert cli.main(["figure", name, "--out", str(tmp_path / f"{name}.md")]) == 0
+        assert (tmp_path / f"{name}.md").stat().st_size > 100
+    results = str(ROOT / "results")
+    assert cli.main(["tables", "--results", results, "--out", str(ROOT / "docs" / "results.md"), "--check"]) == 0
+    assert cli.main(["ledger", "--results", results, "--out", str(ROOT / "docs" / "claims.md"), "--check"]) == 0
+    assert time.process_time() - started_s < 600
