@@ -37,6 +37,13 @@ class Family:
     parameters: Callable[[Any], int] | None = None
 
 
+def with_fused_attention(config: Any) -> Any:
+    """The config, for who makes parts of a transformers model: torch's fused attention, no cache of keys and values."""
+    config.use_cache = False
+    config._attn_implementation = "sdpa"
+    return config
+
+
 def from_config(model_class: str, config: Any) -> nn.Module:
     """The transformers model of that class, fp32, with torch's fused attention and no cache of keys and values."""
     import torch

@@ -1,0 +1,79 @@
+"""PR-MoE: a GPT with a mixture in every second block, a pyramid of experts, and a dense branch beside each mixture.
+
+Sources: DeepSpeed-MoE, Rajbhandari et al. 2022 (arXiv 2201.05596), section 4.1: the last two mixtures have twice the experts,
+and each token passes a dense feed-forward and one expert, joined by a learned two-way softmax. Elixir, figure 9, trains it and
+prints no shape: sizes are this project's. Over transformers' GPT-2 blocks, otherwise as `models.gpt` builds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from models import gpt
+from models.family import Family, with_fused_attention
+from models.mixture_shape import MixtureShape
+from models.weights import InitialWeights
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WIDER = 2  # mixtures at the end that have twice the experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrMoeShape(MixtureShape, gpt.GptShape):
+    """experts: of all mixtures but the last two, which have twice as many."""
+
+    family: str = "pr-moe"
+
+    def experts_of(self, block: int) -> int | None:
+        """Of the mixture in that block, counted from 0; None for one that has none."""
+        if block % 2 == 0:
+            return None
+        mixtures, mine = self.num_layers // 2, block // 2
+        return self.experts * (2 if mine >= mixtures - WIDER else 1)
+
+
+_DENSE = "as many parameters as {name}, dense"
+
+SIZES = (
+    PrMoeShape(
+        name="pr-moe-tiny",
+        num_layers=6,
+        hidden_size=128,
+        num_heads=4,
+        ffn_size=512,
+        experts=4,
+        vocab_size=384,  # 256 bytes and specials
+        max_positions=128,
+        seq_len=16,
+        batch_size=2,
+        notes="small enough for any machine, with model states well above activations",
+    ),
+)
+
+
+def build(shape: PrMoeShape) -> nn.Module:
+    from models.mixture_models import GptWithMixtures
+
+    config = with_fused_attention(gpt.config_of(shape))
+    return GptWithMixtures(config, shape, [shape.experts_of(block) for block in range(shape.num_layers)])
+
+
+def parameters(shape: PrMoeShape) -> int:
+    """Of all ranks: the dense model's, and for a mixture its experts, its gate and the two-way softmax."""
+    width, inner = shape.hidden_size, shape.ffn_size or 4 * shape.hidden_size
+    expert = 2 * width * inner + inner + width
+    counts = [shape.experts_of(block) for block in range(shape.num_layers)]
+    return gpt.parameters(shape) + sum(n * (expert + width) + 2 * width + 2 for n in counts if n is not None)
+
+
+FAMILY = Family(
+    name="pr-moe",
+    summary="GPTs with a mixture of experts in every second block, a dense branch beside it, twice the experts at the end",
+    sizes=SIZES,
+    build=build,
+    weights=lambda shape, seed: InitialWeights(gpt.law(shape), seed),
+    parameters=parameters,
+)
