@@ -43,7 +43,7 @@ class Exchange(Protocol):
     """
 
     def dispatch(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots of all experts [experts, capacity, width] to those that came for the experts here [here, ranks x capacity, width]."""
+        """Slots of all experts [experts, capacity, width] to what came for those here [here, ranks x capacity, width]."""
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
         """The reverse: [here, ranks x capacity, width] to [experts, capacity, width]."""
@@ -152,7 +152,7 @@ class Mixture(nn.Module):
             weight = torch.where(mine, weights[:, number], 0.0).unsqueeze(-1)
             part = results.index_select(0, torch.where(mine, place, anywhere)) * weight
             out = part if out is None else out + part
-        return out  # type: ignore[no-any-return]
+        return out
 
     def _tell(self, likely: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """TOLD. The loss: experts x the sum over them of the share of tokens that choose it first x its mean probability."""

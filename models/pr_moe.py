@@ -8,11 +8,11 @@ prints no shape: sizes are this project's. Over transformers' GPT-2 blocks, othe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from models import gpt
 from models.family import Family, with_fused_attention
-from models.mixture_shape import MixtureShape
+from models.mixture_shape import FROM_ZERO, MixtureFields
 from models.weights import InitialWeights
 
 if TYPE_CHECKING:
@@ -22,10 +22,17 @@ WIDER = 2  # mixtures at the end that have twice the experts
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrMoeShape(MixtureShape, gpt.GptShape):
+class PrMoeShape(gpt.GptShape, MixtureFields):
     """experts: of all mixtures but the last two, which have twice as many."""
 
+    fixed: ClassVar[frozenset[str]] = gpt.GptShape.fixed | FROM_ZERO
+    from_zero: ClassVar[frozenset[str]] = gpt.GptShape.from_zero | FROM_ZERO
+
     family: str = "pr-moe"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_mixtures(self.name)
 
     def experts_of(self, block: int) -> int | None:
         """Of the mixture in that block, counted from 0; None for one that has none."""
@@ -35,7 +42,18 @@ class PrMoeShape(MixtureShape, gpt.GptShape):
         return self.experts * (2 if mine >= mixtures - WIDER else 1)
 
 
-_DENSE = "as many parameters as {name}, dense"
+def _sized(size: str, num_layers: int, hidden_size: int, num_heads: int, *, experts: int, twin: str) -> PrMoeShape:
+    return PrMoeShape(
+        name=f"pr-moe-{size}",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        ffn_size=4 * hidden_size,
+        experts=experts,
+        max_positions=2048,
+        notes=f"sizes are ours; within 2% of the parameters of {twin}, which is dense",
+    )
+
 
 SIZES = (
     PrMoeShape(
@@ -51,6 +69,8 @@ SIZES = (
         batch_size=2,
         notes="small enough for any machine, with model states well above activations",
     ),
+    _sized("1.3b", 24, 1024, 16, experts=8, twin="gpt3-1.3b"),
+    _sized("8.2b", 22, 2048, 16, experts=16, twin="ps-8b"),
 )
 
 
