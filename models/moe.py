@@ -170,3 +170,12 @@ class Mixture(nn.Module):
             ]
         )
         return torch.cat([balance.unsqueeze(0), others.detach()])
+
+
+def routing_of(model: nn.Module) -> dict[str, float] | None:
+    """Means of TOLD over all mixtures of all micro-batches that trained, from `ROUTING`; None where no mixture has run."""
+    buffer = dict(model.named_buffers(recurse=False)).get(ROUTING)
+    if buffer is None:
+        return None
+    ran, *sums = buffer.tolist()
+    return {name: total / ran for name, total in zip(TOLD, sums, strict=True)} if ran else None
