@@ -67,12 +67,16 @@ class WithMixtures(nn.Module):
         self.config, self._balance_weight, self._count = config, balance_weight, mixtures
         self.register_buffer(ROUTING, torch.zeros(1 + len(TOLD)), persistent=False)
 
-    def embedding(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> nn.Embedding:
         raise NotImplementedError
 
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
     def tie_weights(self) -> None:
+        """These three by transformers' names, for who treats all models alike."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.embedding().weight
+            self.lm_head.weight = self.get_input_embeddings().weight
 
     def nothing_told(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.new_zeros(len(TOLD), dtype=torch.float32)
@@ -114,7 +118,7 @@ class GptWithMixtures(WithMixtures):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
-    def embedding(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.wte
 
     def forward(self, input_ids: torch.Tensor) -> MixtureOutput:
@@ -175,7 +179,7 @@ class T5WithMixtures(WithMixtures):
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.tie_weights()
 
-    def embedding(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.shared
 
     def forward(self, input_ids: torch.Tensor, decoder_input_ids: torch.Tensor) -> MixtureOutput:

@@ -34,10 +34,10 @@ class MixtureFields:
             raise ValueError(f"{name}: choices must be 1 or 2, not {self.choices}")
         if self.choices > self.experts:
             raise ValueError(f"{name}: choices {self.choices} are more than its experts ({self.experts})")
-        if not 0.0 < self.capacity_factor <= self.experts:
+        if not 0.0 < self.capacity_factor <= 2 * self.experts:
             raise ValueError(
-                f"{name}: capacity_factor must be above 0 and at most the number of experts ({self.experts}), with which "
-                f"nothing is dropped, not {self.capacity_factor}"
+                f"{name}: capacity_factor must be above 0 and at most {2 * self.experts}, twice the experts (with as many as "
+                f"there are nothing is dropped), not {self.capacity_factor}"
             )
         if not 0.0 <= self.balance_weight <= MAX_BALANCE:
             raise ValueError(f"{name}: balance_weight must lie in [0, {MAX_BALANCE:g}], not {self.balance_weight}")

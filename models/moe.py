@@ -59,6 +59,27 @@ class OneRank:
         return results
 
 
+class Elsewhere:
+    """Other ranks have the other experts, and nothing reaches them yet: shapes are right, for who only observes them."""
+
+    def __init__(self, experts: int, here: int) -> None:
+        self._experts, self._here = experts, here
+
+    def dispatch(self, slots: torch.Tensor) -> torch.Tensor:
+        return self._observed(slots).reshape(self._here, -1, slots.shape[-1])
+
+    def combine(self, results: torch.Tensor) -> torch.Tensor:
+        return self._observed(results).reshape(self._experts, -1, results.shape[-1])
+
+    def _observed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            raise RuntimeError(
+                f"{self._here} of {self._experts} experts are here, and the others are on no rank that this one knows: share "
+                "them with `expert_ranks`, or build the model with all of them"
+            )
+        return tensor
+
+
 def capacity_of(*, tokens: int, experts: int, factor: float) -> int:
     """Slots of an expert for a micro-batch of one rank."""
     return max(LEAST_CAPACITY, math.ceil(factor * tokens / experts))
@@ -102,7 +123,8 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleDict({str(number): make() for number in (range(experts) if here is None else here)})
         for expert in self.experts.values():
             setattr(expert, "data_parallel", "replica")  # noqa: B010 - which ranks hold the same values
-        self.exchange: Exchange = OneRank()
+        mine = len(self.experts)
+        self.exchange: Exchange = OneRank() if mine == experts else Elsewhere(experts, mine)
         self.told: torch.Tensor | None = None  # TOLD of the last call, fp32, for the block around to take
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

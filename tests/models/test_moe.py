@@ -185,6 +185,13 @@ def test_experts_are_named_by_their_global_number_and_exchanged_in_its_order() -
     torch.testing.assert_close(parts[0](hidden), whole(hidden), rtol=0, atol=0)
 
 
+def test_experts_that_nobody_reaches_are_told_and_their_shapes_observed() -> None:
+    part = made(here=range(2, 4))
+    with pytest.raises(RuntimeError, match="2 of 6 experts are here, and the others are on no rank"):
+        part(tokens())
+    assert part.to("meta")(tokens().to("meta")).shape == tokens().shape
+
+
 FAMILIES = ("pr-moe-tiny", "t5-moe-tiny")
 
 
@@ -284,7 +291,7 @@ def test_the_stacks_are_run_as_transformers_runs_them(name: str, dense: str, lay
         ({"choices": 3}, "choices must be 1 or 2"),
         ({"experts": 1, "choices": 2}, "choices 2 are more than its experts"),
         ({"capacity_factor": 0}, "capacity_factor must be above 0"),
-        ({"capacity_factor": 5.0}, "at most the number of experts"),
+        ({"capacity_factor": 9.0}, "at most 8, twice the experts"),
         ({"balance_weight": -1.0}, "balance_weight must lie in"),
         ({"expert_ranks": 3}, "expert_ranks 3 does not divide its 4 experts"),
         ({"expert_rank": 1}, "no field 'expert_rank' to set"),
