@@ -21,7 +21,6 @@ from harness.plan_table import show, show_ranking, show_rules
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.loss import token_loss
-from models.mixture_shape import check_ranks
 from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
@@ -61,7 +60,6 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
-    check_ranks(shape, spec.ranks or profile.devices)
     question = Question(
         profile=profile,
         device_memory=profile.device_memory_bytes.value if spec.device_memory is None else spec.device_memory,

@@ -19,7 +19,6 @@ from harness.spec import Device, RunSpec
 from models import registry as models_registry
 from models.data import Dataset, open_dataset
 from models.family import FillWeights
-from models.mixture_shape import check_ranks
 from models.shape import ModelShape
 from systems import checkpoint, registry
 from systems.checkpoint import LoopState
@@ -121,7 +120,6 @@ def resolve(job: WorkerJob, device: Device) -> Request:
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
-    check_ranks(shape, job.ranks)
     resumed = None if spec.resume is None else checkpoint.position(spec.resume)
     taken = 0 if resumed is None else resumed.steps
     steps, warmup = _check_steps(spec, shape, taken)

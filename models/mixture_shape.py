@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.shape import ModelShape
-
 CHOICES = (1, 2)
 MAX_BALANCE = 1.0
 FROM_ZERO = frozenset({"expert_rank"})  # and not to be set
@@ -60,12 +58,3 @@ class MixtureFields:
 def divided_among(shape: object) -> int:
     """Ranks that each have other experts of the model: 1 where all have all that there are."""
     return shape.expert_ranks if isinstance(shape, MixtureFields) else 1
-
-
-def check_ranks(shape: ModelShape, ranks: int) -> None:
-    """Raises ValueError, one line, if the experts are not all there on so many ranks."""
-    if (divided := divided_among(shape)) > 1:
-        raise ValueError(
-            f"{shape.name} divides its experts among {divided} ranks (expert_ranks), and here each of {ranks} would have all "
-            "of them: --set expert_ranks=1 asks for that"
-        )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from harness.record import Record, Routing
-from harness.spec import BadInputError
 from models import registry
 from tests.harness.conftest import make_spec
 
@@ -50,8 +49,3 @@ def test_transformers_mixture_has_no_routing_and_is_counted(run_here: Callable[.
     assert record.status == "ok" and record.routing is None and record.metrics.hardware_tflops
     expert = 3 * 128 * 256
     assert record.resolved.activated_parameters == (record.resolved.parameters or 0) - 6 * 2 * expert
-
-
-def test_experts_of_other_ranks_are_told(run_here: Callable[..., Record]) -> None:
-    with pytest.raises(BadInputError, match="divides its experts among 2 ranks"):
-        run_here(make_spec(system="resident", model="pr-moe-tiny", set=("expert_ranks=2",), **WORK))
