@@ -14,7 +14,7 @@ SHOWS = {
     "angel-table4": "models: labels against the parameters that their shapes have",
 }
 PROFILE = "angel-a100-40g-x8"
-TABLE4: tuple[tuple[str, int, int, int, int, int | None, str | None], ...] = (
+TABLE4: tuple[tuple[str, int, int, int, int, int | None, str], ...] = (
     ("GPT3-1.7B", 24, 24, 2304, 9216, None, "angel-1.7b"),
     ("GPT3-13B", 40, 40, 5140, 20506, None, "angel-13b"),
     ("GPT3-28B", 26, 128, 8192, 32768, None, "angel-28b"),
