@@ -194,5 +194,5 @@ def _figure9(asked: FigureSpec) -> Iterator[PaperTable]:
         Sentence("mixtures over dense models", "5x", place),
         Sentence("sizes, bars", None, place),
     )
-    hole = "Nothing is simulated: the paper's first version defines no mixture, and no model here has layers of experts."
+    hole = "The first version of the paper defines no mixture: the sizes of pr-moe are ours, and have no record."
     yield sentences("Elixir figure 9: PR-MoE", said, hole)
