@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+WORLD, REPLICA = "world", "replica"  # data-parallel groups: all ranks, and those that have the same experts
 ALIGN_BYTES = 256
 PAGE = 4096  # bytes of host memory, of which a mapping has whole ones
 
@@ -29,7 +30,10 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter, counted once however many names or users it has. users: units whose forward reads it, in order."""
+    """One parameter, counted once however many names or users it has. users: units whose forward reads it, in order.
+
+    group: the ranks that hold it together; see Note [Experts in groups] in systems/ranks/groups.py.
+    """
 
     index: int
     name: str
@@ -37,7 +41,7 @@ class Parameter:
     numel: int
     trainable: bool
     users: tuple[str, ...]
-    group: str = "world"
+    group: str = WORLD
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,11 @@ class FlatSpace:
     ranks: int
     trainable: bool
     scattered: bool = True
+
+    @property
+    def alone(self) -> bool:
+        """There is one rank in all."""
+        return self.ranks == 1 and self.group != REPLICA
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,7 @@ class Layout:
         unmovable: Collection[int] = (),
         in_place: Collection[int] = (),
     ) -> Layout:
-        """A layout of bundles that are given by their segments, all trained or none; both are numbered in the order given.
+        """A layout of bundles that are given by their segments, of one space each; both are numbered in the order given.
 
         unmovable, in_place: numbers of bundles.
         """
@@ -278,6 +287,10 @@ class Layout:
     @cached_property
     def bundle_of_parameter(self) -> dict[int, int]:
         return {p: place.bundle for p, place in self.places.items()}
+
+    def space_of(self, bundle: int) -> FlatSpace:
+        """What its segments have in common."""
+        return self.segments[self.bundles[bundle].segments[0]].space
 
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize
