@@ -122,7 +122,7 @@ def by_all_names(
     write: what is edited is put into `values`, or into the model, in the end. Then each name has a tensor of its own, so that a
     loop over all of them edits none twice; where one of a weight's names was edited, that counts, and where several were, they
     have to agree. ValueError, before anything is changed, where they do not, or where an entry is missing or of another shape.
-    Of several ranks, the first one's edits count, in its `values` and in all models.
+    Of several ranks, the first one's edits count, in its `values` and in all models; an expert's of the first that has it.
     """
     live: dict[str, torch.Tensor] = {}  # by first name, as the next
     names: dict[str, list[str]] = {}
@@ -146,7 +146,7 @@ def by_all_names(
     final: dict[str, torch.Tensor] = {}
     with side_by_side(ranks, "the end of summon(write=True)"):
         yield found
-        if ranks.rank == 0:
+        if ranks.rank < ranks.expert_ranks:
             final = {first: _agreed(found, before, several) for first, several in names.items()}
     values.update({first: tensor for first, tensor in final.items() if first in values})
     edited = [first for first in live if final and any(_edited(found, before, name) for name in names[first])]

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-WORLD, REPLICA = "world", "replica"  # data-parallel groups: all ranks, and those that have the same experts
+from systems.ranks.group_names import REPLICA, WORLD
+
 ALIGN_BYTES = 256
 PAGE = 4096  # bytes of host memory, of which a mapping has whole ones
 
@@ -32,7 +33,7 @@ def round_up(value: int, multiple: int) -> int:
 class Parameter:
     """One parameter, counted once however many names or users it has. users: units whose forward reads it, in order.
 
-    group: the ranks that hold it together; see Note [Experts in groups] in systems/ranks/groups.py.
+    group: the ranks that hold it together; see Note [Experts in groups] in systems/ranks/group_names.py.
     """
 
     index: int

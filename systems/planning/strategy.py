@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from systems.errors import UnsupportedError
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import ADAM, REPLICA, WORLD, FlatSpace, Layout, ModelIndex, Parameter
+from systems.planning.layout import ADAM, FlatSpace, Layout, ModelIndex, Parameter
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.trace import Trace
+from systems.ranks.group_names import REPLICA, WORLD
 
 UNLIMITED = 1 << 62
 
@@ -30,7 +31,7 @@ class PlanningContext:
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
     moments: names of what the optimizer keeps of a trained parameter in fp32 beside its master weight.
     disk_budget: of files for what the host cannot hold; 0 without a disk.
-    expert_ranks: ranks that share one set of experts: see Note [Experts in groups] in systems/ranks/groups.py.
+    expert_ranks: ranks that share one set of experts: see Note [Experts in groups] in systems/ranks/group_names.py.
     pool_budget: what bundles, gradient ranges and states may take of it at any moment, beside what is held in any case.
     """
 

@@ -12,6 +12,7 @@ import torch
 
 from systems.checkpoint import Part
 from systems.planning.layout import Placement
+from systems.ranks.group_names import REPLICA
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import StoredSegment
 from systems.substrate.bundle.store import Store
@@ -39,10 +40,18 @@ class StoredValues:
     def _moments_here(self, number: int, which: Part) -> list[tuple[int, torch.Tensor]]:
         return [(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(number)]
 
+    def _here(self, number: int, part: Part) -> Callable[[], list[tuple[int, torch.Tensor]]]:
+        return partial(self._values_here, number) if part == "value" else partial(self._moments_here, number, part)
+
+    def of_expert_rank(self, which: int, number: int, part: Part, onto: int | None) -> torch.Tensor | None:
+        """What a parameter of that number is on ranks of expert rank `which`: master or a moment, flat. None on ranks other
+        than `onto`; of None all have it.
+        """
+        return self._brought(number, self._here(number, part), which, onto, torch.float32)
+
     def bring(self, number: int, part: Part, onto: int) -> torch.Tensor | None:
         """A parameter's master or one of its moments, flat: whole on rank `onto`, None on the others."""
-        ranks = self._store.ranks
-        here = partial(self._values_here, number) if part == "value" else partial(self._moments_here, number, part)
+        ranks, here = self._store.ranks, self._here(number, part)
         if ranks.rank == onto:
             return self._whole(number, here, onto)
         if not self.bundle_of(number).scattered:
@@ -71,6 +80,11 @@ class StoredValues:
     ) -> torch.Tensor:
         """A parameter out of the pieces that each rank has; here: looks up this one's."""
         ranks = self._store.ranks
+        if self._store.layout.space_of(self.bundle_of(number).index).group == REPLICA:
+            found = [self._brought(number, here, which, None, dtype) for which in range(ranks.expert_ranks)]
+            mine = found[ranks.expert_rank]
+            assert mine is not None, "all ranks have it"
+            return mine
         if ranks.size == 1 or not self.bundle_of(number).scattered:  # every rank has all
             return torch.cat([values for _, values in sorted(here(), key=lambda piece: piece[0])])
         made: list[torch.Tensor] = []
@@ -87,6 +101,43 @@ class StoredValues:
 
         ranks.bring(f"parameter {number}", places, onto)
         return made[0]
+
+    def _brought(
+        self,
+        number: int,
+        here: Callable[[], list[tuple[int, torch.Tensor]]],
+        which: int,
+        onto: int | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """The same of an expert that ranks of expert rank `which` have, on all ranks alike. here: of those looks up what they
+        have. onto: as in `of_expert_rank`.
+        """
+        ranks, bundle, made = self._store.ranks, self.bundle_of(number), list[torch.Tensor]()
+        members = range(which, ranks.size, ranks.expert_ranks)
+        givers = members if bundle.scattered else members[:1]
+
+        def pieces() -> list[list[torch.Tensor]]:
+            mine = here() if ranks.rank in givers else []
+            if onto not in (None, ranks.rank):
+                return [[values for _, values in mine] if rank == ranks.rank else [] for rank in range(ranks.size)]
+            made.append(whole := torch.empty(self._store.layout.places[number].numel, dtype=dtype))
+            for start, values in mine:
+                whole[start : start + values.numel()].copy_(values)
+            return [
+                [
+                    whole[p.piece]
+                    for stored in bundle.segments
+                    for p in stored.segment.shard(members.index(rank))
+                    if p.parameter == number
+                ]
+                if rank in givers
+                else []
+                for rank in range(ranks.size)
+            ]
+
+        ranks.bring(f"parameter {number} of expert rank {which}", pieces, onto)
+        return made[0] if made else None
 
     def overwrite_parameter(self, number: int, value: torch.Tensor) -> None:
         """Take over a new fp32 value: master, slot and any device copy."""
