@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.baselines.faces import RESIDENT as FACE
-from systems.checkpoint import Described, Part, SavedParameter
+from systems.baselines.resident_state import ResidentState
 from systems.device.device import ambient, follow_optimizer
 from systems.device.lanes.access import Access
 from systems.device.make import make_device
@@ -80,6 +80,7 @@ class ResidentEngine(SteppingEngine):
                 with side_by_side(ranks, "what an engine is built of"):
                     self._build(find_units(model, TORCH_DTYPE[settings.dtype], compiles=settings.device == "cuda"))
                 self._alike.check()
+                self._named_by_all = self._alike.names
             except BaseException:
                 self._cleanup.close()
                 raise
@@ -297,7 +298,9 @@ class ResidentEngine(SteppingEngine):
 
     def _state(self, what: str) -> ResidentState:
         self._settle(what, in_step=self._in_step)
-        return ResidentState(self)
+        return ResidentState(
+            self.ranks, self.control, self._names, self.parameters, masters=self._masters, moments=self._moments
+        )
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -442,40 +445,6 @@ def _state_bytes(found: FoundModel, settings: Settings) -> int:
             have=have,
         )
     return states
-
-
-class ResidentState:
-    """See systems.checkpoint.TrainingState."""
-
-    def __init__(self, engine: ResidentEngine) -> None:
-        self._ranks, self._weights, self.control = engine.ranks, engine.parameters, engine.control
-        self._masters, self._moments = engine._masters, engine._moments
-        self.optimizer, self.moments = engine.control.groups.chosen.kept
-        named = zip(engine._names, self._weights, strict=True)
-        self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in named]
-
-    def read(self, parameter: int, part: Part) -> torch.Tensor:
-        shape, master, moments = self.parameters[parameter].shape, self._masters[parameter], self._moments[parameter]
-        if part == "value":
-            source = self._weights[parameter].detach() if master is None else master
-        else:
-            assert moments is not None
-            source = moments[self.moments.index(part)]
-        return source.to("cpu", torch.float32, copy=True).view(shape)
-
-    def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
-        return self.read(parameter, part) if self._ranks.rank == onto else None
-
-    def write(self, parameter: int, state: SavedParameter) -> None:
-        master = self._masters[parameter]
-        if master is not None and state.moments is not None:
-            master.copy_(state.value.reshape(-1))
-            self.write_moments(parameter, state.moments)
-        data_of(self._weights[parameter]).copy_(state.value)
-
-    def write_moments(self, parameter: int, moments: Sequence[torch.Tensor]) -> None:
-        for moment, given in zip(self._moments[parameter] or (), moments, strict=True):
-            moment.copy_(given.reshape(-1))
 
 
 class Resident(System):

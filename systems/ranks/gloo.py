@@ -22,6 +22,8 @@ class GlooLink(Link):
     queue: of `waits`, where its thread has one of its own.
     """
 
+    _queue = "link"
+
     def __init__(self, group: dist.ProcessGroup, waits: Waits, queue: str = "link") -> None:
         super().__init__()
         self.rank, self.size, self._group, self._waits = dist.get_rank(group), dist.get_world_size(group), group, waits

@@ -128,14 +128,14 @@ class Ranks(ABC):
         made: list[list[list[torch.Tensor]]] = []
 
         def make() -> None:
-            made.append([[_in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces()])
+            made.append([[in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces()])
 
         self.together(f"{about}, onto {'all' if onto is None else onto}", make)
         self._bring(made[0], onto)
 
     def of_first(self, about: str, mine: torch.Tensor, group: str = WORLD) -> torch.Tensor:
-        """Rank 0's tensor, on the CPU; those of the others say its type and shape, which are the same. group: of an expert's that
-        of the first rank that has it.
+        """Rank 0's tensor, on the CPU; those of the others say its type and shape, which are the same. group: an expert's is
+        the first rank's that has it.
         """
         if self.size == 1:
             return mine
@@ -190,5 +190,6 @@ class SingleRank(Ranks):
         return
 
 
-def _in_bytes(piece: torch.Tensor) -> torch.Tensor:
+def in_bytes(piece: torch.Tensor) -> torch.Tensor:
+    """The same memory."""
     return piece.detach().view(torch.uint8)

@@ -99,6 +99,7 @@ class ManagedEngine(ManagedReports):
 
     def _have(self, made: Assembly) -> None:
         self.index, self._trains, self.parameters = made.found.index, made.found.trains, made.parameters
+        self._groups, self._named_by_all = [p.group for p in made.found.index.parameters], made.alike.names
         self.strategy, self.layout, self.device, self.disk = made.strategy, made.layout, made.device, made.disk
         self.system = made.strategy.name
         self.store, self.values, self.tiers, self.poison = made.store, made.values, made.tiers, made.poison
