@@ -18,6 +18,7 @@ from harness.optimizer import hyperparameters_of
 from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking, show_rules
+from harness.request import expert_ranks_of, of_rank
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.loss import token_loss
@@ -60,6 +61,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
+    shape = of_rank(shape, 0, spec.ranks or profile.devices)
     question = Question(
         profile=profile,
         device_memory=profile.device_memory_bytes.value if spec.device_memory is None else spec.device_memory,
@@ -75,6 +77,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
         allowance=EXACT if spec.device == "cpu" else CUDA,
         disk_memory=_disk_memory(spec, profile),
         moments=chosen_by(hyperparameters_of(spec)).moments,
+        expert_ranks=expert_ranks_of(shape),
     )
     return question, _observations(shape)
 

@@ -18,7 +18,6 @@ COUNTERS = (
     "d2h_bytes",
     "gather_bytes",
     "reduce_bytes",
-    "exchange_bytes",  # of tokens on their way to experts of other ranks, and back
     "disk_read_bytes",
     "disk_write_bytes",
     "skipped_steps",
