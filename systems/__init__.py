@@ -34,6 +34,7 @@ def initialize(
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
     seed: int = 0,
     weights: str | os.PathLike[str] | None = None,
+    expert_ranks: int = 1,
     options: dict[str, Any] | None = None,
 ) -> Engine:
     """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
@@ -49,6 +50,7 @@ def initialize(
     weights: a folder in transformers' format whose values the model starts with, whatever it has itself, so that it may be on
     the meta device (`model_of`): safetensors, read tensor by tensor into the master weights. What is missing there, of another
     shape, not finite or no floating-point number is refused by name; what the model has no place for is left out and told.
+    expert_ranks: how many processes share one set of experts: see docs/several-gpus.md.
     options: the system's own, by name, e.g. {"prefetch": 4}.
 
     Several processes that torchrun starts train one model together, each on its own batches, and so do those of an initialized
@@ -86,10 +88,13 @@ def initialize(
             clip=clip,
             recompute=recompute_of(recompute),
             seed=seed,
+            expert_ranks=expert_ranks,
             optimizer=optimizer,
         )
         asked = check_options(chosen, options_of(options))
         refuse_absent_device(settings)
+        if expert_ranks > 1 and not is_one_of_several():
+            raise ValueError(f"expert_ranks is {expert_ranks}, and this process is alone: leave it out, or use torchrun")
     if is_one_of_several():
         return _initialize_on_ranks(on_ranks(chosen), model, settings, asked, weights)
     mine = chosen.look_for_room(model, settings, asked)
