@@ -84,7 +84,7 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def toy(expert_ranks: int = 1, expert_rank: int = 0, *, blocks: int = 3, fixed: int | None = None) -> Toy:
+def toy(expert_ranks: int = 1, expert_rank: int = 0, *, blocks: int = 2, fixed: int | None = None) -> Toy:
     """With first values that do not depend on who has which experts."""
     mine = EXPERTS // expert_ranks
     model = Toy(range(expert_rank * mine, (expert_rank + 1) * mine), blocks, fixed)
