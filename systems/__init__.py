@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from systems.settings import Settings
     from systems.system import Engine, RankedSystem
 
+NO_DISK = "disk: {} keeps no states on a disk: leave it out, or use one of this project's own strategies"
+
 
 def initialize(
     model: torch.nn.Module,
@@ -74,9 +76,7 @@ def initialize(
             raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
         chosen = get(system)
         if disk is not None and not chosen.abilities.disk:
-            raise ValueError(
-                f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies"
-            )
+            raise ValueError(NO_DISK.format(system))
         settings = Settings(
             device=device_of(device),
             device_memory=size_of("device_memory", device_memory),
@@ -103,9 +103,7 @@ def initialize(
 
 
 @contextmanager
-def _first_values(
-    weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings
-) -> Iterator[Settings]:
+def _first_values(weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings) -> Iterator[Settings]:
     """Around the making of an engine: the settings with what the folder has. Nothing of the model is changed if that fails."""
     if weights is None:
         yield settings
@@ -256,9 +254,7 @@ def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
     say(module, *parameters)
 
 
-def save_checkpoint(
-    engine: Engine, folder: str | os.PathLike[str], *, client_state: Mapping[str, Any] | None = None
-) -> None:
+def save_checkpoint(engine: Engine, folder: str | os.PathLike[str], *, client_state: Mapping[str, Any] | None = None) -> None:
     """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
 
     client_state: what is the loop's, for `load_checkpoint` to give back: the step, what the optimizer's groups say (lr, betas,

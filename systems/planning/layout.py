@@ -289,10 +289,6 @@ class Layout:
     def bundle_of_parameter(self) -> dict[int, int]:
         return {p: place.bundle for p, place in self.places.items()}
 
-    def space_of(self, bundle: int) -> FlatSpace:
-        """What its segments have in common."""
-        return self.segments[self.bundles[bundle].segments[0]].space
-
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize
 
@@ -318,6 +314,11 @@ class Layout:
     def param_bytes(self) -> int:
         """Bytes of all parameters as computed with, padding included."""
         return sum(b.numel for b in self.bundles) * self.itemsize
+
+
+def space_of(layout: Layout, bundle: int) -> FlatSpace:
+    """What the segments of a bundle have in common."""
+    return layout.segments[layout.bundles[bundle].segments[0]].space
 
 
 def pack(parameters: Iterable[Parameter], *, space: FlatSpace, itemsize: int, index: int = 0) -> Segment:

@@ -68,12 +68,13 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, exchange: ExpertExchange, what: str) -> torch.Tensor:
-        ctx.exchange, ctx.what = exchange, what
+        ctx.swapped = exchange, what
         return exchange.swap(source, what)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.exchange.swap(gradients[0], f"backward of {ctx.what}"), None, None
+        exchange, what = ctx.swapped
+        return exchange.swap(gradients[0], f"backward of {what}"), None, None
 
 
 def exchange_experts(model: nn.Module, ranks: Ranks, count: Callable[[str, int], None]) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import reduce
 
 from systems.errors import HiddenUseError, UnsupportedError
-from systems.planning.layout import Layout
+from systems.planning.layout import Layout, space_of
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Trace
 from systems.ranks.group_names import WORLD
@@ -66,7 +66,7 @@ class Agreement:
             parameter
             for other, theirs in enumerate(told)
             for parameter in theirs
-            if (rank - other) % experts == 0 or layout.space_of(layout.bundle_of_parameter[parameter]).group == WORLD
+            if (rank - other) % experts == 0 or space_of(layout, layout.bundle_of_parameter[parameter]).group == WORLD
         }
 
     def _check_reads(self, told: Sequence[list[str]]) -> None:

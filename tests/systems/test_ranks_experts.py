@@ -13,6 +13,7 @@ import torch
 
 from systems import checkpoint
 from systems.errors import UnsupportedError
+from systems.planning.layout import space_of
 from systems.ranks.group_names import REPLICA
 from systems.ranks.link import RanksDifferError
 from systems.ranks.loopback import as_threads
@@ -154,7 +155,7 @@ def test_only_a_part_of_the_ranks_holds_an_expert() -> None:
     for run in on_ranks(elixir(), 4, 2, log_events=True):
         layout, index = managed(run.engine).layout, managed(run.engine).index
         for bundle in layout.bundles:
-            space = layout.space_of(bundle.index)
+            space = space_of(layout, bundle.index)
             held = {p.parameter for s in bundle.segments for p in layout.segments[s].placements}
             experts = {index.parameters[number].group == REPLICA for number in held}
             assert experts == {space.group == REPLICA}
@@ -278,7 +279,7 @@ def other_values(rank: int) -> Any:
     model = toy(2, rank % 2)
     if rank == 3:
         with torch.no_grad():
-            model.blocks[1].layer.experts["2"].up.bias[0] += 1  # type: ignore[index]
+            model.get_parameter("blocks.1.layer.experts.2.up.bias")[0] += 1
     return model
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from systems.planning.clock.clocks import Claim, SharedResource, TimedJob
 from systems.planning.hardware import BySize, Contention, Flow, HardwareProfile
-from systems.planning.layout import Layout
+from systems.planning.layout import Layout, space_of
 from systems.planning.plan import COLLECTIVE, LaneKind, queue_of
 from systems.planning.step.operations import ScheduledOperation, Work, before_updates
 from systems.planning.strategy import PlanningContext
@@ -213,7 +213,7 @@ class Costs:
 
     def _together(self, operation: ScheduledOperation) -> int:
         """Ranks of the group that holds its bundle. Of all there are more than in the context where each has all states."""
-        shared = self.layout.space_of(operation.bundle).ranks
+        shared = space_of(self.layout, operation.bundle).ranks
         return self.rates.ranks * shared // self.context.ranks
 
     def host_bytes(self, operation: ScheduledOperation) -> int:

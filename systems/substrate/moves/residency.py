@@ -15,7 +15,7 @@ from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import uncounted
 from systems.device.memory.pool import Allocation
 from systems.device.watch.labels import labelled
-from systems.planning.layout import Layout
+from systems.planning.layout import Layout, space_of
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle, hold, release
@@ -38,7 +38,7 @@ class Residency:
         self.writes_back = write_back
         self._store = store
         alone, come = store.ranks.size == 1, self.fetch
-        self.groups = [store.ranks.group(layout.space_of(bundle.index).group) for bundle in bundles]
+        self.groups = [store.ranks.group(space_of(layout, bundle.index).group) for bundle in bundles]
         self.room = DeviceRoom(device, bundles, self.evict if alone else None)
         self.shards = Shards(layout, bundles, device, self.room, sources=self.sources, fetch=come, drop=self.drop, alone=alone)
 
