@@ -42,7 +42,7 @@ class BaselinePolicy(ABC):
     def __init__(self, options: BaseModel, context: PlanningContext) -> None:
         if context.expert_ranks > 1:
             raise UnsupportedError(
-                f"{self.name} has no forecast for experts that ranks share: leave `expert_ranks` at 1, or take one of this "
+                "no baseline has a forecast for experts that ranks share: leave `expert_ranks` at 1, or take one of this "
                 "project's own strategies"
             )
         self.ranks, self.context = context.ranks, context
