@@ -18,10 +18,11 @@ from harness.optimizer import hyperparameters_of
 from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking, show_rules
-from harness.request import expert_ranks_of, of_rank
+from harness.request import of_rank
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.loss import token_loss
+from models.mixture_shape import divided_among
 from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
@@ -77,7 +78,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
         allowance=EXACT if spec.device == "cpu" else CUDA,
         disk_memory=_disk_memory(spec, profile),
         moments=chosen_by(hyperparameters_of(spec)).moments,
-        expert_ranks=expert_ranks_of(shape),
+        expert_ranks=divided_among(shape),
     )
     return question, _observations(shape)
 

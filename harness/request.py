@@ -19,7 +19,7 @@ from harness.spec import Device, RunSpec
 from models import registry as models_registry
 from models.data import Dataset, open_dataset
 from models.family import FillWeights
-from models.mixture_shape import MixtureFields
+from models.mixture_shape import divided_among
 from models.shape import ModelShape
 from systems import checkpoint, registry
 from systems.checkpoint import LoopState
@@ -103,14 +103,9 @@ def _first_values(spec: RunSpec, shape: ModelShape) -> FillWeights | None:
         return folder_weights(models_registry.build(shape), spec.weights)
 
 
-def expert_ranks_of(shape: ModelShape) -> int:
-    """Ranks that share one set of its experts, if it has any."""
-    return shape.expert_ranks if isinstance(shape, MixtureFields) else 1
-
-
 def of_rank(shape: ModelShape, rank: int, ranks: int) -> ModelShape:
     """With the experts that this rank has. Raises ValueError where the ranks are no whole number of sets."""
-    shared = expert_ranks_of(shape)
+    shared = divided_among(shape)
     if ranks % shared:
         raise ValueError(
             f"--set expert_ranks={shared} does not divide --ranks {ranks}: each set of experts is shared by so many; change "
@@ -159,7 +154,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         recompute=spec.recompute,
         seed=spec.seed,
         ranks=job.ranks,
-        expert_ranks=expert_ranks_of(shape),
+        expert_ranks=divided_among(shape),
         **hyper,
         initial_weights=_first_values(spec, shape),
     )

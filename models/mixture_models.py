@@ -58,13 +58,13 @@ class MixtureBlock(nn.Module):
 
 
 class WithMixtures(nn.Module):
-    """What models with mixtures have in common. mixtures: how many there are."""
+    """What models with mixtures have in common. mixtures: how many there are. tied: the head is the token embedding."""
 
     lm_head: nn.Linear
 
-    def __init__(self, config: Any, balance_weight: float, mixtures: int) -> None:
+    def __init__(self, config: Any, balance_weight: float, mixtures: int, *, tied: bool) -> None:
         super().__init__()
-        self.config, self._balance_weight, self._count = config, balance_weight, mixtures
+        self.config, self._balance_weight, self._count, self.tied = config, balance_weight, mixtures, tied
         self.register_buffer(ROUTING, torch.zeros(1 + len(TOLD)), persistent=False)
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -75,7 +75,7 @@ class WithMixtures(nn.Module):
 
     def tie_weights(self) -> None:
         """These three by transformers' names, for who treats all models alike."""
-        if self.config.tie_word_embeddings:
+        if self.tied:
             self.lm_head.weight = self.get_input_embeddings().weight
 
     def nothing_told(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -99,8 +99,8 @@ def mixture_of(fields: MixtureFields, width: int, experts: int, make: Callable[[
 class GptWithMixtures(WithMixtures):
     """GPT-2 with mixtures beside the dense feed-forward of some blocks. experts: block by block, None: no mixture there."""
 
-    def __init__(self, config: Any, fields: MixtureFields, experts: Sequence[int | None]) -> None:
-        super().__init__(config, fields.balance_weight, sum(count is not None for count in experts))
+    def __init__(self, config: Any, fields: MixtureFields, experts: Sequence[int | None], *, tied: bool) -> None:
+        super().__init__(config, fields.balance_weight, sum(count is not None for count in experts), tied=tied)
         from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Block
 
         def block(number: int, count: int | None) -> MixtureBlock:
@@ -170,9 +170,16 @@ class T5WithMixtures(WithMixtures):
     """T5 with mixtures instead of some feed-forwards. experts: block by block, of the encoder and of the decoder."""
 
     def __init__(
-        self, config: Any, fields: MixtureFields, encoder: Sequence[int | None], decoder: Sequence[int | None]
+        self,
+        config: Any,
+        fields: MixtureFields,
+        encoder: Sequence[int | None],
+        decoder: Sequence[int | None],
+        *,
+        tied: bool,
     ) -> None:
-        super().__init__(config, fields.balance_weight, sum(count is not None for count in (*encoder, *decoder)))
+        mixtures = sum(count is not None for count in (*encoder, *decoder))
+        super().__init__(config, fields.balance_weight, mixtures, tied=tied)
         self.shared = nn.Embedding(config.vocab_size, config.d_model)
         self.encoder = T5Stack(_stack_config(config, decoder=False), fields, encoder)
         self.decoder = T5Stack(_stack_config(config, decoder=True), fields, decoder)
@@ -186,7 +193,7 @@ class T5WithMixtures(WithMixtures):
         hidden = self.shared(input_ids)
         encoded, told = self.encoder(hidden, self.nothing_told(hidden))
         hidden, told = self.decoder(self.shared(decoder_input_ids), told, encoded)
-        if self.config.tie_word_embeddings:
+        if self.tied:
             hidden = hidden * self.config.d_model**-0.5
         return self.output(hidden, told)
 

@@ -53,3 +53,8 @@ class MixtureFields:
         """Global numbers of the experts of a mixture that are built: `experts` of all ranks."""
         mine = experts // self.expert_ranks
         return range(self.expert_rank * mine, (self.expert_rank + 1) * mine)
+
+
+def divided_among(shape: object) -> int:
+    """Ranks that each have other experts of the model: 1 where all have all that there are."""
+    return shape.expert_ranks if isinstance(shape, MixtureFields) else 1

@@ -78,7 +78,7 @@ def build(shape: PrMoeShape) -> nn.Module:
     from models.mixture_models import GptWithMixtures
 
     config = with_fused_attention(gpt.config_of(shape))
-    return GptWithMixtures(config, shape, [shape.experts_of(block) for block in range(shape.num_layers)])
+    return GptWithMixtures(config, shape, [shape.experts_of(block) for block in range(shape.num_layers)], tied=shape.tied)
 
 
 def parameters(shape: PrMoeShape) -> int:

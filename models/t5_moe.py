@@ -106,7 +106,7 @@ def law(shape: T5MoeShape) -> Law:
 def build(shape: T5MoeShape) -> nn.Module:
     from models.mixture_models import T5WithMixtures
 
-    return T5WithMixtures(with_fused_attention(t5.config_of(shape)), shape, *shape.stacks)
+    return T5WithMixtures(with_fused_attention(t5.config_of(shape)), shape, *shape.stacks, tied=shape.tied)
 
 
 def parameters(shape: T5MoeShape) -> int:

@@ -156,7 +156,7 @@ def _table6() -> PaperTable:
         "Contradiction: 317.82 samples/s on 576 GPUs in the table, 317.72 'with 64 GPUs' in section 6.5, then 317.82.",
         "Contradiction: with 9 experts a GPU and layer (section 6.4) of table 4's shape neither 1T on 64 nor 10T on 576 GPUs "
         f"follows; 1.2T on 256 does ({experts_parameters(256) / 1e12:.2f}T).",
-        "Layers of experts are not here: nothing can be measured or simulated.",
+        "Experts divided among ranks are not simulated here, and there is no record of any.",
     )
 
 
@@ -193,4 +193,9 @@ def _figure8(kept: KeptForecasts) -> PaperTable:
 def _figure9() -> PaperTable:
     place = "section 6.4, of figure 9"
     said = (Sentence("T5-MoE with more GPUs", "near-linear", place), Sentence("points", None, place))
-    return sentences("Angel-PTM figure 9: scaling of T5-MoE", said, "No number is printed.", "Layers of experts are not here.")
+    return sentences(
+        "Angel-PTM figure 9: scaling of T5-MoE",
+        said,
+        "No number is printed.",
+        "Experts divided among ranks are not simulated here.",
+    )

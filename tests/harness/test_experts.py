@@ -1,75 +1,57 @@
-"""Experts that ranks share, as the harness asks for them: whose they are, what does not divide, and what a plan knows."""
+"""What a run with experts leaves in its record."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from harness.plan import question_of
-from harness.plan_spec import PlanSpec
-from harness.request import expert_ranks_of, of_rank
+from harness.record import Record, Routing
+from harness.spec import BadInputError
 from models import registry
-from models.shape import ModelShape
-from systems import registry as systems_registry
-from systems.errors import UnsupportedError
-from systems.prediction.forecast import Forecast, forecast
-from tests.systems.every import STRATEGIES
+from tests.harness.conftest import make_spec
 
-EXPERT_RANKS = (1, 2, 4)
+WORK: dict[str, Any] = {"dtype": "fp32", "steps": 2, "warmup": 0, "batch_size": 2, "seq_len": 16, "accumulate": 2, "option": ()}
 
 
-def shape(expert_ranks: int) -> ModelShape:
-    return registry.resolve("pr-moe-tiny", {"expert_ranks": str(expert_ranks)})
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_each_rank_builds_its_own_experts() -> None:
-    names = [{name for name, _ in registry.build(of_rank(shape(2), rank, 4)).named_parameters()} for rank in range(4)]
-    whole = {name for name, _ in registry.build(shape(1)).named_parameters()}
-    assert names[0] == names[2] and names[1] == names[3]
-    assert names[0] | names[1] == whole
-    assert all(".experts." in name for name in names[0] ^ names[1]) and names[0] != names[1]
+def test_routing_and_what_a_token_uses(run_here: Callable[..., Record]) -> None:
+    found = [run_here(make_spec(system=system, model="pr-moe-tiny", **WORK)) for system in ("resident", "elixir")]
+    assert [record.status for record in found] == ["ok", "ok"] and found[0].metrics.loss == found[1].metrics.loss
+    assert found[0].routing == found[1].routing
+    record = found[0]
+    routing, resolved, metrics = record.routing, record.resolved, record.metrics
+    assert isinstance(routing, Routing) and None not in routing.model_dump().values()
+    assert routing.balance and routing.load and routing.dropped is not None and routing.padding is not None
+    assert routing.balance > 0.9 and routing.load >= 1 and 0 <= routing.dropped < 1 and 0 < routing.padding < 1
+    expert = 2 * 128 * 512 + 512 + 128
+    assert resolved.parameters == registry.parameter_count(registry.resolve("pr-moe-tiny"))
+    assert resolved.activated_parameters == (resolved.parameters or 0) - (3 + 7 + 7) * expert
+    assert metrics.tflops_6n and metrics.mean_step_time_s and metrics.model_tflops and metrics.hardware_tflops
+    tokens = 2 * 2 * 16
+    per_second = 6 * resolved.activated_parameters * tokens / metrics.mean_step_time_s / 1e12
+    assert metrics.tflops_6n == pytest.approx(per_second) and metrics.relative_tflops == pytest.approx(per_second * 8 / 6)
+    assert metrics.hardware_tflops > metrics.model_tflops, "nothing was recomputed, but slots stayed empty"
 
 
-def test_a_model_without_experts_is_every_rank_s() -> None:
-    dense = registry.resolve("gpt-tiny")
-    assert expert_ranks_of(dense) == 1
-    assert of_rank(dense, 1, 2) is dense
+def test_a_dense_model_has_neither(run_here: Callable[..., Record]) -> None:
+    record = run_here(make_spec(system="resident", model="gpt-tiny", **WORK))
+    assert record.routing is None and record.resolved.activated_parameters is None
+    assert record.metrics.hardware_tflops == record.metrics.model_tflops
 
 
-@pytest.mark.parametrize(("expert_ranks", "ranks"), [(2, 3), (2, 1), (4, 2)])
-def test_ranks_are_a_whole_number_of_sets(expert_ranks: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"--set expert_ranks={expert_ranks} does not divide --ranks {ranks}: .* change one"):
-        of_rank(shape(expert_ranks), 0, ranks)
+def test_transformers_mixture_has_no_routing_and_is_counted(run_here: Callable[..., Record]) -> None:
+    record = run_here(make_spec(system="elixir", model="mixtral-tiny", **WORK))
+    assert record.status == "ok" and record.routing is None and record.metrics.hardware_tflops
+    expert = 3 * 128 * 256
+    assert record.resolved.activated_parameters == (record.resolved.parameters or 0) - 6 * 2 * expert
 
 
-@cache
-def asked(expert_ranks: int) -> Any:
-    return question_of(
-        PlanSpec(system="elixir", model="pr-moe-tiny", hardware="h100-80g-x4", set=[f"expert_ranks={expert_ranks}"])
-    )
-
-
-def planned(system: str, expert_ranks: int) -> Forecast:
-    chosen = systems_registry.get(system)
-    return forecast(chosen, chosen.Options(), *asked(expert_ranks))
-
-
-@pytest.mark.parametrize("system", STRATEGIES)
-@pytest.mark.one_in(4)
-def test_a_plan_knows_who_holds_experts(system: str) -> None:
-    """All of them lie on a node once; of a device they take the less, and of its link, the fewer it has."""
-    found = [planned(system, expert_ranks) for expert_ranks in EXPERT_RANKS]
-    hosts = [each.tiers["host"].parts["weights"] for each in found]
-    assert max(hosts) < 1.1 * min(hosts)
-    moved = [each.simulation.bytes for each in found]
-    for name in ("gather", "reduce"):
-        sizes = [sum(size for lane, size in each.items() if getattr(lane, "value", lane) == name) for each in moved]
-        assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0]
-
-
-def test_who_has_no_forecast_of_them_says_so() -> None:
-    for system in ("resident", "torch-ddp", "deepspeed-zero3-offload"):
-        with pytest.raises(UnsupportedError, match="no baseline has a forecast for experts that ranks share: leave"):
-            planned(system, 2)
+def test_experts_of_ranks_that_are_not_there_are_told(run_here: Callable[..., Record]) -> None:
+    with pytest.raises(BadInputError, match="--set expert_ranks=2 does not divide --ranks 1"):
+        run_here(make_spec(system="resident", model="pr-moe-tiny", set=("expert_ranks=2",), **WORK))
