@@ -18,9 +18,11 @@ from harness.optimizer import hyperparameters_of
 from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking, show_rules
+from harness.request import of_rank
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.loss import token_loss
+from models.mixture_shape import divided_among
 from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
@@ -60,6 +62,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
+    shape = of_rank(shape, 0, spec.ranks or profile.devices)
     question = Question(
         profile=profile,
         device_memory=profile.device_memory_bytes.value if spec.device_memory is None else spec.device_memory,
@@ -75,6 +78,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
         allowance=EXACT if spec.device == "cpu" else CUDA,
         disk_memory=_disk_memory(spec, profile),
         moments=chosen_by(hyperparameters_of(spec)).moments,
+        expert_ranks=divided_among(shape),
     )
     return question, _observations(shape)
 
@@ -199,7 +203,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "bytes": dict(simulation.bytes),
         "tiers": {tier: _need(need) for tier, need in found.tiers.items()},
         "assumed": list(found.question.profile.assumed),
-        "left_out": list(left_out(found.system, found.question.ranks)),
+        "left_out": list(left_out(found.system, found.question.ranks, found.question.expert_ranks)),
         "ahead": None if found.ahead is None else asdict(found.ahead),
         "statistics": dict(found.statistics),
         "remedies": [

@@ -62,7 +62,7 @@ def show(found: Forecast, helpful: Sequence[Remedy], better: Sequence[Alternativ
             console.print(line, markup=False)
     if found.question.profile.assumed:
         console.print(f"assumed by the profile: {', '.join(found.question.profile.assumed)}", markup=False)
-    for what in left_out(found.system, found.question.ranks):
+    for what in left_out(found.system, found.question.ranks, found.question.expert_ranks):
         console.print(f"left out: {what}", markup=False)
     _show_better(better, found, console)
     with_a_step = [one.changes for one in better]

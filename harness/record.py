@@ -177,6 +177,7 @@ class Traffic(Part):
     d2h_bytes: int | float | None = None
     gather_bytes: int | float | None = None
     reduce_bytes: int | float | None = None
+    exchange_bytes: int | float | None = Field(None, description="of tokens, to experts of other ranks and back")
     disk_read_bytes: int | float | None = None
     disk_write_bytes: int | float | None = None
 

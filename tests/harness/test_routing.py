@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness.record import Record, Routing
+from harness.spec import BadInputError
 from models import registry
 from tests.harness.conftest import make_spec
 
@@ -49,3 +50,8 @@ def test_transformers_mixture_has_no_routing_and_is_counted(run_here: Callable[.
     assert record.status == "ok" and record.routing is None and record.metrics.hardware_tflops
     expert = 3 * 128 * 256
     assert record.resolved.activated_parameters == (record.resolved.parameters or 0) - 6 * 2 * expert
+
+
+def test_experts_of_ranks_that_are_not_there_are_told(run_here: Callable[..., Record]) -> None:
+    with pytest.raises(BadInputError, match="--set expert_ranks=2 does not divide --ranks 1"):
+        run_here(make_spec(system="resident", model="pr-moe-tiny", set=("expert_ranks=2",), **WORK))
