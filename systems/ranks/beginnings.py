@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from systems.errors import UnsupportedError
+from systems.ranks.expert_exchange import reached
 from systems.ranks.group_names import REPLICA
 from systems.ranks.groups import cut, of_replicas
 from systems.ranks.ranks import Ranks
@@ -20,6 +21,10 @@ ALONE = "`ranks` is {}, and no other ranks are here: start the processes with to
 NO_EXPERTS = (
     "`expert_ranks` is {}, and no module of the model says data_parallel = 'replica', as experts do that ranks share: leave it "
     "at 1"
+)
+NOT_REACHED = (
+    "{} is an expert's (data_parallel = 'replica'), and no module around it has an attribute `exchange` with `dispatch` and "
+    "`combine`, by which tokens of other ranks reach it: give the layer one (docs/several-gpus.md), or leave `expert_ranks` at 1"
 )
 UNLIKE = "{} on rank 0 and {} on rank {} are experts of different shapes, or not both trained: give all ranks experts alike"
 PIECE = 1 << 22  # elements that are summed at a time
@@ -43,8 +48,7 @@ def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.
         replicas = of_replicas(model)
         if experts > 1:
             cut(ranks.size, experts)
-            if not replicas:
-                raise UnsupportedError(NO_EXPERTS.format(experts))
+            _check_experts(model, replicas, experts)
         theirs = frozenset[object]() if experts == 1 else replicas
         frozen = {name for name, parameter in model.named_parameters() if not (parameter.requires_grad or parameter in theirs)}
         return more | {name: getattr(settings, name) for name in ASKED} | options.model_dump(), frozen
@@ -65,6 +69,16 @@ def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.
 def smallest(ranks: Ranks, budgets: Callable[[], Sequence[int]]) -> list[int]:
     """Bytes that each rank has at least: of ranks that plan alike none can use more, on whichever host it is."""
     return [min(each) for each in zip(*ranks.together("budgets", lambda: list(budgets())), strict=True)]
+
+
+def _check_experts(model: nn.Module, found: frozenset[nn.Parameter], expert_ranks: int) -> None:
+    """UnsupportedError where there are none, or where tokens of other ranks would not reach them."""
+    if not found:
+        raise UnsupportedError(NO_EXPERTS.format(expert_ranks))
+    away = found - {parameter for layer in reached(model).values() for parameter in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter in away:
+            raise UnsupportedError(NOT_REACHED.format(name))
 
 
 def _refuse_running_averages(model: nn.Module) -> None:

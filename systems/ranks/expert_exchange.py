@@ -77,19 +77,28 @@ class _Swap(torch.autograd.Function):
         return exchange.swap(gradients[0], f"backward of {what}"), None, None
 
 
+def reached(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers of experts that other ranks' tokens can reach, by name."""
+    found = {name or "<root>": module for name, module in model.named_modules()}
+    return {name: module for name, module in found.items() if _is_exchange(getattr(module, ATTRIBUTE, None))}
+
+
 def exchange_experts(model: nn.Module, ranks: Ranks, count: Callable[[str, int], None]) -> Callable[[], None]:
     """Layers of experts reach those of other ranks from here on, where ranks share them. Returns what undoes it."""
-    before: list[tuple[nn.Module, Any]] = []
-    if ranks.expert_ranks > 1:
-        group = ranks.group(EXPERTS)
-        for name, module in model.named_modules():
-            here = getattr(module, ATTRIBUTE, None)
-            if here is not None and callable(getattr(here, "dispatch", None)) and callable(getattr(here, "combine", None)):
-                before.append((module, here))
-                setattr(module, ATTRIBUTE, ExpertExchange(name or "<root>", group, count))
+    before: list[tuple[dict[str, Any], Any]] = []
+    for name, module in reached(model).items() if ranks.expert_ranks > 1 else ():
+        own = vars(module)  # which is looked in before a module's class and submodules are
+        before.append((own, own.get(ATTRIBUTE)))
+        own[ATTRIBUTE] = ExpertExchange(name, ranks.group(EXPERTS), count)
 
     def undo() -> None:
-        for module, exchange in before:
-            setattr(module, ATTRIBUTE, exchange)
+        for own, exchange in before:
+            own[ATTRIBUTE] = exchange
+            if exchange is None:
+                del own[ATTRIBUTE]
 
     return undo
+
+
+def _is_exchange(it: object) -> bool:
+    return callable(getattr(it, "dispatch", None)) and callable(getattr(it, "combine", None))

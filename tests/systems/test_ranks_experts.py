@@ -322,6 +322,15 @@ def other_values(rank: int) -> Any:
     return model
 
 
+def without_exchange(rank: int) -> Any:
+    """One layer of one rank, whose exchange has another name."""
+    model = toy(2, rank % 2)
+    if rank == 1:
+        layer = model.blocks[1].layer
+        layer.swap = layer.__dict__.pop("exchange")  # type: ignore[operator, union-attr]
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "size", "told"),
     [
@@ -330,6 +339,11 @@ def other_values(rank: int) -> Any:
         (lambda rank: toy(4, 0) if rank else toy(2, 0), 2, "ranks 0 and 1 do not plan alike: layout is"),
         (other_values, 4, r"first values of blocks\.1\.layer\.experts\.2\.up\.bias are not the same on ranks 1 and 3"),
         (lambda rank: torch.nn.Linear(2, 2), 2, "no module of the model says data_parallel = 'replica'"),
+        (
+            without_exchange,
+            2,
+            r"rank 1: blocks\.1\.layer\.experts\.2\.up\.weight is an expert's .* no module around it has",
+        ),
         (lambda rank: toy(2, rank % 2), 3, "`expert_ranks` is 2, which does not divide the number of ranks, 3"),
     ],
 )
