@@ -23,8 +23,8 @@ NO_EXPERTS = (
     "at 1"
 )
 NOT_REACHED = (
-    "{} is an expert's (data_parallel = 'replica'), and no module around it has an attribute `exchange` with `dispatch` and "
-    "`combine`, by which tokens of other ranks reach it: give the layer one (docs/several-gpus.md), or leave `expert_ranks` at 1"
+    "{} is an expert's (data_parallel = 'replica'), and no module around it has an `exchange` with `dispatch` and `combine`, "
+    "by which tokens of other ranks reach it: give the layer one (docs/several-gpus.md), or leave `expert_ranks` at 1"
 )
 UNLIKE = "{} on rank 0 and {} on rank {} are experts of different shapes, or not both trained: give all ranks experts alike"
 PIECE = 1 << 22  # elements that are summed at a time
