@@ -5,12 +5,13 @@ Note [The experts' all-to-all]
     communicator that nothing else uses. Behind the link it would wait for all that was prefetched. Ranks that share experts run
     the same layers in the same order, forward, recomputed and backward, so each meets the others; all parts have one size,
     wherever tokens go, so none waits for what another does not send. It is the one exception to Note [The one rule]: its order
-    beside the link's collectives differs from rank to rank, and need not be the same, as neither waits for the other.
+    beside the link's collectives differs from rank to rank, and need not be the same, as neither waits for the other. Over NCCL
+    nobody compares tags, so ranks that share experts compare once a step what they swapped: `check_swapped`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,22 @@ class _Swap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         exchange, what = ctx.swapped
         return exchange.swap(gradients[0], f"backward of {what}"), None, None
+
+
+def swapped(ranks: Ranks) -> int:
+    """What this rank swapped so far, and in which order: the same on those that share experts with it."""
+    return ranks.group(EXPERTS).link.chain
+
+
+def check_swapped(told: Sequence[int], ranks: Ranks) -> None:
+    """RuntimeError on all ranks unless it was. told: by rank."""
+    for rank, theirs in enumerate(told):
+        first = rank - rank % ranks.expert_ranks
+        if theirs != told[first]:
+            raise RuntimeError(
+                f"rank {first} and rank {rank}, which share experts, did not send each other the same layers' tokens, or as "
+                "many of them, in the same order: do the model and its batches' shapes differ?"
+            )
 
 
 def reached(model: nn.Module) -> dict[str, nn.Module]:

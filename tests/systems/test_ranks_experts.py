@@ -16,6 +16,7 @@ from models import registry
 from systems import checkpoint
 from systems.errors import UnsupportedError
 from systems.planning.layout import space_of
+from systems.ranks.group_names import EXPERTS as EXPERT_GROUP
 from systems.ranks.group_names import REPLICA
 from systems.ranks.link import RanksDifferError
 from systems.ranks.loopback import as_threads
@@ -359,3 +360,17 @@ def test_a_rank_that_leaves_a_layer_out_is_told() -> None:
 
     with pytest.raises(RanksDifferError, match=r"rank 0 at 'dispatch of blocks\.1\.layer, .*; rank 1 at 'backward of combine"):
         on_ranks(RESIDENT, 2, 2, before=before)
+
+
+@pytest.mark.parametrize("system", ["resident", "elixir"])
+def test_what_ranks_swap_is_compared_once_a_step(system: str) -> None:
+    """By those that share experts: NCCL itself compares nothing."""
+
+    def before(engine: Any, rank: int, step: int) -> None:
+        if (rank, step) == (3, 1):
+            engine.ranks.group(EXPERT_GROUP).link.issue("a layer that is only here")
+
+    with pytest.raises(
+        RuntimeError, match="rank 2 and rank 3, which share experts, did not send each other the same layers' tok"
+    ):
+        on_ranks(EVERY[system], 4, 2, before=before)
