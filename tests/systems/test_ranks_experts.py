@@ -141,6 +141,57 @@ def test_nobody_waits_where_all_tokens_go_to_one_expert(strategy: str) -> None:
     assert_is_resident(strategy, (4, 2), "fp32", "full", 1, 0.7, fixed=EXPERTS - 1)
 
 
+def idling(expert_ranks: int, expert_rank: int, fixed: int) -> Any:
+    model = toy(expert_ranks, expert_rank, fixed=fixed)
+    for block in model.blocks:
+        block.layer.idle = True  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize("fixed", [0, EXPERTS - 1])
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(24)
+def test_experts_that_never_run_stay_as_they_are(strategy: str, shared: tuple[int, int], fixed: int) -> None:
+    """Where those of the same number on other ranks are trained, too: no update, no decay, no count."""
+    build = partial(idling, fixed=fixed)
+    expected = on_ranks(RESIDENT, *shared, build=build, clip=CLIP)
+    found = on_ranks(STRATEGIES[strategy], *shared, small(strategy), build=build, clip=CLIP)
+    for one, other in zip(expected, found, strict=True):
+        assert_equal(one, other)
+    values = merged(expected)
+    for name, first in toy().named_parameters():
+        number = name.partition(".experts.")[2].partition(".")[0]
+        assert torch.equal(values[name], first) == (number not in ("", str(fixed))), name
+
+
+def spoil(engine: Any, rank: int, step: int) -> None:
+    """The second step's output of one expert that rank 1 has."""
+    if (rank, step) == (1, 1):
+        expert = engine.module.blocks[1].layer.experts["2"]
+        forward = expert.forward
+
+        def once(x: torch.Tensor) -> torch.Tensor:
+            expert.forward = forward
+            return forward(x) * torch.inf
+
+        expert.forward = once
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("system", EVERY)
+@pytest.mark.one_in(5)
+def test_all_ranks_skip_what_one_expert_of_one_rank_spoils(system: str, dtype: str) -> None:
+    options = small(system) if system in STRATEGIES else {}
+    found = on_ranks(EVERY[system], 4, 2, options, clip=CLIP, dtype=dtype, before=spoil)
+    expected = on_ranks(RESIDENT, 4, 2, clip=CLIP, dtype=dtype, before=spoil)
+    for one, other in zip(expected, found, strict=True):
+        assert other.skipped[1] and other.skipped == found[0].skipped
+        one.losses = other.losses
+        assert_equal(one, other)
+    merged(found)
+
+
 @cache
 def mixtures(strategy: str | None, size: int, expert_ranks: int, budget: int | None = None) -> list[Run]:
     """Of pr-moe-tiny, with the first values of the registry. strategy: None is resident."""
@@ -327,8 +378,8 @@ def without_exchange(rank: int) -> Any:
     """One layer of one rank, whose exchange has another name."""
     model = toy(2, rank % 2)
     if rank == 1:
-        layer = model.blocks[1].layer
-        layer.swap = layer.__dict__.pop("exchange")  # type: ignore[operator, union-attr]
+        layer: Any = model.blocks[1].layer
+        layer.swap = layer.__dict__.pop("exchange")
     return model
 
 
