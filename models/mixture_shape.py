@@ -15,8 +15,8 @@ class MixtureFields:
 
     experts: of each mixture, of all ranks. choices: experts that a token goes to, 1 or 2.
 
-    capacity_factor: slots of an expert over the tokens that it would have if all had as many. balance_weight: of the
-    load-balancing loss in the loss, for each mixture.
+    capacity_factor: slots of an expert over its even share of the tokens, whatever `choices`: below 2 some of two choices are
+    always dropped. balance_weight: of the load-balancing loss in the loss, for each mixture.
     expert_ranks: ranks among which the experts of a mixture are divided; 1: every rank has all. expert_rank: which of them
     the model is built for, 0 first; set by who builds it.
     """

@@ -27,7 +27,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-CHOICES = (1, 2)
 LEAST_CAPACITY = 4
 TOLD = ("balance", "load", "dropped", "padding", "idle")
 """balance: the loss, 1 if even. load: of the expert with the most, over the mean. dropped: share of choices without a place.
@@ -136,7 +135,7 @@ class Mixture(nn.Module):
         capacity = capacity_of(tokens=len(tokens), experts=self.expert_count, factor=self.factor)
         places, counts = self._places(chosen, capacity)
         kept = places < self.expert_count * capacity
-        self.told = self._tell(likely, chosen[:, 0], counts, kept)
+        self.told = self._tell(likely, chosen[:, 0], counts, kept, capacity)
         slots = self._slots(tokens, places, capacity)
         results = self._return(self._run(self.exchange.dispatch(slots)))
         return self._gather(results, places, kept, weights.to(hidden.dtype)).view_as(hidden)
@@ -176,13 +175,14 @@ class Mixture(nn.Module):
             out = part if out is None else out + part
         return out
 
-    def _tell(self, likely: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def _tell(
+        self, likely: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor, capacity: int
+    ) -> torch.Tensor:
         """TOLD. The loss: experts x the sum over them of the share of tokens that choose it first x its mean probability."""
         experts, tokens = self.expert_count, len(first)
         load = torch.zeros(experts, device=likely.device).scatter_add_(0, first, torch.ones_like(first, dtype=torch.float32))
         balance = experts * (load / tokens * likely.mean(0)).sum()
         taken = kept.sum()
-        capacity = capacity_of(tokens=tokens, experts=experts, factor=self.factor)
         others = torch.stack(
             [
                 counts.max() * (experts / kept.numel()),

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 from torch import nn
 
 from systems.errors import UnsupportedError
+from systems.ranks.expert_exchange import reached
 from systems.ranks.group_names import REPLICA
-from systems.ranks.groups import cut, of_replicas
+from systems.ranks.groups import cut, group_of, of_replicas
 from systems.ranks.ranks import Ranks
 from systems.settings import Settings
 
@@ -20,6 +21,14 @@ ALONE = "`ranks` is {}, and no other ranks are here: start the processes with to
 NO_EXPERTS = (
     "`expert_ranks` is {}, and no module of the model says data_parallel = 'replica', as experts do that ranks share: leave it "
     "at 1"
+)
+NOT_REACHED = (
+    "{} is an expert's (data_parallel = 'replica'), and no module around it has an `exchange` with `dispatch` and `combine`, "
+    "by which tokens of other ranks reach it: give the layer one (docs/several-gpus.md), or leave `expert_ranks` at 1"
+)
+SHARED_WITH = (
+    "module {} has a parameter of an expert's (data_parallel = 'replica') and is no expert: all ranks have to have its values, "
+    "and not all have the expert; untie them, or leave `expert_ranks` at 1"
 )
 UNLIKE = "{} on rank 0 and {} on rank {} are experts of different shapes, or not both trained: give all ranks experts alike"
 PIECE = 1 << 22  # elements that are summed at a time
@@ -43,8 +52,7 @@ def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.
         replicas = of_replicas(model)
         if experts > 1:
             cut(ranks.size, experts)
-            if not replicas:
-                raise UnsupportedError(NO_EXPERTS.format(experts))
+            _check_experts(model, replicas, experts)
         theirs = frozenset[object]() if experts == 1 else replicas
         frozen = {name for name, parameter in model.named_parameters() if not (parameter.requires_grad or parameter in theirs)}
         return more | {name: getattr(settings, name) for name in ASKED} | options.model_dump(), frozen
@@ -65,6 +73,20 @@ def begin_alike(ranks: Ranks, settings: Settings, options: BaseModel, model: nn.
 def smallest(ranks: Ranks, budgets: Callable[[], Sequence[int]]) -> list[int]:
     """Bytes that each rank has at least: of ranks that plan alike none can use more, on whichever host it is."""
     return [min(each) for each in zip(*ranks.together("budgets", lambda: list(budgets())), strict=True)]
+
+
+def _check_experts(model: nn.Module, found: frozenset[nn.Parameter], expert_ranks: int) -> None:
+    """UnsupportedError where there are none, where others have a part of them too, and where no tokens of other ranks come."""
+    if not found:
+        raise UnsupportedError(NO_EXPERTS.format(expert_ranks))
+    inside = {part for module in model.modules() if group_of(module) == REPLICA for part in module.modules()}
+    for name, module in model.named_modules():
+        if module not in inside and not found.isdisjoint(module.parameters(recurse=False)):
+            raise UnsupportedError(SHARED_WITH.format(name or "<root>"))
+    away = found - {parameter for layer in reached(model).values() for parameter in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter in away:
+            raise UnsupportedError(NOT_REACHED.format(name))
 
 
 def _refuse_running_averages(model: nn.Module) -> None:
@@ -152,6 +174,8 @@ class _First(NamedTuple):
 def _differ(one: _First | None, other: _First | None, first: int, rank: int) -> str:
     there = one or other
     assert there is not None
+    if one is not None and other is not None and one.name != other.name:
+        return f"parameter {one.name} of rank {first} is {other.name} on rank {rank}: give both the same names"
     return (
         f"the first values of {there.name} are not the same on ranks {first} and {rank}: make the model with the same seed "
         "on all ranks, or load the same weights"

@@ -5,12 +5,13 @@ Note [The experts' all-to-all]
     communicator that nothing else uses. Behind the link it would wait for all that was prefetched. Ranks that share experts run
     the same layers in the same order, forward, recomputed and backward, so each meets the others; all parts have one size,
     wherever tokens go, so none waits for what another does not send. It is the one exception to Note [The one rule]: its order
-    beside the link's collectives differs from rank to rank, and need not be the same, as neither waits for the other.
+    beside the link's collectives differs from rank to rank, and need not be the same, as neither waits for the other. Over NCCL
+    nobody compares tags, so ranks that share experts compare once a step what they swapped: `check_swapped`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,19 +78,44 @@ class _Swap(torch.autograd.Function):
         return exchange.swap(gradients[0], f"backward of {what}"), None, None
 
 
+def swapped(ranks: Ranks) -> int:
+    """What this rank swapped so far, and in which order: the same on those that share experts with it."""
+    return ranks.group(EXPERTS).link.chain
+
+
+def check_swapped(told: Sequence[int], ranks: Ranks) -> None:
+    """RuntimeError on all ranks unless it was. told: by rank."""
+    for rank, theirs in enumerate(told):
+        first = rank - rank % ranks.expert_ranks
+        if theirs != told[first]:
+            raise RuntimeError(
+                f"rank {first} and rank {rank}, which share experts, did not send each other the same layers' tokens, or as "
+                "many of them, in the same order: do the model and its batches' shapes differ?"
+            )
+
+
+def reached(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers of experts that other ranks' tokens can reach, by name."""
+    found = {name or "<root>": module for name, module in model.named_modules()}
+    return {name: module for name, module in found.items() if _is_exchange(getattr(module, ATTRIBUTE, None))}
+
+
 def exchange_experts(model: nn.Module, ranks: Ranks, count: Callable[[str, int], None]) -> Callable[[], None]:
     """Layers of experts reach those of other ranks from here on, where ranks share them. Returns what undoes it."""
-    before: list[tuple[nn.Module, Any]] = []
-    if ranks.expert_ranks > 1:
-        group = ranks.group(EXPERTS)
-        for name, module in model.named_modules():
-            here = getattr(module, ATTRIBUTE, None)
-            if here is not None and callable(getattr(here, "dispatch", None)) and callable(getattr(here, "combine", None)):
-                before.append((module, here))
-                setattr(module, ATTRIBUTE, ExpertExchange(name or "<root>", group, count))
+    before: list[tuple[dict[str, Any], Any]] = []
+    for name, module in reached(model).items() if ranks.expert_ranks > 1 else ():
+        own = vars(module)  # which is looked in before a module's class and submodules are
+        before.append((own, own.get(ATTRIBUTE)))
+        own[ATTRIBUTE] = ExpertExchange(name, ranks.group(EXPERTS), count)
 
     def undo() -> None:
-        for module, exchange in before:
-            setattr(module, ATTRIBUTE, exchange)
+        for own, exchange in before:
+            own[ATTRIBUTE] = exchange
+            if exchange is None:
+                del own[ATTRIBUTE]
 
     return undo
+
+
+def _is_exchange(it: object) -> bool:
+    return callable(getattr(it, "dispatch", None)) and callable(getattr(it, "combine", None))

@@ -39,11 +39,16 @@ def cut(ranks: int, expert_ranks: int) -> tuple[list[tuple[int, ...]], list[tupl
     return replicas, [tuple(range(first, first + expert_ranks)) for first in range(0, ranks, expert_ranks)]
 
 
+def group_of(module: nn.Module) -> object:
+    """By its own word; anything, where its attribute is about something else."""
+    return getattr(module, ATTRIBUTE, WORLD)
+
+
 def of_replicas(model: nn.Module) -> frozenset[nn.Parameter]:
     """Parameters that not all ranks hold where they share experts. UnsupportedError for a group that there is not."""
     found: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        group = getattr(module, ATTRIBUTE, WORLD)
+        group = group_of(module)
         if isinstance(group, str) and group not in (WORLD, REPLICA):
             raise UnsupportedError(
                 f"module {name or '<root>'} has {ATTRIBUTE}={group!r}: give {REPLICA!r} for what only the ranks of one expert "

@@ -139,9 +139,11 @@ class Ranks(ABC):
         """
         if self.size == 1:
             return mine
-        firsts = range(self.expert_ranks) if group == REPLICA else range(1)
-        found = [self._of(about, mine, first) for first in firsts]
-        return found[self.expert_rank if len(firsts) > 1 else 0]
+        kept, wanted = mine, self.expert_rank if group == REPLICA else 0
+        for first in range(self.expert_ranks) if group == REPLICA else range(1):
+            found = self._of(about, mine, first)
+            kept = found if first == wanted else kept
+        return kept
 
     def _of(self, about: str, mine: torch.Tensor, first: int) -> torch.Tensor:
         made: list[torch.Tensor] = []

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from systems.ranks.expert_exchange import check_swapped, swapped
 from systems.ranks.group_names import EXPERTS, REPLICA, WORLD
 from systems.ranks.groups import RankGroup
 from systems.ranks.ranks import Ranks
@@ -23,7 +24,9 @@ def summed(
     """
     if ranks.size == 1:
         return dict(gradients)
-    told, found = ranks.exchange("gradients", sorted(gradients)), dict[int, torch.Tensor]()
+    told, swaps = zip(*ranks.exchange("gradients", (sorted(gradients), swapped(ranks))), strict=True)
+    check_swapped(swaps, ranks)
+    found: dict[int, torch.Tensor] = {}
     for name in (WORLD, REPLICA) if ranks.expert_ranks > 1 else (WORLD,):
         theirs = set[int]().union(*(told[rank] for rank in ranks.group(name).members))
         mine = sorted(n for n in theirs if ranks.expert_ranks == 1 or groups[n] == name)

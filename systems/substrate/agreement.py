@@ -14,6 +14,7 @@ from systems.errors import HiddenUseError, UnsupportedError
 from systems.planning.layout import Layout, space_of
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Trace
+from systems.ranks.expert_exchange import check_swapped, swapped
 from systems.ranks.group_names import WORLD
 from systems.ranks.ranks import Ranks
 from systems.substrate.batch_shape import BatchShape
@@ -43,8 +44,10 @@ class Agreement:
         were summed over ranks, in order. updated: bundles that were updated before this was known.
         """
         issued = reduced, self._ranks.link.chain
-        told, reads = zip(*self._ranks.exchange("gradients", ((mine, issued, updated), self._reads)), strict=True)
+        here = (mine, issued, updated), self._reads, swapped(self._ranks)
+        told, reads, swaps = zip(*self._ranks.exchange("gradients", here), strict=True)
         self._check_reads(reads)
+        check_swapped(swaps, self._ranks)
         other = next((rank for rank, (_, theirs, _) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:
             (theirs, _), (first, _) = told[other][1], told[0][1]

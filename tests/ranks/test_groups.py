@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,30 +171,41 @@ def test_ranks_at_different_layers_are_told_by_name() -> None:
         as_threads(2, work)
 
 
-class Whole(nn.Module):
-    """A layer that has an exchange, and one that has something else of that name."""
+class Here(nn.Module):
+    """An exchange that is a module."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(1, 1), nn.Linear(1, 1)
-        self.layer.exchange, self.other.exchange = ExpertExchange("", RankOnly, print), "New York"  # type: ignore[assignment]
+    def dispatch(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots
+
+    combine = dispatch
 
 
-RankOnly: Any = None
+class OfClass(nn.Module):
+    exchange = Here()
 
 
 def test_layers_get_their_own_exchange_back() -> None:
+    """Be it a layer's attribute, a module of it, or its class's. What is something else of that name stays."""
+
     def work(ranks: Ranks) -> None:
-        model = Whole()
-        before = model.layer.exchange
+        model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1), OfClass(), nn.Linear(1, 1)])
+        own: list[Any] = [SimpleNamespace(dispatch=print, combine=print), Here(), OfClass.exchange, "New York"]
+        for layer, exchange in zip(model, own, strict=True):
+            if layer is not model[2]:
+                layer.exchange = exchange
+
+        def exchanges() -> list[bool]:
+            return [layer.exchange is exchange for layer, exchange in zip(model, own, strict=True)]
+
         undo = exchange_experts(model, ranks, lambda *_: None)
-        assert model.layer.exchange is before, "nobody shares experts"
+        assert exchanges() == [True] * 4, "nobody shares experts"
         undo()
         ranks.divide(2)
         undo = exchange_experts(model, ranks, lambda *_: None)
-        assert model.layer.exchange is not before and model.other.exchange == "New York"
+        assert exchanges() == [False, False, False, True]
+        assert all(isinstance(layer.exchange, ExpertExchange) for layer in model[:3])
         undo()
-        assert model.layer.exchange is before
+        assert exchanges() == [True] * 4 and "exchange" not in vars(model[2])
 
     as_threads(2, work)
 

@@ -43,7 +43,11 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Each token goes to its best expert. here: global numbers of the experts that are built. fixed: all go to that one."""
+    """Each token goes to its best expert. here: global numbers of the experts that are built. fixed: all go to that one, and if
+    `idle`, no other runs.
+    """
+
+    idle = False
 
     def __init__(self, here: range, fixed: int | None) -> None:
         super().__init__()
@@ -57,7 +61,8 @@ class Layer(nn.Module):
             chosen = torch.full_like(chosen, self.fixed)
         slots = nn.functional.one_hot(chosen, EXPERTS).t().unsqueeze(-1).to(rows.dtype) * rows  # as many as there are tokens
         came = self.exchange.dispatch(slots)
-        results = self.exchange.combine(torch.stack([e(x) for e, x in zip(self.experts.values(), came, strict=True)]))
+        run = [x if self.idle and int(n) != self.fixed else self.experts[n](x) for n, x in zip(self.experts, came, strict=True)]
+        results = self.exchange.combine(torch.stack(run))
         return hidden + (results[chosen, torch.arange(len(rows))] * weights.unsqueeze(-1)).view_as(hidden)
 
 

@@ -16,6 +16,7 @@ from models import registry
 from systems import checkpoint
 from systems.errors import UnsupportedError
 from systems.planning.layout import space_of
+from systems.ranks.group_names import EXPERTS as EXPERT_GROUP
 from systems.ranks.group_names import REPLICA
 from systems.ranks.link import RanksDifferError
 from systems.ranks.loopback import as_threads
@@ -138,6 +139,57 @@ def test_every_strategy_in_every_way(strategy: str, shared: tuple[int, int], dty
 @pytest.mark.one_in(4)
 def test_nobody_waits_where_all_tokens_go_to_one_expert(strategy: str) -> None:
     assert_is_resident(strategy, (4, 2), "fp32", "full", 1, 0.7, fixed=EXPERTS - 1)
+
+
+def idling(expert_ranks: int, expert_rank: int, fixed: int) -> Any:
+    model = toy(expert_ranks, expert_rank, fixed=fixed)
+    for block in model.blocks:
+        block.layer.idle = True  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize("fixed", [0, EXPERTS - 1])
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.one_in(24)
+def test_experts_that_never_run_stay_as_they_are(strategy: str, shared: tuple[int, int], fixed: int) -> None:
+    """Where those of the same number on other ranks are trained, too: no update, no decay, no count."""
+    build = partial(idling, fixed=fixed)
+    expected = on_ranks(RESIDENT, *shared, build=build, clip=CLIP)
+    found = on_ranks(STRATEGIES[strategy], *shared, small(strategy), build=build, clip=CLIP)
+    for one, other in zip(expected, found, strict=True):
+        assert_equal(one, other)
+    values = merged(expected)
+    for name, first in toy().named_parameters():
+        number = name.partition(".experts.")[2].partition(".")[0]
+        assert torch.equal(values[name], first) == (number not in ("", str(fixed))), name
+
+
+def spoil(engine: Any, rank: int, step: int) -> None:
+    """The second step's output of one expert that rank 1 has."""
+    if (rank, step) == (1, 1):
+        expert = engine.module.blocks[1].layer.experts["2"]
+        forward = expert.forward
+
+        def once(x: torch.Tensor) -> torch.Tensor:
+            expert.forward = forward
+            return forward(x) * torch.inf
+
+        expert.forward = once
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("system", EVERY)
+@pytest.mark.one_in(10)
+def test_all_ranks_skip_what_one_expert_of_one_rank_spoils(system: str, dtype: str) -> None:
+    options = small(system) if system in STRATEGIES else {}
+    found = on_ranks(EVERY[system], 4, 2, options, clip=CLIP, dtype=dtype, before=spoil)
+    expected = on_ranks(RESIDENT, 4, 2, clip=CLIP, dtype=dtype, before=spoil)
+    for one, other in zip(expected, found, strict=True):
+        assert other.skipped[1] and other.skipped == found[0].skipped
+        one.losses = other.losses
+        assert_equal(one, other)
+    merged(found)
 
 
 @cache
@@ -267,7 +319,7 @@ def test_checkpoints_move_between_degrees(saved_by: str, loaded_by: str, tmp_pat
     (kept, later), (other, _) = with_engines(EVERY[saved_by], 2, 2, save)
     assert_same(kept, other)
     assert_same(with_engines(EVERY[loaded_by], 2, 2, go_on)[0], later)
-    for size, expert_ranks in ((1, 1), (2, 1), (4, 2), (4, 4)):
+    for size, expert_ranks in ((1, 1), (4, 2), (4, 4)):
         for found, updates in with_engines(EVERY[loaded_by], size, expert_ranks, load):
             assert_same(found, kept)
             assert set(updates) == {2}
@@ -322,6 +374,30 @@ def other_values(rank: int) -> Any:
     return model
 
 
+def without_exchange(rank: int) -> Any:
+    """One layer of one rank, whose exchange has another name."""
+    model = toy(2, rank % 2)
+    if rank == 1:
+        layer: Any = model.blocks[1].layer
+        layer.swap = layer.__dict__.pop("exchange")
+    return model
+
+
+def other_names(rank: int) -> Any:
+    """Of rank 3's experts, which rank 1 has too."""
+    model = toy(2, rank % 2)
+    if rank == 3:
+        layer: Any = model.blocks[0].layer
+        layer.experts = torch.nn.ModuleDict({f"1{number}": expert for number, expert in layer.experts.items()})
+    return model
+
+
+def tied_to_dense(rank: int) -> Any:
+    model: Any = toy(2, rank)
+    model.blocks[1].dense.bias = model.blocks[0].layer.experts[str(2 * rank)].down.bias
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "size", "told"),
     [
@@ -330,6 +406,13 @@ def other_values(rank: int) -> Any:
         (lambda rank: toy(4, 0) if rank else toy(2, 0), 2, "ranks 0 and 1 do not plan alike: layout is"),
         (other_values, 4, r"first values of blocks\.1\.layer\.experts\.2\.up\.bias are not the same on ranks 1 and 3"),
         (lambda rank: torch.nn.Linear(2, 2), 2, "no module of the model says data_parallel = 'replica'"),
+        (other_names, 4, r"parameter blocks\.0\..*\.2\.up\.weight of rank 1 is .*\.12\.up\.weight on rank 3: give both"),
+        (tied_to_dense, 2, r"module blocks\.1\.dense has a parameter of an expert's .* and is no expert"),
+        (
+            without_exchange,
+            2,
+            r"rank 1: blocks\.1\.layer\.experts\.2\.up\.weight is an expert's .* no module around it has",
+        ),
         (lambda rank: toy(2, rank % 2), 3, "`expert_ranks` is 2, which does not divide the number of ranks, 3"),
     ],
 )
@@ -345,3 +428,17 @@ def test_a_rank_that_leaves_a_layer_out_is_told() -> None:
 
     with pytest.raises(RanksDifferError, match=r"rank 0 at 'dispatch of blocks\.1\.layer, .*; rank 1 at 'backward of combine"):
         on_ranks(RESIDENT, 2, 2, before=before)
+
+
+@pytest.mark.parametrize("system", ["resident", "elixir"])
+def test_what_ranks_swap_is_compared_once_a_step(system: str) -> None:
+    """By those that share experts: NCCL itself compares nothing."""
+
+    def before(engine: Any, rank: int, step: int) -> None:
+        if (rank, step) == (3, 1):
+            engine.ranks.group(EXPERT_GROUP).link.issue("a layer that is only here")
+
+    with pytest.raises(
+        RuntimeError, match="rank 2 and rank 3, which share experts, did not send each other the same layers' tok"
+    ):
+        on_ranks(EVERY[system], 4, 2, before=before)

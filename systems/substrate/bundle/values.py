@@ -80,9 +80,10 @@ class StoredValues:
         """A parameter out of the pieces that each rank has; here: looks up this one's."""
         ranks = self._store.ranks
         if space_of(self._store.layout, self.bundle_of(number).index).group == REPLICA:
-            bundle, each = self.bundle_of(number), range(ranks.expert_ranks)
-            found = [_brought(self._store, bundle, number, here, which, None, dtype) for which in each]
-            mine = found[ranks.expert_rank]
+            mine, bundle = None, self.bundle_of(number)
+            for which in range(ranks.expert_ranks):
+                found = _brought(self._store, bundle, number, here, which, None, dtype)
+                mine = found if which == ranks.expert_rank else mine
             assert mine is not None, "all ranks have it"
             return mine
         if ranks.size == 1 or not self.bundle_of(number).scattered:  # every rank has all
