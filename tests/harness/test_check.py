@@ -317,6 +317,35 @@ def test_a_record_that_a_commit_changed_or_took_away_is_found(repository: Reposi
     ]
 
 
+def test_a_record_changed_or_taken_away_is_found_before_that_is_committed(repository: Repository) -> None:
+    repository.commit(**{f"results/{name}.json": f'{{"n": "{name}"}}' for name in ("a", "b", "c", "moved")})
+    results = repository.root / "results"
+    (results / "below").mkdir()
+    (results / "moved.json").rename(results / "below" / "moved.json")
+    (results / "a.json").write_text('{"n": "another"}')
+    (results / "b.json").unlink()
+    digests.add_digests(results)  # whoever changes a record can make its digest too
+    found = check._unchanged(results, repository.root, repository.history).findings
+    assert [one.where for one in found] == ["results/a.json", "results/b.json"]
+    assert all("it is committed, and somebody" in one.what for one in found)
+
+
+def test_a_record_that_a_merge_changed_or_left_out_is_found(repository: Repository) -> None:
+    first = repository.commit(**{"results/a.json": "1"})
+    repository.git("checkout", "-q", "-b", "aside")
+    repository.commit(**{"results/b.json": "2", "results/c.json": "3"})
+    repository.git("checkout", "-q", "-")
+    repository.commit(other="x")
+    repository.git("merge", "-q", "--no-commit", "aside")
+    results = repository.root / "results"
+    (results / "b.json").write_text("4")
+    (results / "c.json").unlink()
+    merge = repository.commit()
+    found = check._unchanged(results, repository.root, repository.history).findings
+    assert [(one.where, one.what.split()[1]) for one in found] == [(f"results/{n}.json", merge[:12]) for n in ("b", "c")]
+    assert first != merge
+
+
 @pytest.mark.skipif(isinstance(find(ROOT), NoHistory), reason="a checkout without its git history")
 def test_claims_here_were_committed_before_what_they_are_judged_by() -> None:
     """If this fails: a claim was put otherwise after it was judged. It is `seen = true` then."""
