@@ -74,6 +74,8 @@ def check(spec: CheckSpec, root: Path = ROOT) -> int:
     folder = Path(spec.results)
     if not folder.is_dir():
         raise BadInputError(f"--results {folder} is no folder: name the one that the records are in")
+    if not Path(spec.docs).is_dir():
+        raise BadInputError(f"--docs {spec.docs} is no folder: name the one with results.md and claims.md")
     try:
         if spec.add:
             added = digests.add_digests(folder)

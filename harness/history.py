@@ -43,7 +43,9 @@ class GitHistory:
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         try:
             command = ["git", "-C", str(self.root), *arguments]
-            done = subprocess.run(command, input=stdin.encode(), capture_output=True, timeout=_WAIT_S, env=own | {"LC_ALL": "C"})
+            done = subprocess.run(
+                command, input=stdin.encode(), capture_output=True, timeout=_WAIT_S, env=own | {"LC_ALL": "C"}
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None
