@@ -18,7 +18,7 @@ from harness import digests, ledger, store, tables
 from harness.ancestry import ancestries
 from harness.cells import TEXT_LIMIT, read_table
 from harness.claims import read_claims
-from harness.history import GitHistory, NoHistory, find
+from harness.history import GitHistory, NoHistory, PathHistory, find
 from harness.output import complain, gives_json, result_console, say_json
 from harness.record import Record
 from harness.spec import KEPT, BadInputError
@@ -74,6 +74,8 @@ def check(spec: CheckSpec, root: Path = ROOT) -> int:
     folder = Path(spec.results)
     if not folder.is_dir():
         raise BadInputError(f"--results {folder} is no folder: name the one that the records are in")
+    if not Path(spec.docs).is_dir():
+        raise BadInputError(f"--docs {spec.docs} is no folder: name the one with results.md and claims.md")
     try:
         if spec.add:
             added = digests.add_digests(folder)
@@ -143,21 +145,30 @@ def _sealed(root: Path) -> CheckedPart:
 
 
 def _unchanged(folder: Path, root: Path, history: GitHistory | NoHistory) -> CheckedPart:
-    of = "records that no later commit changed or took away"
+    of = "records that nobody changed or took away once they were committed"
     if isinstance(history, NoHistory):
         return CheckedPart("history", of, 0, not_checked=history.why)
     if not folder.resolve().is_relative_to(root.resolve()):
         return CheckedPart("history", of, 0, not_checked=f"{folder} is not in this checkout")
     inside = folder.resolve().relative_to(root.resolve()).as_posix()
     there = digests.kept_files(folder)
-    names = {Path(name).name for name in there}
+    now = {Path(name).name: blob for name, blob in zip(there, history.blobs_of([folder / name for name in there]), strict=True)}
     found = []
-    for path, commit in history.changed_later(inside, digests.KEPT_FILES):
-        if history.text_at(commit, path) is not None:
-            found.append(KeptFinding(path, f"commit {commit[:12]} changed it: a record is never edited"))
-        elif Path(path).name not in names and _is_evidence(history.text_at(f"{commit}^", path)):
-            found.append(KeptFinding(path, f"commit {commit[:12]} took it away: what was measured stays"))
-    return CheckedPart("history", of, len(there), tuple(found))
+    ever = dict[str, set[str]]()
+    for path, past in history.paths_below(inside, digests.KEPT_FILES).items():
+        name, blobs = Path(path).name, ever.setdefault(Path(path).name, set())
+        blobs |= past.blobs  # a file may be put into another folder
+        if name not in now:
+            if any(_is_evidence(history.git("cat-file", "blob", blob)) for blob in past.blobs):
+                found.append(KeptFinding(path, f"{_who(past, 'D')} took it away: what was measured stays"))
+        elif blobs != {now[name]}:
+            found.append(KeptFinding(path, f"{_who(past, 'M', 'T')} changed it: a record is never edited"))
+    return CheckedPart("history", of, len(there), tuple(sorted(found, key=lambda one: one.where)))
+
+
+def _who(past: PathHistory, *letters: str) -> str:
+    commits = [past.by[letter] for letter in letters if letter in past.by]
+    return f"commit {commits[0][:12]}" if commits else "it is committed, and somebody"
 
 
 def _is_evidence(text: str | None) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.output import say
+from harness.output import complain, say
 from harness.paper_table import PaperTable
 from harness.spec import KEPT, BadInputError
 from harness.spreadsheet import write_csv
@@ -96,6 +96,11 @@ def show_figure(spec: FigureSpec) -> int:
     suffix = None if spec.out is None else Path(spec.out).suffix
     if suffix not in (None, *TABLES, *PICTURES):
         raise BadInputError(f"--out {spec.out} ends in none of {', '.join(TABLES + PICTURES)}: name a file that does")
+    if not Path(spec.results).is_dir():
+        why = f"--results {spec.results} is no folder"
+        if "results" in spec.model_fields_set:
+            raise BadInputError(f"{why}: name the one that the records are in")
+        complain(f"{why}: nothing that was measured here is shown")
     module = known[spec.name].loaded()
     if suffix in PICTURES and spec.name not in getattr(module, "PICTURES", ()):
         raise BadInputError(f"--out {spec.out}: there is no picture of {spec.name}: use {' or '.join(TABLES)}")

@@ -6,6 +6,7 @@ The last line on stdout is one JSON object with the `spec` and `plan` of a run's
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from systems.optimizers.choice import chosen_by
 from systems.planning import hardware
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
-from systems.prediction.alternatives import Alternative, alternatives
+from systems.prediction.alternatives import OF_WORK, Alternative, alternatives
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.memory_rules import RULE, RuledNeed, ruled_needs
 from systems.prediction.meta_step import Unfilled
@@ -141,19 +142,36 @@ def _plan_all(spec: PlanSpec, question: Question, observations: Observations) ->
     """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
     console = result_console()
     found, refused = ranked(registry.planners(), question, observations)
+    improved, helpful = (found[0], []) if found and found[0].fits else _nearest(found, observations)
     better: list[Alternative] = []
-    if found and found[0].fits:
-        chosen = registry.get(found[0].system)
-        better = alternatives(chosen, chosen.Options(), found[0], observations)
+    if improved is not None:
+        chosen = registry.get(improved.system)
+        better = alternatives(chosen, chosen.Options(), improved, observations, helpful)
     ruled = ruled_needs(question, observations)
-    show_ranking(found, refused, better, console, title=_title(spec, question, "every system"))
+    show_ranking(found, refused, improved, helpful, better, console, title=_title(spec, question, "every system"))
     show_rules(ruled, console)
-    ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
+    ranking = [_told(one, spec, helpful if one is improved else []) for one in found] + [
+        _refused(name, why) for name, why in refused.items()
+    ]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
-    told = {**best, "alternatives": [_instead(one, spec, best["system"]) for one in better], "ranking": ranking}
+    instead = [] if improved is None else [_instead(one, spec, improved.system) for one in better]
+    told = {**best, "alternatives": instead, "ranking": ranking}
     told["memory_rules"] = [_ruled(one) for one in ruled]
     say_json(json.dumps({**_asked(spec, question), **told}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
+
+
+def _nearest(found: Sequence[Forecast], observations: Observations) -> tuple[Forecast | None, list[Remedy]]:
+    """Where none fits: the fastest that would with other work, else with any other change; and the changes."""
+    first: tuple[Forecast | None, list[Remedy]] = (None, [])
+    for one in sorted(found, key=lambda each: each.simulation.step_time_s):
+        system = registry.get(one.system)
+        helpful = list(remedies(system, system.Options(), one, observations, disk=_room(system, one.question)))
+        if any(OF_WORK.issuperset(remedy.changes) for remedy in helpful):
+            return one, helpful
+        if first[0] is None and helpful:
+            first = one, helpful
+    return first
 
 
 def _title(spec: PlanSpec, question: Question, system: str) -> str:

@@ -317,6 +317,34 @@ def test_a_record_that_a_commit_changed_or_took_away_is_found(repository: Reposi
     ]
 
 
+def test_a_record_changed_or_taken_away_is_found_before_that_is_committed(repository: Repository) -> None:
+    repository.commit(**{f"results/{name}.json": f'{{"n": "{name}"}}' for name in ("a", "b", "c", "moved")})
+    results = repository.root / "results"
+    (results / "below").mkdir()
+    (results / "moved.json").rename(results / "below" / "moved.json")
+    (results / "a.json").write_text('{"n": "another"}')
+    (results / "b.json").unlink()
+    digests.add_digests(results)  # whoever changes a record can make its digest too
+    found = check._unchanged(results, repository.root, repository.history).findings
+    assert [one.where for one in found] == ["results/a.json", "results/b.json"]
+    assert all("it is committed, and somebody" in one.what for one in found)
+
+
+def test_a_record_that_a_merge_changed_or_left_out_is_found(repository: Repository) -> None:
+    repository.commit(**{"results/a.json": "1"})
+    repository.git("checkout", "-q", "-b", "aside")
+    repository.commit(**{"results/b.json": "2", "results/c.json": "3"})
+    repository.git("checkout", "-q", "-")
+    repository.commit(other="x")
+    repository.git("merge", "-q", "--no-commit", "aside")
+    results = repository.root / "results"
+    (results / "b.json").write_text("4")
+    (results / "c.json").unlink()
+    merge = repository.commit()
+    found = check._unchanged(results, repository.root, repository.history).findings
+    assert [(one.where, one.what.split()[1]) for one in found] == [(f"results/{n}.json", merge[:12]) for n in ("b", "c")]
+
+
 @pytest.mark.skipif(isinstance(find(ROOT), NoHistory), reason="a checkout without its git history")
 def test_claims_here_were_committed_before_what_they_are_judged_by() -> None:
     """If this fails: a claim was put otherwise after it was judged. It is `seen = true` then."""
@@ -326,6 +354,13 @@ def test_claims_here_were_committed_before_what_they_are_judged_by() -> None:
     found = list(ancestry.ancestries(read_claims(), records, read_forecasts().found, history))
     assert [f"claim {one.number}: {one.finding}" for one in found if one.finding] == []
     assert any(one.state == "committed before" for one in found)
+
+
+def test_a_folder_without_pages_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for docs, said in ((tmp_path / "none", "is no folder: name the one with"), (tmp_path, "No such file or directory")):
+        assert cli.main(["check", "--results", str(tmp_path), "--docs", str(docs)]) == 2
+        err = capsys.readouterr().err
+        assert said in err and "Errno" not in err and err.count("\n") == 1
 
 
 def test_a_folder_that_is_none_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

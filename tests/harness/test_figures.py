@@ -77,6 +77,7 @@ def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
     [
         (["patrickstar-tabel4"], "unknown figure 'patrickstar-tabel4': did you mean patrickstar-table4"),
         ([], "name is missing"),
+        (["angel-table6", "--results", "/no/such/folder"], "--results /no/such/folder is no folder"),
         (["angel-table6", "--out", "x.docx"], "ends in none of .md, .csv"),
         (["angel-table6", "--out", "x.pdf"], "there is no picture of angel-table6: use .md or .csv"),
         (["angel-table6", "--out", "/no/such/folder/x.md"], "/no/such/folder/x.md cannot be used"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,20 @@ def test_all_ranks_every_system_that_plans(capsys: pytest.CaptureFixture[str]) -
     times = [one["plan"]["predicted_step_time_s"] for one in found["ranking"] if one["fits"]]
     assert times == sorted(times) and found["plan"]["predicted_step_time_s"] == times[0]
     assert found["ranking"][-1]["system"] == "resident" and "resident does not fit" in shown
+
+
+def test_where_none_fits_the_change_that_would_make_one_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (*TINY, "--system", "all", "--device-memory", "6MiB", "--batch-size", "64")
+    code, found, shown = told(capsys, *asked)
+    assert code == 1 and not any(one["fits"] for one in found["ranking"])
+    (improved,) = (one for one in found["ranking"] if one["remedies"])
+    assert f"none fits as it is asked; {improved['system']} with a change:" in shown and "would fit: " in shown
+    lower = next(each for each in improved["remedies"] if "batch_size" in each["changes"])
+    arguments = shlex.split(lower["command"])[1:]
+    assert improved["system"] in arguments or "all" in arguments
+    assert told(capsys, *arguments)[0] == 0
+    for one in found["alternatives"]:
+        assert told(capsys, *shlex.split(one["command"])[1:])[0] == 0
 
 
 MINE = """
