@@ -126,6 +126,15 @@ def made_cell(work: dict[str, Any], processes: int) -> TableCell:
     return TableCell(":".join(filter(None, [spec.system, ",".join(spec.option)])), spec, given)
 
 
+def cell_of(record: Record) -> TableCell:
+    """Its work alone: of any length, seed and host."""
+    spec, resolved = record.spec, record.resolved
+    work = {field: getattr(spec, field) for field in (*WORK, *SETS)} | {
+        field: getattr(resolved, field) for field in RESOLVED_WORK
+    }
+    return TableCell(spec.system, RunSpec.model_validate(work))
+
+
 def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
     """Whether the run did the cell's work on that device: what a cell leaves open, but for WORK and SETS, may be anything."""
     spec, resolved = record.spec, record.resolved

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harness.cells import TableCell
 from harness.claims import FILE, ClaimData, ForecastStep, LedgerData, cell_name, cells_of
+from harness.digests import SEAL, seal
 from harness.environment import source_sha256
 from harness.output import counted
 from harness.plan import question_of
@@ -41,7 +42,7 @@ def make(data: LedgerData, claims: Sequence[ClaimData], known: dict[str, Forecas
     for name, (spec, profile) in counted(wanted.items(), len(wanted), lambda pair: pair[0]):
         known[name] = asked(spec, profile)
         kept = {each: asdict(step) for each, step in sorted(known.items())}
-        text = json.dumps({"source_sha256": source_sha256(ROOT), "forecasts": kept}, indent=1)
+        text = json.dumps({"source_sha256": source_sha256(ROOT), SEAL: seal(kept), "forecasts": kept}, indent=1)
         write_whole(path, f"{text}\n".encode())
 
 

@@ -51,7 +51,8 @@ from systems.ranks.launchers import Launched, launched
 
 OK, FAILED, BAD_INPUT, UNLIKE = 0, 1, 2, 3
 INTERRUPTED = 128 + signal.SIGINT
-GIVE_JSON = ("run", "compare", "plan", "max-scale", "max-batch", "sweep", "ls", "profile", "export", "ledger", "report")
+OF_RECORDS = ("ls", "export", "ledger", "report", "check")
+GIVE_JSON = ("run", "compare", "plan", "max-scale", "max-batch", "sweep", "profile", *OF_RECORDS)
 JSON_HELP = "With --json the result is one line of JSON, the last on stdout, as it is wherever stdout is no terminal."
 EXAMPLES = {
     "run": "harness run --system elixir --model opt-tiny --device cpu --device-memory 6MiB",
@@ -63,6 +64,7 @@ EXAMPLES = {
     "tables": "harness tables --check",
     "ledger": "harness ledger --paper h3t",
     "report": "harness report --out report.html",
+    "check": "harness check",
     "export": "harness export --out records.csv",
     "figure": "harness figure patrickstar-table4",
     "profile": "harness profile --out machine.json",
@@ -78,6 +80,7 @@ COMMANDS = {
     "tables": "write the results tables in docs/results.md from the kept records",
     "ledger": "say which of the papers' claims the kept records confirm",
     "report": "write one HTML page: which strategy when, and whether what the papers say holds here",
+    "check": "check what is kept: numbers, digests, pages, and that claims were written first",
     "export": "write the records as one table for other programs",
     "figure": "show a table or figure of a paper, beside what was measured and simulated here",
     "profile": "measure this machine's roofs into a hardware profile",
@@ -355,6 +358,10 @@ def _carry_out(command: str, rest: Sequence[str]) -> int:
         from harness.report.page import ReportSpec, write_report
 
         return write_report(_asked(ReportSpec, command, rest))
+    if command == "check":
+        from harness.check import CheckSpec, check
+
+        return check(_asked(CheckSpec, command, rest))
     if command == "export":
         from harness.export import ExportSpec, export
 

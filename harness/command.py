@@ -24,7 +24,7 @@ def command(name: str, spec: RunSpec, changes: Mapping[str, int | str | tuple[st
     left_out = PlanSpec.left_out if isinstance(spec, PlanSpec) else frozenset[str]()
     parts = ["harness", name]
     for field in type(spec).model_fields:
-        if field in given and field not in left_out:
+        if field in given and field not in left_out and given[field] not in ((), []):
             parts += [flag(field), *_texts(field, given[field])]
     return shlex.join(parts)
 

@@ -21,18 +21,28 @@ DEFERRED_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlops:
-    """What one optimizer step of one rank computes. parameters, flops: None where no model was built or counted."""
+    """What one optimizer step of one rank computes. parameters, flops: None where no model was built or counted.
+
+    activated: parameters that a token uses, None where that is all.
+    """
 
     parameters: int | None = None
+    activated: int | None = None
     flops: FlopCount | None = None
     accumulate: int = 1
     recompute: Recompute = "none"
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Fields of `Resolved`."""
+        return {"parameters": self.parameters, "activated_parameters": self.activated}
 
     def tflops(self, step_time_s: float, tokens: int) -> dict[str, float | str | None]:
         """Fields of `Metrics`. tokens: of one rank in one optimizer step."""
         fields: dict[str, float | str | None] = {}
         if self.parameters is not None:
-            size = {"parameters": self.parameters, "tokens": tokens, "step_time_s": step_time_s}
+            used = self.parameters if self.activated is None else self.activated
+            size = {"parameters": used, "tokens": tokens, "step_time_s": step_time_s}
             fields |= {"tflops_6n": tflops_6n(**size), "relative_tflops": relative_tflops(**size)}  # type: ignore[arg-type]
         if self.flops is not None:
             model = model_tflops(self.flops, step_time_s=step_time_s, accumulate=self.accumulate)

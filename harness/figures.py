@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.output import say
+from harness.output import complain, say
 from harness.paper_table import PaperTable
 from harness.spec import KEPT, BadInputError
 from harness.spreadsheet import write_csv
@@ -26,6 +26,7 @@ from systems.messages import unknown_name
 
 PACKAGE = "paper_figures"
 PAPERS: Mapping[str, str] = {"angel": "Angel-PTM", "patrickstar": "PatrickStar", "elixir": "Elixir", "h3t": "H3T"}
+HERE = "none"  # of no paper: what this project shows of itself
 TABLES, PICTURES = (".md", ".csv"), (".pdf", ".png", ".svg")
 
 
@@ -50,7 +51,8 @@ class NamedFigure:
 
     @property
     def paper(self) -> str:
-        return PAPERS[self.name.partition("-")[0]]
+        """That it is of, or HERE."""
+        return PAPERS.get(self.name.partition("-")[0], HERE)
 
     def loaded(self) -> Any:
         return importlib.import_module(f"{PACKAGE}.{self.module}")
@@ -75,11 +77,11 @@ def _shown_by(path: Path) -> list[NamedFigure]:
 
 
 def _place(figure: NamedFigure) -> tuple[Any, ...]:
-    """Papers, then tables before figures, then numbers as numbers."""
+    """Papers, then tables before figures, then numbers as numbers; of no paper last."""
     paper, _, rest = figure.name.partition("-")
     kind, number = re.match(r"(\D*)(\d*)", rest).groups()  # type: ignore[union-attr]
     return (
-        list(PAPERS).index(paper),
+        [*PAPERS, paper].index(paper),
         ("table", "figure").index(kind) if kind in ("table", "figure") else 2,
         int(number or 0),
         rest,
@@ -94,6 +96,11 @@ def show_figure(spec: FigureSpec) -> int:
     suffix = None if spec.out is None else Path(spec.out).suffix
     if suffix not in (None, *TABLES, *PICTURES):
         raise BadInputError(f"--out {spec.out} ends in none of {', '.join(TABLES + PICTURES)}: name a file that does")
+    if not Path(spec.results).is_dir():
+        why = f"--results {spec.results} is no folder"
+        if "results" in spec.model_fields_set:
+            raise BadInputError(f"{why}: name the one that the records are in")
+        complain(f"{why}: nothing that was measured here is shown")
     module = known[spec.name].loaded()
     if suffix in PICTURES and spec.name not in getattr(module, "PICTURES", ()):
         raise BadInputError(f"--out {spec.out}: there is no picture of {spec.name}: use {' or '.join(TABLES)}")

@@ -41,10 +41,12 @@ def metavar(annotation: Any) -> str:
 
 
 def _without(spec: type[BaseModel], fields: frozenset[str], positional: str | None) -> type[BaseModel]:
-    """The same for --help, but for flags that are refused, and with the field that stands without one."""
+    """The same for --help: but for flags that are refused, fields named as their flags, one of them without a flag."""
     import tyro
 
-    kept: dict[str, Any] = {name: (field.annotation, field) for name, field in spec.model_fields.items() if name not in fields}
+    kept: dict[str, Any] = {
+        name.rstrip("_"): (field.annotation, field) for name, field in spec.model_fields.items() if name not in fields
+    }
     if positional is not None:
         annotation, field = kept[positional]
         stands_alone: Any = tyro.conf.Positional

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from harness.optimizer import hyperparameters_of
 from harness.record import Record
@@ -21,9 +21,6 @@ def hindcast(record: Record, profile: HardwareProfile) -> Forecast:
     spec, resolved, memory = record.spec, record.resolved, record.memory
     if None in (resolved.batch_size, resolved.seq_len, memory.device_budget_bytes, resolved.host_budget_bytes):
         raise ValueError(f"{record.run_id} does not say its batch and its budgets")
-    shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
-    with Unfilled():
-        model = models_registry.build(shape)
     question = Question(
         profile=profile,
         device_memory=memory.device_budget_bytes or 0,
@@ -40,8 +37,16 @@ def hindcast(record: Record, profile: HardwareProfile) -> Forecast:
         moments=chosen_by(hyperparameters_of(spec)).moments,
     )
     system = registry.get(spec.system)
-    observations = Observations(model, partial(token_loss, objective=shape.objective))
     options = registry.parse_options(system, spec.option)
     if memory.host_second_version_bytes is None and "run_ahead" in type(options).model_fields:
         options = options.model_copy(update={"run_ahead": False})  # the record is older than updates that run ahead
-    return forecast(system, options, question, observations)
+    return forecast(system, options, question, _observations(spec.model, tuple(spec.set)))
+
+
+@lru_cache(maxsize=1)
+def _observations(name: str, changes: tuple[str, ...]) -> Observations:
+    """Of one model at a time: they are large, and runs of one come one behind the other."""
+    shape = models_registry.resolve(name, registry.split_assignments("set", changes))
+    with Unfilled():
+        model = models_registry.build(shape)
+    return Observations(model, partial(token_loss, objective=shape.objective))

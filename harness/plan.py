@@ -6,6 +6,7 @@ The last line on stdout is one JSON object with the `spec` and `plan` of a run's
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -18,9 +19,11 @@ from harness.optimizer import hyperparameters_of
 from harness.output import result_console, say_json
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking, show_rules
+from harness.request import of_rank
 from harness.spec import BadInputError, in_flags
 from models import registry as models_registry
 from models.loss import token_loss
+from models.mixture_shape import divided_among
 from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnavailableError, UnsupportedError
@@ -28,7 +31,7 @@ from systems.optimizers.choice import chosen_by
 from systems.planning import hardware
 from systems.planning.allowance import CUDA, EXACT
 from systems.planning.clock.perfetto import to_json
-from systems.prediction.alternatives import Alternative, alternatives
+from systems.prediction.alternatives import OF_WORK, Alternative, alternatives
 from systems.prediction.forecast import Forecast, Observations, Question, forecast
 from systems.prediction.memory_rules import RULE, RuledNeed, ruled_needs
 from systems.prediction.meta_step import Unfilled
@@ -60,6 +63,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
+    shape = of_rank(shape, 0, spec.ranks or profile.devices)
     question = Question(
         profile=profile,
         device_memory=profile.device_memory_bytes.value if spec.device_memory is None else spec.device_memory,
@@ -75,6 +79,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
         allowance=EXACT if spec.device == "cpu" else CUDA,
         disk_memory=_disk_memory(spec, profile),
         moments=chosen_by(hyperparameters_of(spec)).moments,
+        expert_ranks=divided_among(shape),
     )
     return question, _observations(shape)
 
@@ -137,19 +142,36 @@ def _plan_all(spec: PlanSpec, question: Question, observations: Observations) ->
     """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
     console = result_console()
     found, refused = ranked(registry.planners(), question, observations)
+    improved, helpful = (found[0], []) if found and found[0].fits else _nearest(found, observations)
     better: list[Alternative] = []
-    if found and found[0].fits:
-        chosen = registry.get(found[0].system)
-        better = alternatives(chosen, chosen.Options(), found[0], observations)
+    if improved is not None:
+        chosen = registry.get(improved.system)
+        better = alternatives(chosen, chosen.Options(), improved, observations, helpful)
     ruled = ruled_needs(question, observations)
-    show_ranking(found, refused, better, console, title=_title(spec, question, "every system"))
+    show_ranking(found, refused, improved, helpful, better, console, title=_title(spec, question, "every system"))
     show_rules(ruled, console)
-    ranking = [_told(one, spec, []) for one in found] + [_refused(name, why) for name, why in refused.items()]
+    ranking = [_told(one, spec, helpful if one is improved else []) for one in found] + [
+        _refused(name, why) for name, why in refused.items()
+    ]
     best = ranking[0] if ranking else _refused(ALL, "no system makes plans")
-    told = {**best, "alternatives": [_instead(one, spec, best["system"]) for one in better], "ranking": ranking}
+    instead = [] if improved is None else [_instead(one, spec, improved.system) for one in better]
+    told = {**best, "alternatives": instead, "ranking": ranking}
     told["memory_rules"] = [_ruled(one) for one in ruled]
     say_json(json.dumps({**_asked(spec, question), **told}))
     return FITS if any(one.fits for one in found) else DOES_NOT_FIT
+
+
+def _nearest(found: Sequence[Forecast], observations: Observations) -> tuple[Forecast | None, list[Remedy]]:
+    """Where none fits: the fastest that would with other work, else with any other change; and the changes."""
+    first: tuple[Forecast | None, list[Remedy]] = (None, [])
+    for one in sorted(found, key=lambda each: each.simulation.step_time_s):
+        system = registry.get(one.system)
+        helpful = list(remedies(system, system.Options(), one, observations, disk=_room(system, one.question)))
+        if any(OF_WORK.issuperset(remedy.changes) for remedy in helpful):
+            return one, helpful
+        if first[0] is None and helpful:
+            first = one, helpful
+    return first
 
 
 def _title(spec: PlanSpec, question: Question, system: str) -> str:
@@ -199,7 +221,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "bytes": dict(simulation.bytes),
         "tiers": {tier: _need(need) for tier, need in found.tiers.items()},
         "assumed": list(found.question.profile.assumed),
-        "left_out": list(left_out(found.system, found.question.ranks)),
+        "left_out": list(left_out(found.system, found.question.ranks, found.question.expert_ranks)),
         "ahead": None if found.ahead is None else asdict(found.ahead),
         "statistics": dict(found.statistics),
         "remedies": [

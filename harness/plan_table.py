@@ -62,13 +62,9 @@ def show(found: Forecast, helpful: Sequence[Remedy], better: Sequence[Alternativ
             console.print(line, markup=False)
     if found.question.profile.assumed:
         console.print(f"assumed by the profile: {', '.join(found.question.profile.assumed)}", markup=False)
-    for what in left_out(found.system, found.question.ranks):
+    for what in left_out(found.system, found.question.ranks, found.question.expert_ranks):
         console.print(f"left out: {what}", markup=False)
-    _show_better(better, found, console)
-    with_a_step = [one.changes for one in better]
-    for remedy in helpful:
-        if remedy.changes not in with_a_step:
-            console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
+    _show_improved(found, better, helpful, console)
 
 
 def _decided(statistics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -85,13 +81,17 @@ def _decided(statistics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield " ".join(words), str(value)
 
 
-def _show_better(better: Sequence[Alternative], found: Forecast, console: Console) -> None:
-    """Each with the step that it would have."""
+def _show_improved(found: Forecast, better: Sequence[Alternative], helpful: Sequence[Remedy], console: Console) -> None:
+    """Each with the step that it would have, as far as that is known."""
     for one in better:
         step = f"{one.step_time_s:.4g} s a step, {one.tokens_per_s:.4g} tokens/s"
         helps = "faster" if one.step_time_s < found.simulation.step_time_s else "more tokens a second"
         helps = helps if found.fits else "would fit"
         console.print(f"{helps}: {one.what} ({flags(one.changes, one.options)}): {step}", markup=False)
+    with_a_step = [one.changes for one in better]
+    for remedy in helpful:
+        if remedy.changes not in with_a_step:
+            console.print(f"would fit: {remedy.what} ({flags(remedy.changes)})", markup=False)
 
 
 def _verdict(need: TierNeed) -> str:
@@ -146,9 +146,16 @@ def _ahead(ahead: AheadForecast, *, clips: bool) -> Iterator[str]:
 
 
 def show_ranking(
-    found: Sequence[Forecast], refused: Mapping[str, str], better: Sequence[Alternative], console: Console, *, title: str
+    found: Sequence[Forecast],
+    refused: Mapping[str, str],
+    improved: Forecast | None,
+    helpful: Sequence[Remedy],
+    better: Sequence[Alternative],
+    console: Console,
+    *,
+    title: str,
 ) -> None:
-    """better: than the first."""
+    """improved: the one that remedies and alternatives are of."""
     shown = escape(printable(title))
     table = Table("system", "fits", "step s", "tokens/s", "limited by", "device", "least device", "host", title=shown)
     for one in found:
@@ -166,9 +173,14 @@ def show_ranking(
     for one in found:
         if one.why_not is not None:
             console.print(f"{one.system} does not fit: {in_flags(one.why_not)}", markup=False)
-    if better:
-        console.print(f"{found[0].system} could do more:", markup=False)
-        _show_better(better, found[0], console)
+    if improved is not None and (better or helpful):
+        console.print(
+            f"{improved.system} could do more:"
+            if improved.fits
+            else f"none fits as it is asked; {improved.system} with a change:",
+            markup=False,
+        )
+        _show_improved(improved, better, helpful, console)
     for name, why in refused.items():
         console.print(f"{name} cannot: {in_flags(why)}", markup=False)
 

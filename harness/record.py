@@ -68,6 +68,7 @@ class Resolved(Part):
     global_batch_samples: int | None = Field(None, description="batch_size x accumulate x ranks")
     tokens_per_step: int | None = Field(None, description="global_batch_samples x seq_len")
     parameters: int | None = None
+    activated_parameters: int | None = Field(None, description="those that a token uses, of a model with experts; else null")
     host_budget_bytes: int | None = None
     shape: dict[str, Any] | None = None
     options: dict[str, Any] | None = Field(None, description="the system's options, defaults filled in")
@@ -138,7 +139,7 @@ class Metrics(Part):
     steps.
     """
 
-    loss: list[float | None] = Field([], description="sum over label tokens / global label count; every step")
+    loss: list[float | None] = Field([], description="sum over label tokens / global label count, experts' too; every step")
     grad_norm_before_clip: list[float | None] = Field([], description="every step")
     grad_norm_after_clip: list[float | None] = Field([], description="every step")
     step_time_s: list[float] = Field([], description="timed steps, between undrained boundaries")
@@ -149,14 +150,24 @@ class Metrics(Part):
     tokens_per_s: float | None = Field(None, description="all ranks together")
     samples_per_s: float | None = Field(None, description="all ranks together")
     tokens_per_s_per_device: float | None = None
-    tflops_6n: float | None = Field(None, description="6 x parameters x tokens")
+    tflops_6n: float | None = Field(None, description="6 x parameters x tokens; of experts those that a token uses")
     model_tflops: float | None = Field(None, description="exact matmuls with the causal half, no recomputation")
-    hardware_tflops: float | None = Field(None, description="model_tflops plus the recomputed forwards")
-    relative_tflops: float | None = Field(None, description="Elixir's equation 1: 8 x parameters x tokens")
+    hardware_tflops: float | None = Field(None, description="model_tflops plus recomputed forwards, and experts' empty slots")
+    relative_tflops: float | None = Field(None, description="Elixir's equation 1: 8 x parameters x tokens; experts as above")
     flops_formula: str | None = Field(None, description="version of the count behind model_tflops and hardware_tflops")
     mfu: float | None = Field(None, description="model_tflops / peak; null where no peak is known and on cpu-emulated")
     eval_step: list[int] = Field([], description="steps done when each validation pass ran")
     eval_loss: list[float | None] = []
+
+
+class Routing(Part):
+    """How tokens went to experts, of the first rank: means over all mixtures of all micro-batches that trained."""
+
+    balance: float | None = Field(None, description="the load-balancing loss: 1 if even, the number of experts at worst")
+    load: float | None = Field(None, description="tokens that chose the expert with the most / mean of all")
+    dropped: float | None = Field(None, description="share of choices that found no place")
+    padding: float | None = Field(None, description="share of experts' slots that nobody took")
+    idle: float | None = Field(None, description="share of experts that no token chose")
 
 
 class Traffic(Part):
@@ -166,6 +177,7 @@ class Traffic(Part):
     d2h_bytes: int | float | None = None
     gather_bytes: int | float | None = None
     reduce_bytes: int | float | None = None
+    exchange_bytes: int | float | None = Field(None, description="of tokens, to experts of other ranks and back")
     disk_read_bytes: int | float | None = None
     disk_write_bytes: int | float | None = None
 
@@ -240,6 +252,7 @@ class Record(Part):
     timed_counters: dict[str, int] = Field({}, description="the same, over the timed region")
     plan: PlanFigures = PlanFigures()
     strategy: dict[str, Any] | None = Field(None, description="typed by the system")
+    routing: Routing | None = Field(None, description="null of a model without mixtures of this project's")
     energy: Energy = Energy()
     doubts: list[Doubt] = []
     notes: list[str] = []

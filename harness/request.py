@@ -19,6 +19,7 @@ from harness.spec import Device, RunSpec
 from models import registry as models_registry
 from models.data import Dataset, open_dataset
 from models.family import FillWeights
+from models.mixture_shape import divided_among
 from models.shape import ModelShape
 from systems import checkpoint, registry
 from systems.checkpoint import LoopState
@@ -102,6 +103,17 @@ def _first_values(spec: RunSpec, shape: ModelShape) -> FillWeights | None:
         return folder_weights(models_registry.build(shape), spec.weights)
 
 
+def of_rank(shape: ModelShape, rank: int, ranks: int) -> ModelShape:
+    """With the experts that this rank has. Raises ValueError where the ranks are no whole number of sets."""
+    shared = divided_among(shape)
+    if ranks % shared:
+        raise ValueError(
+            f"--set expert_ranks={shared} does not divide --ranks {ranks}: each set of experts is shared by so many; change "
+            "one of the two"
+        )
+    return shape if shared == 1 else dataclasses.replace(shape, expert_rank=rank % shared)  # type: ignore[call-arg]
+
+
 def resolve(job: WorkerJob, device: Device) -> Request:
     """Raises ValueError, one line, for bad input, and UnavailableError for a system that does not load."""
     spec = job.spec
@@ -117,7 +129,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         raise ValueError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
     if spec.weights is not None:
         stored_tensors(folder_of(spec.weights))  # before anything else is made of that folder
-    shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
+    shape = of_rank(models_registry.resolve(spec.model, registry.split_assignments("set", spec.set)), job.rank, job.ranks)
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
     shape.check_run(batch_size=batch_size, seq_len=seq_len)
     resumed = None if spec.resume is None else checkpoint.position(spec.resume)
@@ -142,6 +154,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         recompute=spec.recompute,
         seed=spec.seed,
         ranks=job.ranks,
+        expert_ranks=divided_among(shape),
         **hyper,
         initial_weights=_first_values(spec, shape),
     )

@@ -167,9 +167,10 @@ def _defaults(shown: ShownGroup, strategies: Collection[str]) -> int:
 
 
 def short_label(cell: TableCell) -> str:
-    """elixir (stop): the system, and its options by their short names."""
-    options = ", ".join(SHORT_NAMES[option][0] if option in SHORT_NAMES else option for option in cell.spec.option)
-    return f"{cell.spec.system} ({options})" if options else cell.spec.system
+    """elixir (2 ranks, stop): the system, its ranks where there are several, and its options by their short names."""
+    told = [f"{cell.spec.ranks} ranks"] if cell.spec.ranks > 1 else []
+    told += [SHORT_NAMES[option][0] if option in SHORT_NAMES else option for option in cell.spec.option]
+    return f"{cell.spec.system} ({', '.join(told)})" if told else cell.spec.system
 
 
 def budget(cell: TableCell) -> str:

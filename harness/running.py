@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from harness.output import complain
 from harness.record import MemoryPeaks, PlanFigures, Reason, Record, Status
 from harness.request import Request, choose_device, resolve, set_threads
 from harness.spec import BadInputError, in_flags
+from models.activated import count_parameters
 from models.flops import count
 from models.loss import count_labels, token_loss
+from models.moe import routing_of
 from systems import checkpoint
 from systems.machine.limits import MachineLimits, process_memory, raise_open_files, read_limits
 from systems.machine.threads import cores_each
@@ -67,7 +69,7 @@ class Known:
     def resolved(self) -> record.Resolved:
         if self.request is None:
             return record.Resolved()
-        return self.request.resolved.model_copy(update={"parameters": self.work.parameters, **self.found})
+        return self.request.resolved.model_copy(update=self.work.sizes | self.found)
 
     def take_figures(self) -> None:
         """The engine's own, and the memory seen from outside, once: what runs later is not in them."""
@@ -312,7 +314,8 @@ def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Set
     if not request.needs_model:
         return torch.nn.Module(), request.settings
     model = request.build()
-    known.work = derive.StepFlops(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    counted = count_parameters(model)
+    known.work = derive.StepFlops(parameters=counted.total, activated=counted.activated)
     return model, request.system.look_for_room(model, request.settings, request.options)
 
 
@@ -327,12 +330,7 @@ def _count(job: WorkerJob, known: Known, request: Request, model: torch.nn.Modul
     except ValueError as error:
         flops = None
         known.notes.append(one_line(str(error)))
-    known.work = derive.StepFlops(
-        parameters=known.work.parameters,
-        flops=flops,
-        accumulate=spec.accumulate,
-        recompute=spec.recompute,
-    )
+    known.work = replace(known.work, flops=flops, accumulate=spec.accumulate, recompute=spec.recompute)
 
 
 def _work(job: WorkerJob, request: Request) -> Workload:
@@ -416,6 +414,7 @@ def _engine_fields(engine: Engine, known: Known) -> dict[str, Any]:
         "counters": {key: value for key, value in engine.counters().items() if key not in derive.TRAFFIC_KEYS},
         "plan": vars(engine.plan_report()),
         "strategy": statistics,
+        "routing": routing_of(engine.module),
         "startup": engine.startup_s(),
     }
 
@@ -487,6 +486,7 @@ def _record(job: WorkerJob, known: Known, status: Status, reason: Reason | None)
             "timed_counters": {k: v for k, v in measured.timed_counters.items() if k not in derive.TRAFFIC_KEYS},
             "plan": PlanFigures(**fields.get("plan", {})),
             "strategy": fields.get("strategy"),
+            "routing": fields.get("routing"),
             "energy": derive.energy(measured, resolved),
             "doubts": doubts.judge(seen),
             "notes": known.notes + derive.notes(measured, warmup),

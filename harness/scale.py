@@ -201,12 +201,13 @@ def _candidates(spec: ScaleSpec | BatchSpec) -> Candidates:
 
 
 def _sizes(family: str) -> list[str]:
-    """Names, fewest parameters first."""
+    """Names, fewest parameters first; those whose experts are divided among more ranks than one are left out."""
     from models import registry
+    from models.mixture_shape import divided_among
 
     names.check_family(family)
-    known = registry.families()
-    return [size.name for size in sorted(known[family].sizes, key=registry.parameter_count)]
+    known = (size for size in registry.families()[family].sizes if divided_among(size) == 1)
+    return [size.name for size in sorted(known, key=registry.parameter_count)]
 
 
 def _told(candidates: Candidates, number: int, spec: RunSpec) -> str:

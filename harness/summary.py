@@ -19,6 +19,7 @@ MOVED = {
     "d2h_bytes": "from it",
     "gather_bytes": "gathered",
     "reduce_bytes": "reduced",
+    "exchange_bytes": "of tokens exchanged",
     "disk_read_bytes": "read from the disk",
     "disk_write_bytes": "written to it",
 }

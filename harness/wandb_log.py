@@ -1,17 +1,20 @@
 """A finished record, logged to Weights & Biases: per-step curves, and the derived numbers as the run's summary.
 
-After the run and not during it, so that nothing is sent from inside a timed step. In a process of its own (this file is its
-program), because what the package does there is not the run's: it may wait for a network, ask for a key, take stdout over or
-end the process.
+After the run and not during it, so that nothing is sent from inside a timed step, and all that the package started for it is
+ended before the next run begins. In a process of its own (this file is its program), because what the package does there is not
+the run's: it may wait for a network, ask for a key, take stdout over or end the process.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,20 +60,26 @@ def _log_apart(record: Record, mode: Mode) -> list[str]:
     """What the process said that was to log it."""
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "harness.wandb_log", mode, str(os.getpid())],
-            input=to_json(record).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=WAIT_S,
-            env=os.environ | _SETTINGS | {"PYTHONPATH": path},
-        )
-        said = done.stdout
-    except subprocess.TimeoutExpired as error:
-        said = (error.output or b"") + f"\n{_NOT_TAKEN}no answer within {WAIT_S:g} s".encode()
-    except OSError as error:
-        said = f"{_NOT_TAKEN}{error}".encode()
+    command = [sys.executable, "-m", "harness.wandb_log", mode, str(os.getpid())]
+    own = os.environ | _SETTINGS | {"PYTHONPATH": path}
+    more = b""
+    with tempfile.TemporaryFile() as told:  # no pipe: what it leaves behind would hold it open
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=told, stderr=told, env=own, start_new_session=True
+            )
+        except OSError as error:
+            return [f"{_NOT_TAKEN}{error}"]
+        with process:
+            try:
+                process.communicate(to_json(record).encode(), timeout=WAIT_S)
+            except subprocess.TimeoutExpired:
+                more = f"\n{_NOT_TAKEN}no answer within {WAIT_S:g} s".encode()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # of its own session: what it left behind, too
+        told.seek(0)
+        said = told.read() + more
     return [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
 
 
@@ -80,6 +89,7 @@ def _curves(record: Record) -> list[dict[str, float]]:
         "loss": record.metrics.loss,
         "grad_norm_before_clip": record.metrics.grad_norm_before_clip,
         "step_time_s": record.samples.step_time_s,
+        "tokens_per_s": _throughput(record),
         "learning_rate": record.samples.learning_rate,
     }
     steps = max((len(values) for values in lists.values()), default=0)
@@ -92,6 +102,12 @@ def _curves(record: Record) -> list[dict[str, float]]:
         if loss is not None:
             rows[step - 1 - (record.resolved.steps_before or 0)]["eval_loss"] = loss
     return rows
+
+
+def _throughput(record: Record) -> list[float]:
+    """Of each step, between undrained boundaries; the record's own is of the timed region as a whole."""
+    tokens = record.resolved.tokens_per_step
+    return [] if tokens is None else [tokens / seconds for seconds in record.samples.step_time_s if seconds > 0]
 
 
 def log(record: Record, mode: Mode) -> None:

@@ -60,18 +60,10 @@ SIZES = (
         batch_size=2,
         notes="small enough for any machine; three groups, twice each, for model states well above activations",
     ),
-    AlbertShape(
-        name="albert-base", num_layers=12, hidden_size=768, num_heads=12, ffn_size=3072, label="ALBERT base"
-    ),
-    AlbertShape(
-        name="albert-large", num_layers=24, hidden_size=1024, num_heads=16, ffn_size=4096, label="ALBERT large"
-    ),
-    AlbertShape(
-        name="albert-xlarge", num_layers=24, hidden_size=2048, num_heads=16, ffn_size=8192, label="ALBERT xlarge"
-    ),
-    AlbertShape(
-        name="albert-xxlarge", num_layers=12, hidden_size=4096, num_heads=64, ffn_size=16384, label="ALBERT xxlarge"
-    ),
+    AlbertShape(name="albert-base", num_layers=12, hidden_size=768, num_heads=12, ffn_size=3072, label="ALBERT base"),
+    AlbertShape(name="albert-large", num_layers=24, hidden_size=1024, num_heads=16, ffn_size=4096, label="ALBERT large"),
+    AlbertShape(name="albert-xlarge", num_layers=24, hidden_size=2048, num_heads=16, ffn_size=8192, label="ALBERT xlarge"),
+    AlbertShape(name="albert-xxlarge", num_layers=12, hidden_size=4096, num_heads=64, ffn_size=16384, label="ALBERT xxlarge"),
 )
 
 LAW: Law = (

@@ -167,9 +167,7 @@ def _library_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         found += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitec"))
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(("_sysconfigdata", "sitec"))
         ]
     return iter(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
 

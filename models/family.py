@@ -37,12 +37,23 @@ class Family:
     parameters: Callable[[Any], int] | None = None
 
 
+def with_fused_attention(config: Any) -> Any:
+    """The config, for who makes parts of a transformers model: torch's fused attention, no cache of keys and values."""
+    config.use_cache = False
+    config._attn_implementation = "sdpa"
+    return config
+
+
 def from_config(model_class: str, config: Any) -> nn.Module:
-    """The transformers model of that class, fp32, with torch's fused attention and no cache of keys and values."""
+    """The transformers model of that class, fp32, without a cache of keys and values, and with torch's fused attention, or
+    attention written out where the class has no fused one.
+    """
     import torch
     import transformers  # takes seconds: only who builds a model waits for it
 
     config.use_cache = False
-    model = getattr(transformers, model_class)._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    wanted = getattr(transformers, model_class)
+    attention = "sdpa" if wanted._supports_sdpa else "eager"
+    model = wanted._from_config(config, attn_implementation=attention, dtype=torch.float32)
     assert isinstance(model, torch.nn.Module)
     return model

@@ -9,10 +9,13 @@ Note [What a step costs]
     Backward is twice forward (a product for each operand's gradient). A recomputed block adds its forward once more.
     Causal attention needs half of the score products; a count with that half left out is `causal`, without is `full`.
     Only a decoder's attention to itself is causal: an encoder's, and a decoder's to an encoder, count whole in both.
+    Of experts a token passes those that it is sent to: they count as if none was dropped. An expert multiplies all of its slots
+    (Note [Slots] in moe.py), and what of that no token needs is `padding`.
     model_tflops      3 x forward, recomputation not counted: what the mathematics needs
-    hardware_tflops   the same plus recomputed forwards: what the device was asked to do
+    hardware_tflops   the same plus recomputed forwards and padding: what the device was asked to do
     relative_tflops   Elixir's equation (1): 8 x tokens x parameters, whether or not anything is recomputed
     tflops_6n         6 x tokens x parameters
+    Of a mixture of experts, parameters in both are those that a token uses (`activated.py`).
     All are per device: of one rank's tokens and step time.
 """
 
@@ -20,19 +23,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.activated import stand_for_experts
+from models.moe import Mixture, capacity_of
 from models.objective import OBJECTIVES
 from models.registry import build
 from models.shape import ModelShape, ObjectiveName
 from systems.prediction.attention import FusedAttention
 from systems.prediction.meta_copy import on_meta
-from systems.prediction.products import BATCHED, PRODUCTS
+from systems.prediction.products import BATCHED, PRODUCTS, STAND_INS
 from systems.recipe.model.blocks import find_blocks
 
 FORMULA_VERSION = "matmul-1"
@@ -46,12 +52,13 @@ class ForwardFlops:
     """One forward pass.
 
     scores: both products of attention, over all pairs of tokens. causal_scores: those that a causal mask leaves over.
-    other: every other matrix product.
+    other: every other matrix product that a token needs. padding: what experts multiply beside, in slots that stay empty.
     """
 
     other: int = 0
     scores: int = 0
     causal_scores: int = 0
+    padding: int = 0
 
     @property
     def full(self) -> int:
@@ -61,8 +68,17 @@ class ForwardFlops:
     def causal(self) -> int:
         return self.other + self.causal_scores
 
+    def without(self, padding: int) -> ForwardFlops:
+        """The same, where so much of `other` is padding."""
+        return replace(self, other=self.other - padding, padding=self.padding + padding)
+
     def __add__(self, more: ForwardFlops) -> ForwardFlops:
-        return ForwardFlops(self.other + more.other, self.scores + more.scores, self.causal_scores + more.causal_scores)
+        return ForwardFlops(
+            self.other + more.other,
+            self.scores + more.scores,
+            self.causal_scores + more.causal_scores,
+            self.padding + more.padding,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,24 +112,34 @@ def count(model: ModelShape | nn.Module, *, batch_size: int, seq_len: int, objec
     blocks: dict[int, nn.Module] = {id(block): block for block in find_blocks(module).values()}
     for number, block in enumerate(blocks.values(), start=1):
         _stand_for(block, number, counter.block)
+    stand_for_experts(module)
     for part in module.modules():
+        if isinstance(part, Mixture):
+            _count_slots(part, counter)
         if isinstance(causal := getattr(part, "is_causal", None), bool):
             _stand_for(part, causal, counter.causal)
     try:
         with torch.no_grad(), counter, FusedAttention(counter.attend):
             module(**inputs)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"FLOPs of {type(module).__name__} cannot be counted on the meta device: {reason}") from error
-    per_block = tuple(counter.spent.get(number, ForwardFlops()) for number in range(1, len(blocks) + 1))
-    return FlopCount(sum(counter.spent.values(), ForwardFlops()), per_block)
+    found = {number: spent.without(int(counter.empty.get(number, 0))) for number, spent in counter.spent.items()}
+    per_block = tuple(found.get(number, ForwardFlops()) for number in range(1, len(blocks) + 1))
+    return FlopCount(sum(found.values(), ForwardFlops()), per_block)
 
 
-def step_flops(flops: FlopCount, *, accumulate: int = 1, recompute: Recompute = "none", causal: bool = True) -> int:
-    """One optimizer step of one rank: `accumulate` micro-batches forward and backward, and what is recomputed."""
+def step_flops(
+    flops: FlopCount, *, accumulate: int = 1, recompute: Recompute = "none", causal: bool = True, padded: bool = False
+) -> int:
+    """One optimizer step of one rank: `accumulate` micro-batches forward and backward, and what is recomputed.
+
+    padded: with what experts multiply in empty slots.
+    """
     again = flops.recomputed(recompute)
     forward, extra = (flops.forward.causal, again.causal) if causal else (flops.forward.full, again.full)
-    return accumulate * (3 * forward + extra)
+    padding = 3 * flops.forward.padding + again.padding if padded else 0
+    return accumulate * (3 * forward + extra + padding)
 
 
 def model_tflops(flops: FlopCount, *, step_time_s: float, accumulate: int = 1, causal: bool = True) -> float:
@@ -123,7 +149,8 @@ def model_tflops(flops: FlopCount, *, step_time_s: float, accumulate: int = 1, c
 def hardware_tflops(
     flops: FlopCount, *, recompute: Recompute, step_time_s: float, accumulate: int = 1, causal: bool = True
 ) -> float:
-    return step_flops(flops, accumulate=accumulate, recompute=recompute, causal=causal) / 1e12 / step_time_s
+    spent = step_flops(flops, accumulate=accumulate, recompute=recompute, causal=causal, padded=True)
+    return spent / 1e12 / step_time_s
 
 
 def relative_tflops(*, parameters: int, tokens: int, step_time_s: float) -> float:
@@ -155,18 +182,34 @@ def _stand_for(module: nn.Module, value: Any, stack: list[Any]) -> None:
     module.register_forward_hook(pop)
 
 
+def _count_slots(mixture: Mixture, counter: _Counter) -> None:
+    """Tell the counter, while an expert runs, which share of its slots tokens fill."""
+    needed: list[Fraction] = [Fraction(1)]
+
+    def look(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        tokens = args[0].numel() // mixture.width
+        slots = mixture.expert_count * capacity_of(tokens=tokens, experts=mixture.expert_count, factor=mixture.factor)
+        needed[0] = min(Fraction(1), Fraction(mixture.choices * tokens, slots))
+
+    mixture.register_forward_pre_hook(look)
+    for expert in mixture.experts.values():
+        _stand_for(expert, needed, counter.needed)
+
+
 class _Counter(TorchDispatchMode):
     """Adds up matrix products under the number of the block they run in, 0 outside.
 
-    block, causal: stacks of what the forward is in: block numbers, and whether an attention module, as transformers marks
-    it, is causal; None outside of one.
+    block, causal, needed: stacks of what the forward is in: block numbers; whether an attention module, as transformers marks
+    it, is causal, None outside of one; and of an expert, in a list, the share of its products that tokens need.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.spent: dict[int, ForwardFlops] = {}
+        self.empty: dict[int, Fraction] = {}  # of these, by experts whose slots are not all filled
         self.block: list[int] = [0]
         self.causal: list[bool | None] = [None]
+        self.needed: list[list[Fraction]] = [[Fraction(1)]]
 
     def add(self, flops: ForwardFlops) -> None:
         self.spent[self.block[-1]] = self.spent.get(self.block[-1], ForwardFlops()) + flops
@@ -198,4 +241,5 @@ class _Counter(TorchDispatchMode):
                 self.add_scores(spent, causal=causal)
             else:
                 self.add(ForwardFlops(other=spent))
-        return func(*args, **(kwargs or {}))
+                self.empty[self.block[-1]] = self.empty.get(self.block[-1], Fraction(0)) + spent * (1 - self.needed[-1][0])
+        return STAND_INS.get(func, func)(*args, **(kwargs or {}))

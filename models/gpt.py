@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from models.family import Family, from_config
 from models.shape import ModelShape
@@ -92,23 +92,15 @@ SIZES = (
     _gpt3("gpt3-125m", 12, 768, 12, label="GPT-3 Small"),
     _gpt3("gpt3-350m", 24, 1024, 16, label="GPT-3 Medium"),
     _gpt3("gpt3-760m", 24, 1536, 16, label="GPT-3 Large"),
-    _gpt3(
-        "gpt3-1.3b", 24, 2048, 16, label="GPT-3 XL", notes="printed with 24 heads, which do not divide 2048: 16 of 128"
-    ),
+    _gpt3("gpt3-1.3b", 24, 2048, 16, label="GPT-3 XL", notes="printed with 24 heads, which do not divide 2048: 16 of 128"),
     _gpt3("gpt3-2.7b", 32, 2560, 32, label="GPT-3 2.7B"),
     _gpt3("gpt3-6.7b", 32, 4096, 32, label="GPT-3 6.7B"),
-    _gpt3(
-        "gpt3-13b", 40, 5120, 40, label="GPT-3 13B", notes="printed with width 5140, which 40 heads do not divide: 5120"
-    ),
+    _gpt3("gpt3-13b", 40, 5120, 40, label="GPT-3 13B", notes="printed with width 5140, which 40 heads do not divide: 5120"),
     _gpt3("gpt3-175b", 96, 12288, 96, label="GPT-3 175B"),
     _angel("1.7B", 24, 2304, 24),
-    _angel(
-        "13B", 40, 5120, 40, ffn_size=20506, notes="printed with width 5140, which 40 heads do not divide: 5120"
-    ),
+    _angel("13B", 40, 5120, 40, ffn_size=20506, notes="printed with width 5140, which 40 heads do not divide: 5120"),
     _angel("28B", 26, 8192, 128, notes="counts 21.4B by the shape of table 4"),
-    _angel(
-        "30B", 64, 8192, 32, notes="counts 52.0B by the shape of table 4; its 36 heads do not divide the width 8192: 32"
-    ),
+    _angel("30B", 64, 8192, 32, notes="counts 52.0B by the shape of table 4; its 36 heads do not divide the width 8192: 32"),
     _angel("55B", 68, 8192, 128),
     _angel("120B", 64, 12288, 96),
     _angel("175B", 70, 14336, 112),
@@ -149,10 +141,10 @@ def law(shape: ModelShape) -> Law:
     )
 
 
-def build(shape: GptShape) -> nn.Module:
+def config_of(shape: GptShape) -> Any:
     from transformers import GPT2Config
 
-    config = GPT2Config(
+    return GPT2Config(
         vocab_size=shape.vocab_size,
         n_positions=shape.max_positions,
         n_embd=shape.hidden_size,
@@ -167,7 +159,10 @@ def build(shape: GptShape) -> nn.Module:
         eos_token_id=None,
         tie_word_embeddings=shape.tied,
     )
-    return from_config("GPT2LMHeadModel", config)
+
+
+def build(shape: GptShape) -> nn.Module:
+    return from_config("GPT2LMHeadModel", config_of(shape))
 
 
 def parameters(shape: GptShape) -> int:

@@ -101,6 +101,4 @@ class Seq2Seq(Objective):
         return {"decoder_input_ids": shifted.masked_fill(shifted == IGNORED, START_TOKEN)} | super().inputs(batch)
 
 
-OBJECTIVES: Mapping[ObjectiveName, Objective] = MappingProxyType(
-    {"causal": Causal(), "masked": Masked(), "seq2seq": Seq2Seq()}
-)
+OBJECTIVES: Mapping[ObjectiveName, Objective] = MappingProxyType({"causal": Causal(), "masked": Masked(), "seq2seq": Seq2Seq()})

@@ -48,6 +48,7 @@ class ModelShape:
 
     heads_divide_width: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset({"name", "family", "objective"})
+    from_zero: ClassVar[frozenset[str]] = frozenset({"num_layers"})
 
     name: str
     family: str
@@ -68,7 +69,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "num_layers" else 1
+            least = 0 if field.name in self.from_zero else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{self.name}: {field.name} must be at least {least}, not {value}")
             most = MAX_LAYERS if field.name == "num_layers" else MAX_SIZE

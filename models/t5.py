@@ -1,7 +1,7 @@
 """T5 over transformers' T5ForConditionalGeneration: the published sizes and Angel-PTM's.
 
 Sources: Raffel et al. 2020 (arXiv 1910.10683), section 3.1.2 and the published checkpoints; Angel-PTM, table 4. Angel's
-T5-MoE needs expert layers and is not here. Attention is torch's fused one; the learned relative bias reaches it as a mask
+T5-MoE is in `models.t5_moe`. Attention is torch's fused one; the learned relative bias reaches it as a mask
 to be added, which keeps torch from its fastest kernels.
 """
 
@@ -63,12 +63,8 @@ SIZES = (
     T5Shape(name="t5-small", num_layers=6, hidden_size=512, num_heads=8, ffn_size=2048, label="T5 Small"),
     T5Shape(name="t5-base", num_layers=12, hidden_size=768, num_heads=12, ffn_size=3072, label="T5 Base"),
     T5Shape(name="t5-large", num_layers=24, hidden_size=1024, num_heads=16, ffn_size=4096, label="T5 Large"),
-    T5Shape(
-        name="t5-3b", num_layers=24, hidden_size=1024, num_heads=32, head_size=128, ffn_size=16384, label="T5 3B"
-    ),
-    T5Shape(
-        name="t5-11b", num_layers=24, hidden_size=1024, num_heads=128, head_size=128, ffn_size=65536, label="T5 11B"
-    ),
+    T5Shape(name="t5-3b", num_layers=24, hidden_size=1024, num_heads=32, head_size=128, ffn_size=16384, label="T5 3B"),
+    T5Shape(name="t5-11b", num_layers=24, hidden_size=1024, num_heads=128, head_size=128, ffn_size=65536, label="T5 11B"),
     T5Shape(
         name="t5-1.4b",
         num_layers=16,
@@ -112,13 +108,12 @@ def law(shape: T5Shape) -> Law:
     )
 
 
-def build(shape: T5Shape) -> nn.Module:
-    from torch import nn
+def config_of(shape: T5Shape) -> Any:
     from transformers import T5Config
 
     from models.objective import START_TOKEN
 
-    config = T5Config(
+    return T5Config(
         vocab_size=shape.vocab_size,
         d_model=shape.hidden_size,
         d_kv=shape.head_size,
@@ -135,7 +130,12 @@ def build(shape: T5Shape) -> nn.Module:
         pad_token_id=START_TOKEN,
         decoder_start_token_id=START_TOKEN,
     )
-    model: Any = from_config("T5ForConditionalGeneration", config)
+
+
+def build(shape: T5Shape) -> nn.Module:
+    from torch import nn
+
+    model: Any = from_config("T5ForConditionalGeneration", config_of(shape))
     if not shape.tied:
         # The library reads the setting as a matter of scale alone and ties whatever it says.
         model.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from harness.figures import FigureSpec
 from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, Value, table
 from harness.record import Record
+from paper_figures.best_batch import best_batch, cells_of, over, ratio_cell
+from paper_figures.best_batch import samples_per_s as samples_of
+from paper_figures.forecast_errors import error_remark
 from paper_figures.kept import ForecastCase, KeptForecasts, ask_all, simulated
-from paper_figures.recorded import last_like, measured, records
+from paper_figures.recorded import last_like, measured, records, work_table
 from paper_figures.sentences import Sentence, sentences
 
 SHOWS = {
@@ -39,11 +44,13 @@ TABLE6: tuple[tuple[str, str, int, float, float], ...] = (
 TABLE6_COLUMNS = ("params", "GPUs", "samples/s", "valid loss")
 PAPER = ("variant=paper",)
 GPUS, BATCHES = (256, 768), (1, 2, 4, 8)
+MODELS7, GPUS7, BATCHES7 = ("1.7b", "13b", "28b", "30b", "55b", "120b"), (8, 32), (4, 32)
 FIGURE8 = (
     "Other points are in an image alone; batches and sequence length are not printed.",
     "simulated: 2048 tokens a sequence, the fastest of the batches 1, 2, 4 and 8 a GPU that fit, everything recomputed.",
 )
 HERE = {"DeepSpeed": "deepspeed-zero3-offload", "AngelPTM": "angel-ptm"}
+PROFILES7 = "angel-a100-40g-x8 and -x32"
 NAMES = {("GPT", "28B"): "angel-28b", ("GPT", "55B"): "angel-55b", ("T5", "27B"): "t5-27b", ("T5", "58B"): "t5-58b"}
 
 
@@ -79,6 +86,15 @@ def case8(gpus: int, batch: int) -> ForecastCase:
     )
 
 
+def case7(system: str, label: str, gpus: int, batch: int) -> ForecastCase:
+    here = HERE[system]
+    return replace(case8(gpus, batch), system=here, model=f"angel-{label}", option=PAPER if here == "angel-ptm" else ())
+
+
+def cases7() -> list[ForecastCase]:
+    return [case7(*each, batch) for each in product(HERE, MODELS7, GPUS7) for batch in BATCHES7]
+
+
 def cases5() -> list[ForecastCase]:
     return [case5(system, NAMES[model, label], batch) for model, system, label, batch, *_ in TABLE5]
 
@@ -98,10 +114,12 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         yield _table5(asked)
     elif name == "angel-table6":
         yield _table6()
+    elif name == "angel-figure7":
+        yield from _figure7(asked)
     elif name == "angel-figure8":
-        yield _figure8(simulated(name, cases8(), fresh=asked.fresh, ask=ask_all))
+        yield _figure8(simulated(name, cases8(), fresh=asked.fresh, ask=ask_all), error_remark(asked, "ours"))
     else:
-        yield _figure7() if name == "angel-figure7" else _figure9()
+        yield _figure9()
 
 
 def _did(run: Record, *, system: str, model: str, batch: int) -> bool:
@@ -130,6 +148,7 @@ def _table5(asked: FigureSpec) -> PaperTable:
         [*columns, FigureColumn("samples/s", "measured"), FigureColumn("samples/s", "simulated")],
         rows,
         kept.remark("angel-table5"),
+        error_remark(asked),
         "simulated: with a batch taken as a GPU's, 2048 tokens a sequence (T5: 512), everything recomputed, and the shapes "
         "of table 4; empty: it does not fit.",
         "Contradiction: the table has 0.464 samples/s for GPT-55B, section 6.2 says 3.34; the table's 3.37 is of T5-58B.",
@@ -156,25 +175,53 @@ def _table6() -> PaperTable:
         "Contradiction: 317.82 samples/s on 576 GPUs in the table, 317.72 'with 64 GPUs' in section 6.5, then 317.82.",
         "Contradiction: with 9 experts a GPU and layer (section 6.4) of table 4's shape neither 1T on 64 nor 10T on 576 GPUs "
         f"follows; 1.2T on 256 does ({experts_parameters(256) / 1e12:.2f}T).",
-        "Layers of experts are not here: nothing can be measured or simulated.",
+        "Experts divided among ranks are not simulated here, and there is no record of any.",
     )
 
 
-def _figure7() -> PaperTable:
+def _figure7(asked: FigureSpec) -> Iterator[PaperTable]:
+    kept = simulated("angel-figure7", cases7(), fresh=asked.fresh, ask=ask_all)
+    rows: list[list[FigureCell]] = []
+    ratios = list[float]()
+    for label, gpus in product(MODELS7, GPUS7):
+        found = [best_batch(kept, [case7(system, label, gpus, batch) for batch in BATCHES7], samples_of) for system in HERE]
+        ratio = over(found[1], found[0])
+        ratios += [] if ratio is None else [ratio]
+        rows.append([label.upper(), gpus, *(each for one in found for each in cells_of(one)), ratio_cell(found[1], found[0])])
+    mean = SimulatedCell(gain(sum(ratios) / len(ratios), 1), PROFILES7) if ratios else None
+    most = SimulatedCell(gain(max(ratios), 1), PROFILES7) if ratios else None
     place = "section 6.3, of figure 7"
     said = (
-        Sentence("over DeepSpeed, on average", "35.4 %", place),
-        Sentence("over DeepSpeed, at most", "70 %", place),
+        Sentence("over DeepSpeed, on average", "35.4 %", place, simulated=mean),
+        Sentence("over DeepSpeed, at most", "70 %", place, simulated=most),
         Sentence("over Megatron-LM, on average", "38.9 %", place),
         Sentence("over Megatron-LM, at most", "88.9 %", place),
         Sentence("slower than Megatron-LM, 1.7B on 8 GPUs", "2.4 %", place),
         Sentence("Megatron-LM, 30B on 8 GPUs", "out of memory", place),
         Sentence("bars of 1.7B to 120B, 8 and 32 GPUs; batches", None, place),
     )
-    return sentences("Angel-PTM figure 7: throughput", said, "The bars are in an image alone.", "Megatron-LM is not here.")
+    remarks = (kept.remark("angel-figure7"), error_remark(asked))
+    yield sentences(
+        "Angel-PTM figure 7: throughput", said, *remarks, "The bars are in an image alone.", "Megatron-LM is not here."
+    )
+    columns = [FigureColumn("model"), FigureColumn("GPUs")]
+    for system in HERE:
+        columns += [FigureColumn(f"{system}: samples/s", "simulated"), FigureColumn(f"{system}: batch a GPU", "simulated")]
+    yield table(
+        "Angel-PTM figure 7: forecasts",
+        [*columns, FigureColumn("AngelPTM over DeepSpeed", "simulated")],
+        rows,
+        "The better of batches 4 and 32 a GPU, 2048 tokens a sequence, everything recomputed. An empty cell does not fit.",
+    )
+    yield work_table("Angel-PTM figure 7: records of one GPU", records(asked.results), _in_figure7)
 
 
-def _figure8(kept: KeptForecasts) -> PaperTable:
+def _in_figure7(run: Record) -> bool:
+    """Of Angel-PTM, and of what did the same work beside it."""
+    return run.spec.system == "angel-ptm" or run.spec.model.startswith("angel-")
+
+
+def _figure8(kept: KeptForecasts, error: str) -> PaperTable:
     place = "section 6.4, of figure 8"
     best = [
         max((speed for batch in BATCHES if (speed := samples_per_s(kept, case8(gpus, batch)))), default=None) for gpus in GPUS
@@ -187,10 +234,11 @@ def _figure8(kept: KeptForecasts) -> PaperTable:
         Sentence("speed-up", "3.12x", place, f"{36.46 / 11.68:.2f}x", "36.46 / 11.68, of 3 times the GPUs", simulated=ratio),
         Sentence("other numbers of GPUs", None, place),
     )
-    return sentences("Angel-PTM figure 8: scaling of GPT3-175B", said, kept.remark("angel-figure8"), *FIGURE8)
+    return sentences("Angel-PTM figure 8: scaling of GPT3-175B", said, kept.remark("angel-figure8"), error, *FIGURE8)
 
 
 def _figure9() -> PaperTable:
     place = "section 6.4, of figure 9"
     said = (Sentence("T5-MoE with more GPUs", "near-linear", place), Sentence("points", None, place))
-    return sentences("Angel-PTM figure 9: scaling of T5-MoE", said, "No number is printed.", "Layers of experts are not here.")
+    hole = "Experts divided among ranks are not simulated here."
+    return sentences("Angel-PTM figure 9: scaling of T5-MoE", said, "No number is printed.", hole)

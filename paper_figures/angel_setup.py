@@ -14,7 +14,7 @@ SHOWS = {
     "angel-table4": "models: labels against the parameters that their shapes have",
 }
 PROFILE = "angel-a100-40g-x8"
-TABLE4: tuple[tuple[str, int, int, int, int, int | None, str | None], ...] = (
+TABLE4: tuple[tuple[str, int, int, int, int, int | None, str], ...] = (
     ("GPT3-1.7B", 24, 24, 2304, 9216, None, "angel-1.7b"),
     ("GPT3-13B", 40, 40, 5140, 20506, None, "angel-13b"),
     ("GPT3-28B", 26, 128, 8192, 32768, None, "angel-28b"),
@@ -25,7 +25,7 @@ TABLE4: tuple[tuple[str, int, int, int, int, int | None, str | None], ...] = (
     ("T5-1.4B", 16, 16, 1024, 16384, None, "t5-1.4b"),
     ("T5-27B", 28, 64, 4096, 16384, None, "t5-27b"),
     ("T5-58B", 60, 64, 4096, 16384, None, "t5-58b"),
-    ("T5-MoE-1.2T", 16, 16, 1024, 16384, 2304, None),
+    ("T5-MoE-1.2T", 16, 16, 1024, 16384, 2304, "t5-moe-1.24t"),
 )
 """Label, layers, heads, d_model, d_ffn, experts, and the name that it has here."""
 
@@ -68,9 +68,6 @@ def _models() -> PaperTable:
     for label, layers, heads, width, inner, experts, here in TABLE4:
         row: list[FigureCell] = [label, *(PrintedCell(each, "table 4") for each in (layers, heads, width, inner))]
         row.append(None if experts is None else PrintedCell(experts, "table 4"))
-        if here is None:
-            rows.append([*row, None, None, None])
-            continue
         shape = models_registry.resolve(here)
         count = models_registry.parameter_count(shape)
         assert count is not None
@@ -87,5 +84,4 @@ def _models() -> PaperTable:
         columns,
         rows,
         "Section 6.2 takes 28B and 55B, 26 and 68 layers of one width, as 96.4 % more; by their shapes it is 158 % more.",
-        "T5-MoE-1.2T needs layers of experts and is not here.",
     )

@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import store
-from harness.cells import TableCell, replicates
+from harness.cells import cell_of, replicates
 from harness.hindcast import hindcast
 from harness.output import counted
 from harness.record import Record
@@ -92,15 +92,13 @@ def counts(record: Record, profile: HardwareProfile, planned: Set[str]) -> bool:
     return record.spec.system in planned and measured and enough and same_device and record.spec.ranks == 1
 
 
-def cells_of(records: Sequence[Record], profile: HardwareProfile) -> list[list[Record]]:
-    """The last runs of each cell, by its first run's time."""
-    planned = planned_systems()
+def cells_of(records: Sequence[Record], profile: HardwareProfile, *, planned: Set[str] | None = None) -> list[list[Record]]:
+    """The last runs of each cell, by its first run's time. planned: systems that count; None: all that make plans."""
+    planned = planned_systems() if planned is None else planned
     known = [record for record in records if counts(record, profile, planned)]
     found: dict[str, list[Record]] = {}
     for record in sorted(known, key=lambda record: record.run_id):
-        resolved = record.resolved
-        work = record.spec.model_copy(update={"batch_size": resolved.batch_size, "seq_len": resolved.seq_len})
-        like = replicates(known, TableCell(record.spec.system, work), profile.device_name)
+        like = replicates(known, cell_of(record), profile.device_name)
         found.setdefault(like[-1].run_id, like)
     return list(found.values())
 

@@ -16,7 +16,7 @@ from harness.record import Record
 from models import registry as models_registry
 from paper_figures.h3t_solvers import GB, SolverCase, model_costs, solved
 from paper_figures.kept import ForecastFound, KeptForecasts, simulated
-from paper_figures.recorded import cells, last_like, measured, records
+from paper_figures.recorded import cells, last_like, measured, records, with_plan_errors, work_table
 from systems.sizes import format_size
 from systems.strategies.h3t.dynamic import pruned_dp
 from systems.strategies.h3t.evaluation import all_on, evaluate
@@ -103,9 +103,16 @@ def ask_solvers(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Forecast
 def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
     if name in ("h3t-table1", "h3t-table3"):
         kept = simulated("h3t-solved", SETTINGS, fresh=asked.fresh, ask=ask_solvers)
-        yield _table1(kept, asked) if name == "h3t-table1" else _table3(kept, asked)
+        made = _table1(kept, asked) if name == "h3t-table1" else _table3(kept, asked)
+        yield with_plan_errors(made, asked.results, "h3t")
+        title = f"H3T {name.replace('h3t-table', 'table ')}: records of its models"
+        yield work_table(title, records(asked.results), _of_its_models)
     else:
         yield _table2() if name == "h3t-table2" else _table4() if name == "h3t-table4" else _figure10(asked)
+
+
+def _of_its_models(run: Record) -> bool:
+    return run.spec.model in {setting.model for setting in SETTINGS}
 
 
 def _did(run: Record, *, setting: Setting) -> bool:

@@ -21,6 +21,7 @@ from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTab
 from models import registry as models_registry
 from models.shape import ModelShape
 from paper_figures.kept import ForecastFound, simulated
+from paper_figures.recorded import with_plan_errors
 from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.clock.rates import Rates
@@ -261,7 +262,8 @@ TABLES: Mapping[str, Callable[[], PaperTable]] = {"table5": table5, "table6": ta
 
 
 def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
-    yield figure6(fresh=asked.fresh) if name == "h3t-figure6" else TABLES[name.removeprefix("h3t-")]()
+    made = figure6(fresh=asked.fresh) if name == "h3t-figure6" else TABLES[name.removeprefix("h3t-")]()
+    yield made if name == "h3t-table5" else with_plan_errors(made, asked.results, "h3t")
 
 
 def main(arguments: list[str]) -> int:

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.environment import source_sha256
+from harness.digests import SEAL, seal
+from harness.environment import code, source_sha256
 from harness.output import counted
 from harness.plan import Unfilled
 from models import registry as models_registry
@@ -71,10 +72,11 @@ class ForecastFound:
 
 @dataclass(frozen=True)
 class KeptForecasts:
-    """source: digest of what made them."""
+    """source: digest of what made them. revision: the commit, None where it is not known."""
 
     source: str
     found: Mapping[str, ForecastFound]
+    revision: str | None = None
 
     def of(self, case: Any) -> ForecastFound | None:
         """None: it is not kept."""
@@ -83,12 +85,13 @@ class KeptForecasts:
     def remark(self, name: str) -> str:
         """Where the numbers are from, and whether by today's source."""
         same = self.source == source_sha256(ROOT, MADE_BY)
-        now = "this source" if same else f"source {self.source[:12]}, which has changed since"
+        made = f"source {self.source[:12]}{f' of commit {self.revision[:12]}' if self.revision else ''}"
+        now = "this source" if same else f"{made}, which has changed since"
         return f"simulated by {now}: harness figure {name} --fresh makes it anew."
 
 
-def asked(case: ForecastCase, seen: Observations) -> ForecastFound:
-    """The forecast. seen: of the case's model."""
+def asked(case: ForecastCase, seen: Observations, *, lanes: bool = False) -> ForecastFound:
+    """The forecast. seen: of the case's model. lanes: with the seconds of a step that each lane is busy, as `busy.h2d`."""
     system, profile = registry.get(case.system), hardware.load(case.profile)
     question = Question(
         profile=profile,
@@ -106,6 +109,8 @@ def asked(case: ForecastCase, seen: Observations) -> ForecastFound:
     except UnsupportedError as error:
         return ForecastFound(None, str(error))
     numbers = {name: made.statistics[name] for name in STATISTICS if made.statistics.get(name) is not None}
+    if lanes:
+        numbers |= {f"busy.{lane}": seconds for lane, seconds in made.simulation.busy_s.items()}
     return ForecastFound(made.simulation.step_time_s if made.fits else None, made.why_not, numbers)
 
 
@@ -115,13 +120,13 @@ def observations(model: str) -> Observations:
         return Observations(models_registry.build(shape), partial(token_loss, objective=shape.objective))
 
 
-def ask_all(cases: Sequence[ForecastCase]) -> Iterator[tuple[ForecastCase, ForecastFound]]:
+def ask_all(cases: Sequence[ForecastCase], *, lanes: bool = False) -> Iterator[tuple[ForecastCase, ForecastFound]]:
     """Model by model, each of which is observed once for a batch."""
     name, seen = "", None
     for case in sorted(cases, key=lambda case: case.model):
         if seen is None or name != case.model:
             name, seen = case.model, observations(case.model)
-        yield case, asked(case, seen)
+        yield case, asked(case, seen, lanes=lanes)
 
 
 def simulated(
@@ -137,16 +142,17 @@ def simulated(
         made = {_key(case): found for case, found in counted(ask(cases), len(cases), lambda pair: str(pair[0]))}
         cells = [{"case": asdict(case), "found": asdict(made[_key(case)])} for case in cases]
         FOLDER.mkdir(exist_ok=True)
-        write_whole(path, _text(source_sha256(ROOT, MADE_BY), cells).encode(), over="file", mode=0o644)
+        write_whole(path, _text(source_sha256(ROOT, MADE_BY), cells, code().revision).encode(), over="file", mode=0o644)
     kept: Any = read_json(path)
     found = {json.dumps(cell["case"], sort_keys=True): ForecastFound(**cell["found"]) for cell in kept["cells"]}
-    return KeptForecasts(kept["source_sha256"], found)
+    return KeptForecasts(kept["source_sha256"], found, kept.get("revision"))
 
 
-def _text(source: str, cells: Sequence[Mapping[str, Any]]) -> str:
-    """JSON with a cell a line."""
+def _text(source: str, cells: Sequence[Mapping[str, Any]], revision: str | None) -> str:
+    """JSON with a cell a line. revision: the commit that it was made from."""
+    head = {"source_sha256": source, "revision": revision, SEAL: seal(json.loads(json.dumps(cells)))}
     lines = ",\n".join(json.dumps(cell) for cell in cells)
-    return f'{{"source_sha256": "{source}", "cells": [\n{lines}\n]}}\n'
+    return f'{json.dumps(head)[:-1]}, "cells": [\n{lines}\n]}}\n'
 
 
 def _key(case: Any) -> str:

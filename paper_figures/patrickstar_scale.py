@@ -12,15 +12,14 @@ from typing import NamedTuple
 
 from harness.figures import FigureSpec
 from harness.paper_table import FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, table
-from models import registry as models_registry
+from paper_figures.best_batch import PRODUCTS, tflops
+from paper_figures.forecast_errors import error_remark
 from paper_figures.kept import ForecastCase, KeptForecasts, ask_all, simulated
 
 SHOWS = {"patrickstar-figure10": "largest model of PyTorch, DeepSpeed and PatrickStar, one to eight GPUs"}
 SYSTEMS = {"PyTorch": "resident", "DeepSpeed-DP": "deepspeed-zero3-offload", "PatrickStar": "patrickstar"}
 BATCHES = (4, 32)
 RANKS = (1, 2, 4, 8)
-TERA = 10**12
-PRODUCTS = 8  # floating point operations a parameter and token: two forward, four backward, two again
 
 
 class Cluster(NamedTuple):
@@ -69,13 +68,6 @@ def cases() -> Iterator[ForecastCase]:
                     yield case(cluster, "PyTorch", model, ranks, BATCHES[0])
 
 
-def tflops(asked: ForecastCase, step_s: float) -> float:
-    """Of a GPU."""
-    parameters = models_registry.parameter_count(models_registry.resolve(asked.model))
-    assert parameters is not None
-    return PRODUCTS * parameters * asked.batch_size * asked.seq_len / step_s / TERA
-
-
 def largest(
     kept: KeptForecasts, cluster: Cluster, system: str, ranks: int, *, bar: float, batches: tuple[int, ...]
 ) -> str | None:
@@ -113,6 +105,7 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         columns,
         rows,
         kept.remark(name),
+        error_remark(asked),
         "All of table 2 is tried on SuperPod, whose largest is 68B, and up to 30B on YARD.",
         "The paper's models are within its efficiency bar, 30 and 50 Tflops a GPU, where it says nothing else; its batches "
         "are not printed.",

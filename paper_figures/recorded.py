@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harness import store
-from harness.cells import TableCell, replicates
+from harness.cells import cell_of, replicates
 from harness.likeness import alike
-from harness.paper_table import MeasuredCell
+from harness.paper_table import FigureCell, FigureColumn, MeasuredCell, PaperTable, table
 from harness.record import Record
+from systems.sizes import format_size
 
 Keep = Callable[[Record], bool]
+NOT_THE_PAPER_S = "Neither the paper's machine nor its batches: no ratio of the paper follows from rows of different work."
 
 
 def records(folder: str) -> list[Record]:
@@ -31,9 +34,7 @@ def cells(found: Sequence[Record], keep: Keep) -> list[list[Record]]:
     """The same of each work that is kept, by system, model and device."""
     groups = dict[str, list[Record]]()
     for record in sorted((record for record in found if keep(record)), key=lambda record: record.run_id):
-        resolved = record.resolved
-        work = record.spec.model_copy(update={"batch_size": resolved.batch_size, "seq_len": resolved.seq_len})
-        like = replicates(found, TableCell(record.spec.system, work), resolved.device_label or "")
+        like = replicates(found, cell_of(record), record.resolved.device_label or "")
         groups.setdefault(like[-1].run_id, like)
     return sorted(groups.values(), key=lambda runs: (runs[-1].spec.model, runs[-1].spec.system, runs[-1].run_id))
 
@@ -51,3 +52,29 @@ def machine_of(record: Record) -> str:
     """In words: the device, and how many."""
     ranks = record.spec.ranks
     return f"{record.resolved.device_label}{f' x {ranks}' if ranks > 1 else ''}"
+
+
+def with_plan_errors(made: PaperTable, folder: str, system: str) -> PaperTable:
+    """With a remark on what the plans of a system's runs said of their steps, over what was measured."""
+    found = [run for run in records(folder) if run.spec.system == system and run.plan.predicted_step_time_s]
+    pairs = [(run.plan.predicted_step_time_s, run.metrics.mean_step_time_s) for run in found]
+    known = [planned / took - 1 for planned, took in pairs if planned and took]
+    spread = f"{100 * min(known):+.0f} to {100 * max(known):+.0f} %" if known else "not known"
+    where = " and ".join(sorted({machine_of(run) for run in found})) or "no machine"
+    said = f"error: plans of {system} were {spread} off the steps of their runs ({len(known)}, {where})"
+    return replace(made, remarks=(*made.remarks, f"{said}; elsewhere it is not known."))
+
+
+def work_table(title: str, found: Sequence[Record], keep: Keep, *remarks: str) -> PaperTable:
+    """A row for each work that is kept: rates and the step."""
+    rows: list[list[FigureCell]] = []
+    for runs in cells(found, keep):
+        run = runs[-1]
+        budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
+        shape = f"{run.resolved.batch_size} x {run.resolved.seq_len}"
+        row: list[FigureCell] = [run.spec.system, run.spec.model, " ".join(run.spec.option), budget, run.spec.ranks, shape]
+        figures = (lambda r: r.metrics.tokens_per_s, lambda r: r.metrics.relative_tflops, lambda r: r.metrics.mean_step_time_s)
+        rows.append([*row, *(measured(runs, figure) for figure in figures)])
+    columns = [FigureColumn(each) for each in ("system", "model", "options", "device budget", "GPUs", "batch")]
+    columns += [FigureColumn(each, "measured") for each in ("tokens/s", "relative TFLOPS a GPU", "step s")]
+    return table(title, columns, rows, NOT_THE_PAPER_S, *remarks)

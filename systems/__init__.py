@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from systems.settings import Settings
     from systems.system import Engine, RankedSystem
 
+NO_DISK = "disk: {} keeps no states on a disk: leave it out, or use one of this project's own strategies"
+
 
 def initialize(
     model: torch.nn.Module,
@@ -34,6 +36,7 @@ def initialize(
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
     seed: int = 0,
     weights: str | os.PathLike[str] | None = None,
+    expert_ranks: int = 1,
     options: dict[str, Any] | None = None,
 ) -> Engine:
     """Put `model`, a transformers or plain PyTorch model with values, under a system; see systems.system.Engine.
@@ -49,6 +52,7 @@ def initialize(
     weights: a folder in transformers' format whose values the model starts with, whatever it has itself, so that it may be on
     the meta device (`model_of`): safetensors, read tensor by tensor into the master weights. What is missing there, of another
     shape, not finite or no floating-point number is refused by name; what the model has no place for is left out and told.
+    expert_ranks: how many processes share one set of experts: see docs/several-gpus.md.
     options: the system's own, by name, e.g. {"prefetch": 4}.
 
     Several processes that torchrun starts train one model together, each on its own batches, and so do those of an initialized
@@ -72,9 +76,7 @@ def initialize(
             raise ValueError(f"model is {type(model).__name__}: give a torch.nn.Module")
         chosen = get(system)
         if disk is not None and not chosen.abilities.disk:
-            raise ValueError(
-                f"disk: {system} keeps no states on a disk: leave it out, or use one of this project's own strategies"
-            )
+            raise ValueError(NO_DISK.format(system))
         settings = Settings(
             device=device_of(device),
             device_memory=size_of("device_memory", device_memory),
@@ -86,10 +88,13 @@ def initialize(
             clip=clip,
             recompute=recompute_of(recompute),
             seed=seed,
+            expert_ranks=expert_ranks,
             optimizer=optimizer,
         )
         asked = check_options(chosen, options_of(options))
         refuse_absent_device(settings)
+        if expert_ranks > 1 and not is_one_of_several():
+            raise ValueError(f"expert_ranks is {expert_ranks}, and this process is alone: leave it out, or use torchrun")
     if is_one_of_several():
         return _initialize_on_ranks(on_ranks(chosen), model, settings, asked, weights)
     mine = chosen.look_for_room(model, settings, asked)
@@ -98,9 +103,7 @@ def initialize(
 
 
 @contextmanager
-def _first_values(
-    weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings
-) -> Iterator[Settings]:
+def _first_values(weights: str | os.PathLike[str] | None, model: torch.nn.Module, settings: Settings) -> Iterator[Settings]:
     """Around the making of an engine: the settings with what the folder has. Nothing of the model is changed if that fails."""
     if weights is None:
         yield settings
@@ -251,9 +254,7 @@ def uses(module: torch.nn.Module, *parameters: torch.Tensor) -> None:
     say(module, *parameters)
 
 
-def save_checkpoint(
-    engine: Engine, folder: str | os.PathLike[str], *, client_state: Mapping[str, Any] | None = None
-) -> None:
+def save_checkpoint(engine: Engine, folder: str | os.PathLike[str], *, client_state: Mapping[str, Any] | None = None) -> None:
     """Write what the engine has: weights, moments, counts, loss scale, buffers; see systems.checkpoint.save.
 
     client_state: what is the loop's, for `load_checkpoint` to give back: the step, what the optimizer's groups say (lr, betas,

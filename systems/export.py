@@ -32,6 +32,10 @@ from systems.sizes import format_need, format_size
 from systems.state_dicts import with_values
 
 ALIGNMENT = 64  # bytes, of a tensor in a scratch file
+PARTLY_HERE = (
+    "save_pretrained: with `expert_ranks={}` no rank has all experts: save a checkpoint, load it with `expert_ranks=1`, "
+    "and do it there; engine.state_dict() has all of them here too"
+)
 SPARE = 2  # values are spilled to a file unless the host has room for them so many times
 
 Place = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -61,7 +65,8 @@ def state_dict(engine: Exporting, dtype: str | torch.dtype) -> dict[str, Any]:
         need = engine.ranks.local_size * sum(nbytes for _, nbytes in _sizes(engine, wanted))
         engine.make_host_room(need)
         check_host(need, "state_dict", "write them with engine.save_pretrained(folder), or ask for dtype='bf16'")
-    with _whole(engine, wanted, _in_memory) as values:
+    elsewhere: dict[str, torch.Tensor] = {}
+    with _whole(engine, wanted, _in_memory, elsewhere=elsewhere) as values:
         found: dict[str, Any] = engine.module.state_dict()
     kept = {value.untyped_storage().data_ptr(): value for value in values}
     copies: dict[Any, torch.Tensor] = {}
@@ -75,7 +80,7 @@ def state_dict(engine: Exporting, dtype: str | torch.dtype) -> dict[str, Any]:
 
     for name, entry in found.items():
         found[name] = tree_map(own, entry)
-    return found
+    return type(found)({**found, **elsewhere}) if elsewhere else found
 
 
 def save_pretrained(
@@ -86,6 +91,8 @@ def save_pretrained(
     place: Place = _in_memory
     writes = ranks.rank == 0
     with side_by_side(ranks, "save_pretrained"):
+        if ranks.expert_ranks > 1:
+            raise UnsupportedError(PARTLY_HERE.format(ranks.expert_ranks))
         if not callable(getattr(module, "save_pretrained", None)):
             raise UnsupportedError(
                 f"save_pretrained: {type(module).__name__} has none of its own, as transformers' models have: "
@@ -122,7 +129,7 @@ def by_all_names(
     write: what is edited is put into `values`, or into the model, in the end. Then each name has a tensor of its own, so that a
     loop over all of them edits none twice; where one of a weight's names was edited, that counts, and where several were, they
     have to agree. ValueError, before anything is changed, where they do not, or where an entry is missing or of another shape.
-    Of several ranks, the first one's edits count, in its `values` and in all models.
+    Of several ranks, the first one's edits count, in its `values` and in all models; an expert's of the first that has it.
     """
     live: dict[str, torch.Tensor] = {}  # by first name, as the next
     names: dict[str, list[str]] = {}
@@ -146,7 +153,7 @@ def by_all_names(
     final: dict[str, torch.Tensor] = {}
     with side_by_side(ranks, "the end of summon(write=True)"):
         yield found
-        if ranks.rank == 0:
+        if ranks.rank < ranks.expert_ranks:
             final = {first: _agreed(found, before, several) for first, several in names.items()}
     values.update({first: tensor for first, tensor in final.items() if first in values})
     edited = [first for first in live if final and any(_edited(found, before, name) for name in names[first])]
@@ -239,6 +246,9 @@ def _sizes(engine: Exporting, dtype: torch.dtype) -> list[tuple[str, int]]:
             seen.add(id(tensor))
             stays = is_buffer or not tensor.is_floating_point() or (ours is not None and name not in ours)
             sizes.append((name, tensor.numel() * (tensor.itemsize if stays else dtype.itemsize)))
+    if engine.ranks.expert_ranks > 1:
+        here, state = {name for name, *_ in _named(engine.module)}, engine.training_state()
+        sizes += [(p.name, math.prod(p.shape) * dtype.itemsize) for p in state.parameters if p.name not in here]
     return sizes
 
 
@@ -284,8 +294,16 @@ def _scratch(folder: Path, nbytes: int) -> Place:
 
 
 @contextlib.contextmanager
-def _whole(engine: Exporting, dtype: torch.dtype, place: Place, onto: int | None = None) -> Iterator[list[torch.Tensor]]:
-    """Within, the engine's parameters are others, with values in that dtype; gives the values. onto: the only rank where."""
+def _whole(
+    engine: Exporting,
+    dtype: torch.dtype,
+    place: Place,
+    onto: int | None = None,
+    elsewhere: dict[str, torch.Tensor] | None = None,
+) -> Iterator[list[torch.Tensor]]:
+    """Within, the engine's parameters are others, with values in that dtype; gives the values. onto: the only rank where.
+    elsewhere: takes those of experts that other ranks' models have, by name.
+    """
     module = engine.module
     live: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor, is_buffer in _named(module):
@@ -298,6 +316,9 @@ def _whole(engine: Exporting, dtype: torch.dtype, place: Place, onto: int | None
             continue
         target = place(tuple(value.shape), dtype if value.is_floating_point() else value.dtype).copy_(value)
         key = number_of.get(name)
+        if key is None and elsewhere is not None and engine.ranks.expert_ranks > 1:
+            elsewhere[name] = target
+            continue
         if key is None:
             raise UnsupportedError(
                 f"parameter {name} is gone since initialize: keep the model's modules while its engine is open"

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+ERRNO = re.compile(r"\[Errno -?\d+\] ")
 ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
 
@@ -33,8 +34,11 @@ def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with every run of white space, line ends included, made one blank, and bytes that are no UTF-8 as escapes."""
-    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+    """Text with every run of white space, line ends included, made one blank, and bytes that are no UTF-8 as escapes.
+
+    A number that the words beside it say too, Python's [Errno 2], is left out.
+    """
+    return " ".join(ERRNO.sub("", text).split()).encode("utf-8", "backslashreplace").decode()
 
 
 def in_words(error: BaseException) -> str:

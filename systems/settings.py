@@ -57,6 +57,7 @@ class Settings:
     recompute: "none", "full" or the block numbers whose activations are recomputed.
     clip: gradient norm to clip to, 0 for off.
     ranks: of them all; local_ranks: of those on this host, whose memory and disk are one; None means all of them.
+    expert_ranks: ranks that share one set of experts: see Note [Experts in groups] in systems/ranks/group_names.py.
     initial_weights: fills (name, fp32 tensor) in place for models built on the meta device; None keeps the model's own.
     optimizer: a torch optimizer of which systems/optimizers has a rule: its parameter groups, read at each step, replace
     `adam`; or the hyperparameters of another than Adam, for good; None uses `adam`.
@@ -75,6 +76,7 @@ class Settings:
     seed: int = 0
     ranks: int = 1
     local_ranks: int | None = None
+    expert_ranks: int = 1
     adam: AdamSettings = field(default_factory=AdamSettings)
     optimizer: torch.optim.Optimizer | Hyperparameters | None = None
     initial_weights: Callable[[str, torch.Tensor], None] | None = None
@@ -83,7 +85,8 @@ class Settings:
     def __post_init__(self) -> None:
         _one_of("device", self.device, ("cuda", "cpu"))
         _one_of("dtype", self.dtype, tuple(TORCH_DTYPE))
-        for name, least in (("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("accumulate", 1), ("seed", 0)):
+        budgets = (("device_memory", 0), ("host_memory", 0), ("disk_memory", 0))
+        for name, least in (*budgets, ("accumulate", 1), ("seed", 0), ("expert_ranks", 1)):
             value = getattr(self, name)
             if value is None and name.endswith("memory"):
                 continue

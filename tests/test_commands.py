@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
 from harness import cli
+from harness.check import CheckSpec
 from harness.compare import CompareSpec, StoredSpec
 from harness.export import ExportSpec
 from harness.figures import FigureSpec
@@ -58,6 +59,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "tables": (TablesSpec,),
     "ledger": (LedgerSpec,),
     "report": (ReportSpec,),
+    "check": (CheckSpec,),
     "export": (ExportSpec,),
     "figure": (FigureSpec,),
     "profile": (ProfileSpec,),
@@ -65,6 +67,7 @@ SPECS: dict[str, tuple[type[BaseModel], ...]] = {
     "doctor": (cli.DoctorSpec,),
 }
 CALLED = (
+    "harness.check.check",
     "harness.export.export",
     "harness.ledger.show_ledger",
     "harness.report.page.write_report",
@@ -249,8 +252,9 @@ def test_targets_are_read() -> None:
 
 def test_the_readme_says_no_command_of_several_gpus_that_its_document_does_not() -> None:
     mine = {command.text for command in commands_of(README) if "--ranks" in command.text or command.text.startswith("torchrun")}
-    assert len(mine) == 3
-    assert mine <= {command.text for command in commands_of(ROOT / "docs" / "several-gpus.md")}
+    assert len(mine) == 4
+    pages = [ROOT / "docs" / name for name in ("several-gpus.md", "harness.md")]
+    assert mine <= {command.text.partition("  #")[0].rstrip() for page in pages for command in commands_of(page)}
 
 
 # ---- run

@@ -18,8 +18,9 @@ TORCH_S = frozenset({"data", "grad", "_parameters", "_buffers"})
 
 ALLOWED: Mapping[tuple[str, str], str] = {
     ("systems/checkpoint/loading.py", "loop"): "a property with a setter: the position that was saved",
-    ("systems/checkpoint/loading.py", "updates"): "counts of a checkpoint, parameter by parameter as they are read",
     ("systems/integrations/trainer.py", "backward"): "Accelerate's accelerator, which Trainer hands each loss to",
+    ("systems/baselines/resident_state.py", "updates"): "counts of a checkpoint, parameter by parameter as they are read",
+    ("systems/substrate/training_state.py", "updates"): "counts of a checkpoint, parameter by parameter as they are read",
     ("systems/recipe/step/optimizer_states.py", "updates"): "counts of a user's state dict, parameter by parameter",
     ("systems/recipe/step/optimizer_states.py", "state"): "torch's optimizer, which shows the user what the engine has",
     ("systems/recipe/model/parameter_watch.py", "_watched"): "a live parameter whose class is exchanged, as its identity stays",

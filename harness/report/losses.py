@@ -16,15 +16,16 @@ from harness.results_page import ShownGroup, short_label
 
 WIDE, HIGH = 1000.0, 400.0  # of a drawing, in its own units
 MOST_POINTS = 500  # of a curve that are drawn
+SEED = "seed"  # as harness.likeness calls it
 MARGIN = 0.04  # of its height, above and below
 
 
 @dataclass(frozen=True)
 class Curve:
     """points: of a polyline, in the drawing's units. deviation: the largest of all steps and processes, relative to the
-    reference's loss; None where there is none to compare, 0 of the reference itself. too_far: more than one training may
-    differ. apart_from: the first step, counted from 1, in which the curve shown is too far; None: it never is. unlike: facts
-    in which the runs differ from the reference's.
+    reference's loss; None where there is none to compare, as with another seed; 0 of the reference itself. too_far: more than
+    one training may differ. apart_from: the first step, counted from 1, in which the curve shown is too far; None: it never
+    is. unlike: facts in which the runs differ from the reference's. other_seed: begun and fed otherwise than the reference.
     """
 
     label: str
@@ -36,6 +37,7 @@ class Curve:
     too_far: bool
     apart_from: int | None
     unlike: tuple[str, ...]
+    other_seed: bool
     is_reference: bool
     runs: tuple[str, ...]
 
@@ -98,7 +100,9 @@ def _course(table: str, shown: ShownGroup, by_id: Mapping[str, Record]) -> Cours
     theirs = dict(next((losses for cell, _, losses in known if cell is shown.group.reference), ()))
     for cell, row, losses in known:
         is_reference = cell is shown.group.reference
-        deviation = 0.0 if is_reference else row.losses.max_relative_deviation
+        unlike = tuple(difference.fact for difference in row.differences)
+        comparable = SEED not in unlike
+        deviation = 0.0 if is_reference else row.losses.max_relative_deviation if comparable else None
         curve = Curve(
             label=short_label(cell),
             points=_points(losses, steps, low, high),
@@ -107,8 +111,9 @@ def _course(table: str, shown: ShownGroup, by_id: Mapping[str, Record]) -> Cours
             last=losses[-1][1],
             deviation=deviation,
             too_far=deviation is not None and deviation > LOSS_TOLERANCE[cell.spec.dtype],
-            apart_from=_apart_from(losses, theirs, LOSS_TOLERANCE[cell.spec.dtype]),
-            unlike=tuple(difference.fact for difference in row.differences),
+            apart_from=_apart_from(losses, theirs, LOSS_TOLERANCE[cell.spec.dtype]) if comparable else None,
+            unlike=unlike,
+            other_seed=not comparable,
             is_reference=is_reference,
             runs=tuple(row.runs),
         )

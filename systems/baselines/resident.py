@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from systems.baselines.faces import RESIDENT as FACE
-from systems.checkpoint import Described, Part, SavedParameter
+from systems.baselines.resident_state import ResidentState
 from systems.device.device import ambient, follow_optimizer
 from systems.device.lanes.access import Access
 from systems.device.make import make_device
@@ -29,9 +29,10 @@ from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
 from systems.optimizers.choice import chosen
 from systems.ranks.beginnings import ALONE, FirstValuesAlike, begin_alike
+from systems.ranks.expert_exchange import exchange_experts
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.side_by_side import side_by_side
-from systems.ranks.sums import summed
+from systems.ranks.sums import of_all_experts, summed
 from systems.recipe.model.adoption import initial_values, keeping_values, place_beside, refuse_mixed_dtypes
 from systems.recipe.model.calls import Calls, Hook, outer_modules
 from systems.recipe.model.foreign_calls import FOREIGN_BACKWARD, STALE_LOSS, refuse_compiled
@@ -59,7 +60,8 @@ from systems.system import Engine, System
 class ResidentEngine(SteppingEngine):
     """Raises BudgetError when parameters, master weights, moments and gradients alone exceed the device budget.
 
-    On several ranks each has all of the model, and every micro-batch's gradients are summed over them.
+    On several ranks each has all of the model (of shared experts, its part), and every micro-batch's gradients are summed over
+    them.
     """
 
     system = "resident"
@@ -72,11 +74,13 @@ class ResidentEngine(SteppingEngine):
         self._in_step = self._in_backward = self._updating = False
         self._cleanup, self._fired = contextlib.ExitStack(), set[int]()
         self._micro_step = self._steps = self._steps_begun = 0
+        self._cleanup.callback(exchange_experts(model, ranks, self.log.count))
         with keeping_values(model):
             try:
                 with side_by_side(ranks, "what an engine is built of"):
                     self._build(find_units(model, TORCH_DTYPE[settings.dtype], compiles=settings.device == "cuda"))
                 self._alike.check()
+                self._named_by_all = self._alike.names
             except BaseException:
                 self._cleanup.close()
                 raise
@@ -113,6 +117,7 @@ class ResidentEngine(SteppingEngine):
         place_beside(self.module, found, self.device)
         self._names = [p.name for p in found.index.parameters]
         self._shapes = [p.shape for p in found.index.parameters]
+        self._groups = [p.group for p in found.index.parameters]
         self._rounded = _Rounded(self.parameters, TORCH_DTYPE[settings.dtype], lambda: self._in_backward)
         self._cleanup.callback(self._rounded.remove)
         self._watch = ParameterWatch(
@@ -213,7 +218,7 @@ class ResidentEngine(SteppingEngine):
         self._in_backward = False
         self._micro_step += 1
         if self.settings.accumulate > 1:
-            for number, gradient in summed(self._rounded.take_all(), self.ranks, self.parameters).items():
+            for number, gradient in summed(self._rounded.take_all(), self.ranks, self.parameters, self._groups).items():
                 accumulator = self._accumulators[number]
                 self._fired.add(number)
                 assert accumulator is not None
@@ -241,7 +246,7 @@ class ResidentEngine(SteppingEngine):
         added = {n: each for n, each in enumerate(self._accumulators) if n in self._fired and each is not None}
         gradients = added
         if self.settings.accumulate == 1:
-            gradients = summed(self._rounded.take_all(), self.ranks, self.parameters)
+            gradients = summed(self._rounded.take_all(), self.ranks, self.parameters, self._groups)
         kernel = self.device.kernel
         with labelled("norm"):
             alike = self._repeats.take()
@@ -251,7 +256,8 @@ class ResidentEngine(SteppingEngine):
                 self._together.together("recomputed blocks", lambda: alike.check(values.pop()) if same else None)
             elif same:
                 alike.check(values.pop())
-            outcome = self.control.decide(dict(zip(gradients, values, strict=True)))
+            squares = dict(zip(gradients, values, strict=True))
+            outcome = self.control.decide(of_all_experts(squares, self.ranks, self._groups))
         if outcome.skipped:
             self.log.count("skipped_steps")
         else:
@@ -292,7 +298,9 @@ class ResidentEngine(SteppingEngine):
 
     def _state(self, what: str) -> ResidentState:
         self._settle(what, in_step=self._in_step)
-        return ResidentState(self)
+        return ResidentState(
+            self.ranks, self.control, self._names, self.parameters, masters=self._masters, moments=self._moments
+        )
 
     @contextmanager
     def masters(self, *, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -307,9 +315,10 @@ class ResidentEngine(SteppingEngine):
             yield values
         if not write:
             return
-        for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
-            mine = values[name] if self.ranks.rank == 0 else torch.empty(parameter.shape)
-            value = self.ranks.of_first(f"summon(write=True) of {name}", mine)
+        of_each = zip(self._names, self.parameters, self._masters, strict=True)
+        for number, (name, parameter, master) in enumerate(of_each):
+            mine = values[name] if self.ranks.rank < self.ranks.expert_ranks else torch.empty(parameter.shape)
+            value = self.ranks.of_first(f"summon(write=True) of parameter {number}", mine, self._groups[number])
             if master is not None:
                 master.copy_(value.reshape(-1))
             data_of(parameter).copy_(value)
@@ -436,40 +445,6 @@ def _state_bytes(found: FoundModel, settings: Settings) -> int:
             have=have,
         )
     return states
-
-
-class ResidentState:
-    """See systems.checkpoint.TrainingState."""
-
-    def __init__(self, engine: ResidentEngine) -> None:
-        self._ranks, self._weights, self.control = engine.ranks, engine.parameters, engine.control
-        self._masters, self._moments = engine._masters, engine._moments
-        self.optimizer, self.moments = engine.control.groups.chosen.kept
-        named = zip(engine._names, self._weights, strict=True)
-        self.parameters = [Described(name, tuple(p.shape), p.requires_grad) for name, p in named]
-
-    def read(self, parameter: int, part: Part) -> torch.Tensor:
-        shape, master, moments = self.parameters[parameter].shape, self._masters[parameter], self._moments[parameter]
-        if part == "value":
-            source = self._weights[parameter].detach() if master is None else master
-        else:
-            assert moments is not None
-            source = moments[self.moments.index(part)]
-        return source.to("cpu", torch.float32, copy=True).view(shape)
-
-    def bring(self, parameter: int, part: Part, onto: int) -> torch.Tensor | None:
-        return self.read(parameter, part) if self._ranks.rank == onto else None
-
-    def write(self, parameter: int, state: SavedParameter) -> None:
-        master = self._masters[parameter]
-        if master is not None and state.moments is not None:
-            master.copy_(state.value.reshape(-1))
-            self.write_moments(parameter, state.moments)
-        data_of(self._weights[parameter]).copy_(state.value)
-
-    def write_moments(self, parameter: int, moments: Sequence[torch.Tensor]) -> None:
-        for moment, given in zip(self._moments[parameter] or (), moments, strict=True):
-            moment.copy_(given.reshape(-1))
 
 
 class Resident(System):

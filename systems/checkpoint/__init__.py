@@ -16,6 +16,7 @@ Note [What is checked]
 """
 
 from systems.checkpoint.client_state import CLIENT_STATE_BYTES, as_tensor, of_tensor
+from systems.checkpoint.experts import AllExperts, SharedState
 from systems.checkpoint.loading import Loaded, load, position
 from systems.checkpoint.manifest import BESIDE, BUFFERS, MANIFEST
 from systems.checkpoint.saving import check_folder, check_room, remove_unfinished, save
@@ -41,6 +42,7 @@ __all__ = [
     "CLIENT_STATE_BYTES",
     "MANIFEST",
     "SQUARES",
+    "AllExperts",
     "CheckpointError",
     "Control",
     "Described",
@@ -49,6 +51,7 @@ __all__ = [
     "Part",
     "SaveError",
     "SavedParameter",
+    "SharedState",
     "Trained",
     "TrainingState",
     "as_tensor",

@@ -116,8 +116,7 @@ def _restore(state: TrainingState, manifest: Manifest, files: Path) -> None:
         entry = manifest.parameters[described.name]
         parts = {part: tensor(files / file, f"{part}/{described.name}") for part, file in entry.files.items()}
         moments = tuple(parts[part] for part in state.moments) if described.trainable else None
-        state.write(number, SavedParameter(parts[VALUE], moments))
-        state.control.updates[number] = entry.updates
+        state.write(number, SavedParameter(parts[VALUE], moments), entry.updates)
 
 
 def _check_parameters(state: TrainingState, manifest: Manifest, source: Path) -> None:

@@ -79,6 +79,7 @@ def save(
     check_same_folder(ranks, target)
     with side_by_side(ranks, "what to save"):
         state, buffers = engine.training_state(), dense(persistent_buffers(engine.module))
+    state.meet()
     warn_of_buffers(ranks, buffers)
     more = {BUFFERS: buffers, BESIDE: beside_of_all(ranks, {**(beside or {}), **client}, {**(own or {}), **client})}
     try:
@@ -192,7 +193,7 @@ def _entries(
                 ManifestEntry(
                     shape=described.shape,
                     trainable=described.trainable,
-                    updates=state.control.updates[mine],
+                    updates=state.updates(mine),
                     files=files,
                 ),
             )
@@ -274,9 +275,7 @@ def _may_take(target: Path) -> bool:
     return (target / MANIFEST).is_file() or all(re.fullmatch(DATA, path.name) for path in target.iterdir())
 
 
-def check_room(
-    model: torch.nn.Module, folder: str | os.PathLike[str], *, saves: int = 1, moments: int = ADAM_MOMENTS
-) -> None:
+def check_room(model: torch.nn.Module, folder: str | os.PathLike[str], *, saves: int = 1, moments: int = ADAM_MOMENTS) -> None:
     """Before training, with a model of any device: BudgetError where the disk has no room for so many checkpoints of it, each
     of which is written beside the last one. moments: that the optimizer keeps of a parameter. Raises what `check_folder` does.
     """

@@ -86,6 +86,12 @@ class TrainingState(Protocol):
     @property
     def parameters(self) -> Sequence[Described]: ...
 
+    def meet(self) -> None:
+        """All ranks call it before they save, once they have it."""
+
+    def updates(self, parameter: int) -> int:
+        """Steps that it took."""
+
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         """One at a time, since each is a copy: as in SavedParameter. Of a frozen parameter there is only the value.
 
@@ -97,8 +103,8 @@ class TrainingState(Protocol):
         raise what keeps one of them from it.
         """
 
-    def write(self, parameter: int, state: SavedParameter) -> None:
-        """All of it but its updates."""
+    def write(self, parameter: int, state: SavedParameter, updates: int) -> None:
+        """All of it, with the steps that it took; nothing where only other ranks have it."""
 
 
 class Trained(Protocol):

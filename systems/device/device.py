@@ -161,7 +161,7 @@ def join_ranks(device: Device, ranks: Ranks) -> None:
     Reductions have their room on the device from here on. On the emulated one that is host memory, as for the link.
     """
     link = ranks.link
-    lane = LinkLane(LaneKind.GATHER, link.abandon, stream=device._stream(), jitter=device.jitter, in_caller=link.queues)
+    lane = LinkLane(LaneKind.GATHER, ranks.abandon, stream=device._stream(), jitter=device.jitter, in_caller=link.queues)
     device.lanes.update({LaneKind.GATHER: lane, LaneKind.REDUCE: lane})
     device.pool.of_rank(ranks.rank)
     device.allowance = device.allowance.on(ranks.size)

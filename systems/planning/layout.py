@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from systems.ranks.group_names import REPLICA, WORLD
+
 ALIGN_BYTES = 256
 PAGE = 4096  # bytes of host memory, of which a mapping has whole ones
 
@@ -29,7 +31,10 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter, counted once however many names or users it has. users: units whose forward reads it, in order."""
+    """One parameter, counted once however many names or users it has. users: units whose forward reads it, in order.
+
+    group: the ranks that hold it together; see Note [Experts in groups] in systems/ranks/group_names.py.
+    """
 
     index: int
     name: str
@@ -37,7 +42,7 @@ class Parameter:
     numel: int
     trainable: bool
     users: tuple[str, ...]
-    group: str = "world"
+    group: str = WORLD
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class FlatSpace:
     ranks: int
     trainable: bool
     scattered: bool = True
+
+    @property
+    def alone(self) -> bool:
+        """There is one rank in all."""
+        return self.ranks == 1 and self.group != REPLICA
 
 
 @dataclass(frozen=True)
@@ -221,7 +231,7 @@ class Layout:
         unmovable: Collection[int] = (),
         in_place: Collection[int] = (),
     ) -> Layout:
-        """A layout of bundles that are given by their segments, all trained or none; both are numbered in the order given.
+        """A layout of bundles that are given by their segments, of one space each; both are numbered in the order given.
 
         unmovable, in_place: numbers of bundles.
         """
@@ -306,6 +316,11 @@ class Layout:
     def param_bytes(self) -> int:
         """Bytes of all parameters as computed with, padding included."""
         return sum(b.numel for b in self.bundles) * self.itemsize
+
+
+def space_of(layout: Layout, bundle: int) -> FlatSpace:
+    """What the segments of a bundle have in common."""
+    return layout.segments[layout.bundles[bundle].segments[0]].space
 
 
 def pack(parameters: Iterable[Parameter], *, space: FlatSpace, itemsize: int, index: int = 0) -> Segment:

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from systems.errors import UnsupportedError
 from systems.planning.allowance import EXACT, Allowance
 from systems.planning.hardware import HardwareProfile
-from systems.planning.layout import ADAM, Layout, ModelIndex
+from systems.planning.layout import ADAM, FlatSpace, Layout, ModelIndex, Parameter
 from systems.planning.plan import Plan, UpdateRule
 from systems.planning.trace import Trace
+from systems.ranks.group_names import REPLICA, WORLD
 
 UNLIMITED = 1 << 62
 
@@ -30,6 +31,7 @@ class PlanningContext:
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
     moments: names of what the optimizer keeps of a trained parameter in fp32 beside its master weight.
     disk_budget: of files for what the host cannot hold; 0 without a disk.
+    expert_ranks: ranks that share one set of experts: see Note [Experts in groups] in systems/ranks/group_names.py.
     pool_budget: what bundles, gradient ranges and states may take of it at any moment, beside what is held in any case.
     """
 
@@ -47,6 +49,14 @@ class PlanningContext:
     pool_budget: int = UNLIMITED
     disk_budget: int = 0
     moments: tuple[str, ...] = ADAM
+    expert_ranks: int = 1
+
+    def space_of(self, parameter: Parameter, *, scattered: bool = True) -> FlatSpace:
+        """Where it may lie. Where each rank has all experts, they are as everything else is."""
+        group, ranks = parameter.group, self.ranks
+        if group == REPLICA:
+            group, ranks = (WORLD, ranks) if self.expert_ranks == 1 else (REPLICA, ranks // self.expert_ranks)
+        return FlatSpace(group, ranks, parameter.trainable, scattered)
 
     def memory_for(self, nbytes: int) -> int:
         """Device memory that must be given for plans to have nbytes of it."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
-from systems.errors import BudgetError
+from systems.errors import BudgetError, UnsupportedError
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import LaneKind, Plan, UpdateRule
 from systems.planning.policy.packing import bundle_a_unit
@@ -40,6 +40,11 @@ class BaselinePolicy(ABC):
     offloads: bool = False
 
     def __init__(self, options: BaseModel, context: PlanningContext) -> None:
+        if context.expert_ranks > 1:
+            raise UnsupportedError(
+                "no baseline has a forecast for experts that ranks share: leave `expert_ranks` at 1, or take one of this "
+                "project's own strategies"
+            )
         self.ranks, self.context = context.ranks, context
         self._unit_names: tuple[str, ...] = ()
 

@@ -51,7 +51,7 @@ class Question:
 
     ranks: data-parallel, filling node after node. batch_size: of one rank and micro-batch. allowance: for the allocator of the
     device that is meant. shared_memory: bytes that both are part of, as the emulated device's and the host's are; None: each
-    has its own. moments: see PlanningContext.
+    has its own. moments, expert_ranks: see PlanningContext.
     """
 
     profile: HardwareProfile
@@ -69,6 +69,7 @@ class Question:
     disk_memory: int = 0
     shared_memory: int | None = None
     moments: tuple[str, ...] = ADAM
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch_size", "seq_len"):
@@ -234,10 +235,7 @@ def simulated(system: System, options: BaseModel, question: Question, observatio
         planned = planner.at(question.device_memory)
     except (UnsupportedError, BudgetError):
         return None
-    if not isinstance(planned, _Planned):
-        return None
-    schedule = planned.schedule()
-    if not planner.host_need(planned, schedule).fits:
+    if not isinstance(planned, _Planned) or not planner.host_need(planned, schedule := planned.schedule()).fits:
         return None
     return simulation_of(schedule, planned.trace, planned.plan, planner.question.profile, ranks=question.ranks)
 
@@ -297,6 +295,7 @@ class _PlansByBudget:
             any_plan=any_plan,
             disk_budget=question.disk_memory // question.ranks_on_node,
             moments=question.moments,
+            expert_ranks=question.expert_ranks,
         )
         self._overflows = False
         strategy = self._policy(self._options, context)

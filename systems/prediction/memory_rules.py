@@ -61,7 +61,7 @@ def ruled_needs(question: Question, observations: Observations) -> list[RuledNee
     unit = work.events[behind][1] if behind < len(work.events) else NO_UNIT
     in_block = unit != NO_UNIT and index.units[unit].block is not None
     found = []
-    for name, rule in RULES.items():
+    for name, rule in RULES.items() if question.expert_ranks == 1 else ():  # each rank has all experts there
         if name == FSDP2 and question.dtype == "fp16":
             continue  # it has no loss scale there
         try:

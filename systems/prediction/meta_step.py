@@ -27,7 +27,7 @@ from systems.planning.layout import ModelIndex
 from systems.planning.trace import NO_UNIT, Phase
 from systems.prediction.attention import FusedAttention
 from systems.prediction.meta_copy import on_meta
-from systems.prediction.products import PRODUCTS
+from systems.prediction.products import PRODUCTS, STAND_INS
 from systems.recipe.model.calls import Calls
 from systems.recipe.model.units import COMPUTED, find_units
 from systems.recipe.recomputation.recompute import Recomputation, recomputed_units
@@ -277,7 +277,7 @@ class _Shapes:
         except TypeError:  # an argument that cannot be a key
             return func(*args, **kwargs)
         if known is None:
-            out = func(*args, **kwargs)
+            out = STAND_INS.get(func, func)(*args, **kwargs)
             if _fresh(out, (args, kwargs)):
                 self._known[key] = tree_map(lambda leaf: None if leaf is None else _described(leaf), out)
             return out

@@ -17,11 +17,17 @@ TAG_BYTES = 256  # of longer tags the rest is not compared, nor told
 
 
 class GlooLink(Link):
-    """Over a group of its own, which no other thread uses. What is on a device goes through host memory, and is waited for."""
+    """Over a group of its own, which no other thread uses. What is on a device goes through host memory, and is waited for.
 
-    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+    queue: of `waits`, where its thread has one of its own.
+    """
+
+    _queue = "link"
+
+    def __init__(self, group: dist.ProcessGroup, waits: Waits, queue: str = "link") -> None:
         super().__init__()
         self.rank, self.size, self._group, self._waits = dist.get_rank(group), dist.get_world_size(group), group, waits
+        self._queue = queue
 
     def _check(self, tag: str) -> None:
         mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
@@ -33,7 +39,7 @@ class GlooLink(Link):
 
     def gather(self, tag: str, *wholes: torch.Tensor) -> None:
         _come_to(wholes)
-        with self._waits.of("link", tag):
+        with self._waits.of(self._queue, tag):
             self._gather(tag, *wholes)
 
     def _gather(self, tag: str, *wholes: torch.Tensor) -> None:
@@ -50,7 +56,7 @@ class GlooLink(Link):
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Piece by piece, every rank sends each its shard and adds up what comes."""
         _come_to(wholes)
-        with self._waits.of("link", tag):
+        with self._waits.of(self._queue, tag):
             self._reduce(tag, *wholes)
 
     def _reduce(self, tag: str, *wholes: torch.Tensor) -> None:
@@ -64,6 +70,17 @@ class GlooLink(Link):
                 if came is not piece.came:
                     piece.came.copy_(came)
                 piece.add_up()
+
+    def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        _come_to([source])
+        with self._waits.of(self._queue, tag):
+            self._check(tag)
+            here = source.detach().cpu()
+            came = into if into.is_cpu else torch.empty_like(here)
+            with with_peers(tag):
+                dist.all_to_all_single(came, here, group=self._group)
+            if came is not into:
+                into.copy_(came)
 
 
 def _come_to(wholes: Sequence[torch.Tensor]) -> None:

@@ -49,6 +49,11 @@ class Link(ABC):
 
     def __init__(self) -> None:
         self._staging: dict[torch.device, Staging] = {}
+        self._beside: Link | None = None
+
+    def stage_in(self, other: Link) -> None:
+        """Reductions take their room where another link's do, which the same thread calls, if it has any."""
+        self._beside = other
 
     def stage(self, nbytes: int, device: torch.device) -> None:
         """Reductions of what is on this device have so many bytes there from here on, the same on all ranks."""
@@ -57,16 +62,23 @@ class Link(ABC):
 
     def pieces(self, whole: torch.Tensor) -> Iterator[Staged]:
         """Of a tensor that is to be summed, one after the other; without `stage` in as much room as they can use."""
-        if whole.device not in self._staging:
-            self.stage(MOST_BYTES, whole.device)
-        return self._staging[whole.device].pieces(whole, self.rank)
+        return self._room(whole.device).pieces(whole, self.rank)
 
-    def issue(self, tag: str) -> str:
+    def _room(self, device: torch.device) -> Staging:
+        if device not in self._staging:
+            if self._beside is None:
+                self.stage(MOST_BYTES, device)
+            else:
+                self._staging[device] = self._beside._room(device).shared_by(self.size)
+        return self._staging[device]
+
+    def issue(self, tag: str, alike: str | None = None) -> str:
         """A collective is on its way to the link's thread, with the tag that is returned. Called by the thread that runs the
-        steps.
+        steps. alike: what of the tag all ranks have, where a part of them calls it otherwise; None: all of it.
         """
-        tag += self.remark
-        self.chain = zlib.crc32(tag.encode(), self.chain)
+        counted = tag if alike is None else alike
+        tag, counted = tag + self.remark, counted + self.remark
+        self.chain = zlib.crc32(counted.encode(), self.chain)
         return tag
 
     def remind(self, remark: str) -> None:
@@ -84,6 +96,12 @@ class Link(ABC):
     @abstractmethod
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         """Afterwards the own shard of each has the sum over all ranks: see Note [The ordered sum]. The rest is anything."""
+
+    @abstractmethod
+    def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Parts of one size, rank by rank along the first dimension: part r of `source` goes to rank r, and what rank r has for
+        this one comes to part r of `into`. Both lie in one piece each, and apart.
+        """
 
     def abandon(self) -> None:
         """Other ranks may not come any more: what they are waited for in on devices ends, with anything as its result."""
@@ -107,6 +125,9 @@ class Alone(Link):
 
     def reduce(self, tag: str, *wholes: torch.Tensor) -> None:
         return
+
+    def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source)
 
     def sum_by(self, reduction: Reduction) -> None:
         return

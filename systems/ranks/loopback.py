@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from systems.ranks.link import Link, check_tags, shard_of
-from systems.ranks.ranks import Ranks
+from systems.ranks.ranks import Ranks, in_bytes
 from systems.ranks.staging import ordered_sum
 
 Found = TypeVar("Found")
@@ -44,6 +45,28 @@ class _Meeting:
         self._barrier.abort()
 
 
+class _Meetings:
+    """Of all threads: what for, and of which ranks. Those that are made once somebody has broken off are broken off too."""
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        self._made: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+        self._errors, self._lock, self._over = errors, threading.Lock(), False
+
+    def of(self, key: tuple[str, tuple[int, ...]]) -> _Meeting:
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = _Meeting(len(key[1]), self._errors)
+                if self._over:
+                    self._made[key].abort()
+            return self._made[key]
+
+    def abort(self) -> None:
+        with self._lock:
+            self._over = True
+            for meeting in self._made.values():
+                meeting.abort()
+
+
 class _LoopbackLink(Link):
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__()
@@ -67,23 +90,36 @@ class _LoopbackLink(Link):
         for whole, value in zip(wholes, mine, strict=True):
             self.own(whole).copy_(value)
 
+    def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Of memory past torch: what is compute's own is counted, and how long another thread has it would count too."""
+        with self._meeting.of(self.rank, (tag, in_bytes(source.reshape(-1)).numpy().copy())) as found:
+            check_tags([tag for tag, _ in found])
+            here = np.split(in_bytes(into.view(-1)).numpy(), self.size)
+            for part, (_, theirs) in zip(here, found, strict=True):
+                part[:] = np.split(theirs, self.size)[self.rank]
+
 
 class Loopback(Ranks):
     """One rank of several threads; made by `as_threads`. They would share a CUDA device's allocator and its limit."""
 
     devices = ("cpu",)
 
-    def __init__(self, rank: int, size: int, meetings: tuple[_Meeting, _Meeting]) -> None:
+    def __init__(self, rank: int, size: int, meetings: _Meetings) -> None:
         self.rank, self.size = self.local_rank, self.local_size = rank, size
-        self._meetings = meetings
-        self.link = _LoopbackLink(rank, size, meetings[1])
+        self._meetings, everyone = meetings, tuple(range(size))
+        self._control = meetings.of(("control", everyone))
+        self.link = _LoopbackLink(rank, size, meetings.of(("link", everyone)))
+
+    def _link_among(self, groups: Sequence[tuple[int, ...]], name: str) -> Link:
+        mine = next(members for members in groups if self.rank in members)
+        return _LoopbackLink(mine.index(self.rank), len(mine), self._meetings.of((name, mine)))
 
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
-        with self._meetings[0].of(self.rank, told) as found:
+        with self._control.of(self.rank, told) as found:
             return found
 
     def _bring(self, pieces: Sequence[Sequence[torch.Tensor]], onto: int | None) -> None:
-        with self._meetings[0].of(self.rank, pieces[self.rank]) as found:
+        with self._control.of(self.rank, pieces[self.rank]) as found:
             for source, theirs in enumerate(found):
                 if source != self.rank and onto in (None, self.rank):
                     for place, piece in zip(pieces[source], theirs, strict=True):
@@ -94,14 +130,13 @@ class Loopback(Ranks):
 
     def fail(self) -> None:
         """This rank will not come any more."""
-        for meeting in self._meetings:
-            meeting.abort()
+        self._meetings.abort()
 
 
 def as_threads(size: int, work: Callable[[Ranks], Found]) -> list[Found]:
     """What `work` returns on each rank. Where it raises on one, that is raised here, and the others are not waited for long."""
     broken_off: list[BaseException] = []
-    meetings = _Meeting(size, broken_off), _Meeting(size, broken_off)
+    meetings = _Meetings(broken_off)
     everyone = [Loopback(rank, size, meetings) for rank in range(size)]
 
     def run(mine: Loopback) -> Found:

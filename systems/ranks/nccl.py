@@ -26,9 +26,9 @@ class NcclLink(Link):
 
     queues = True
 
-    def __init__(self, group: dist.ProcessGroup, host: GlooLink, waits: Waits) -> None:
+    def __init__(self, group: dist.ProcessGroup, host: GlooLink, waits: Waits, queue: str = "devices") -> None:
         super().__init__()
-        self.rank, self.size = host.rank, host.size
+        self.rank, self.size, self._queue = host.rank, host.size, queue
         self._group, self._host, self._waits = group, host, waits
         self._reduction: Reduction = "ordered"
 
@@ -39,7 +39,7 @@ class NcclLink(Link):
         if not wholes[0].is_cuda:
             self._host.gather(tag, *wholes)
             return
-        with self._waits.queued("devices", tag, _mark):
+        with self._waits.queued(self._queue, tag, _mark):
             for whole in wholes:
                 _gather(whole, self.own(whole), group=self._group)
 
@@ -47,9 +47,16 @@ class NcclLink(Link):
         if not wholes[0].is_cuda:
             self._host.reduce(tag, *wholes)
             return
-        with self._waits.queued("devices", tag, _mark):
+        with self._waits.queued(self._queue, tag, _mark):
             for whole in wholes:
                 self._sum(whole)
+
+    def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        if not source.is_cuda:
+            self._host.swap(tag, into, source)
+            return
+        with self._waits.queued(self._queue, tag, _mark):
+            dist.all_to_all_single(into, source, group=self._group)
 
     def _sum(self, whole: torch.Tensor) -> None:
         if self._reduction == "native":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from systems.machine.limits import host_identity
 from systems.ranks.gloo import GlooLink, gather_on_host, with_peers
+from systems.ranks.group_names import EXPERTS, REPLICA
 from systems.ranks.link import Link
 from systems.ranks.nccl import NcclLink
 from systems.ranks.ranks import Ranks
@@ -24,16 +26,34 @@ LENGTH_BYTES = 8
 Device = Literal["cuda", "cpu"]
 
 
-def link_of(device: Device, timeout: timedelta, waits: Waits, *, shared: bool) -> tuple[Link, list[dist.ProcessGroup]]:
+Members = tuple[int, ...]
+QUEUES = {REPLICA: ("link", "devices"), EXPERTS: ("experts", "experts")}  # of the host's and of a device's: see Waits
+
+
+def link_of(
+    device: Device,
+    timeout: timedelta,
+    waits: Waits,
+    *,
+    shared: bool,
+    among: Sequence[Members | None] = (None,),
+    queues: tuple[str, str] = ("link", "devices"),
+) -> tuple[Link, list[dist.ProcessGroup]]:
     """What collectives of devices of this kind go through, and the groups that were made for it, on all ranks alike.
 
-    shared: some ranks have one device together, which NCCL refuses.
+    shared: some ranks have one device together, which NCCL refuses. among: all groups of that kind; this rank is in one.
     """
-    host = dist.new_group(backend="gloo", timeout=timeout)
+    host = _mine(among, "gloo", timeout)
     if device == "cpu" or shared:
-        return GlooLink(host, waits), [host]
-    devices = dist.new_group(backend="nccl", timeout=timeout)
-    return NcclLink(devices, GlooLink(host, waits), waits), [host, devices]
+        return GlooLink(host, waits, queues[0]), [host]
+    devices = _mine(among, "nccl", timeout)
+    return NcclLink(devices, GlooLink(host, waits, queues[0]), waits, queues[1]), [host, devices]
+
+
+def _mine(among: Sequence[Members | None], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks make all of them, in one order."""
+    made = [dist.new_group(None if m is None else list(m), backend=backend, timeout=timeout) for m in among]
+    return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def _board(name: str, rank: int, size: int) -> Board:
@@ -102,10 +122,16 @@ class Processes(Ranks):
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self.host = list(dict.fromkeys(hosts)).index(hosts[self.rank])
-        self.link, more = link_of(device, timeout, self._waits, shared=len({own for _, own in places}) < self.size)
+        self._link_of = partial(link_of, device, timeout, self._waits, shared=len({own for _, own in places}) < self.size)
+        self.link, more = self._link_of()
         self._groups = [self._control, *more]
         self._watch = StuckWatch(self._waits, _board(f"waits-{number}", self.rank, self.size), stuck_s, on_stuck)
         _default.begin(self, end=end_default)
+
+    def _link_among(self, groups: Sequence[Members], name: str) -> Link:
+        link, more = self._link_of(among=groups, queues=QUEUES[name])
+        self._groups += more
+        return link
 
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         with self._waits.of("control", about):

@@ -21,6 +21,8 @@ from typing import TypeVar, cast
 
 import torch
 
+from systems.ranks.group_names import EXPERTS, REPLICA, WORLD
+from systems.ranks.groups import RankGroup, cut
 from systems.ranks.link import Alone, Link, check_tags
 from systems.ranks.told import ToldError
 
@@ -34,6 +36,7 @@ class Ranks(ABC):
     link: for tensors; one thread of each rank calls it. Everything else is called by the thread that runs the steps, on all
     ranks alike. devices: kinds of device whose tensors the link takes.
     of_one_engine: they end with the engine that they were made for.
+    expert_ranks: see `divide`; expert_rank: this one's number among those that share one set of experts.
     """
 
     rank: int
@@ -44,6 +47,45 @@ class Ranks(ABC):
     link: Link
     devices: tuple[str, ...] = ("cpu", "cuda")
     of_one_engine: bool = False
+    expert_ranks: int = 1
+    _divided: dict[int, dict[str, RankGroup]] | None = None
+
+    @property
+    def expert_rank(self) -> int:
+        return self.rank % self.expert_ranks
+
+    def divide(self, expert_ranks: int) -> None:
+        """How many share one set of experts from here on: see Note [Experts in groups] in group_names.py. Said by all alike.
+        UnsupportedError where that does not divide them.
+        """
+        replicas, fellows = cut(self.size, expert_ranks)
+        made = self._divided = {} if self._divided is None else self._divided
+        if expert_ranks > 1 and expert_ranks not in made:
+            kinds = ((REPLICA, replicas), (EXPERTS, fellows))
+            made[expert_ranks] = {name: self._group(groups, name) for name, groups in kinds}
+            made[expert_ranks][REPLICA].link.stage_in(self.link)
+        self.expert_ranks = expert_ranks
+
+    def group(self, name: str) -> RankGroup:
+        """All ranks, unless they share experts and that is what the group is about."""
+        if name == WORLD or self.expert_ranks == 1 or self._divided is None:
+            return RankGroup(tuple(range(self.size)), self.rank, self.link)
+        return self._divided[self.expert_ranks][name]
+
+    def abandon(self) -> None:
+        """See Link.abandon, of all groups."""
+        self.link.abandon()
+        for groups in (self._divided or {}).values():
+            for group in groups.values():
+                group.link.abandon()
+
+    def _group(self, groups: Sequence[tuple[int, ...]], name: str) -> RankGroup:
+        mine = next(members for members in groups if self.rank in members)
+        return RankGroup(mine, mine.index(self.rank), self._link_among(groups, name) if len(mine) > 1 else Alone())
+
+    @abstractmethod
+    def _link_among(self, groups: Sequence[tuple[int, ...]], name: str) -> Link:
+        """Of this rank's one of these groups, of several ranks each. name: what they are about."""
 
     @abstractmethod
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
@@ -86,21 +128,32 @@ class Ranks(ABC):
         made: list[list[list[torch.Tensor]]] = []
 
         def make() -> None:
-            made.append([[_in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces()])
+            made.append([[in_bytes(piece) for piece in theirs if piece.numel()] for theirs in pieces()])
 
         self.together(f"{about}, onto {'all' if onto is None else onto}", make)
         self._bring(made[0], onto)
 
-    def of_first(self, about: str, mine: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, on the CPU; those of the others say its type and shape, which are the same."""
+    def of_first(self, about: str, mine: torch.Tensor, group: str = WORLD) -> torch.Tensor:
+        """Rank 0's tensor, on the CPU; those of the others say its type and shape, which are the same. group: an expert's is
+        the first rank's that has it.
+        """
         if self.size == 1:
             return mine
+        kept, wanted = mine, self.expert_rank if group == REPLICA else 0
+        for first in range(self.expert_ranks) if group == REPLICA else range(1):
+            found = self._of(about, mine, first)
+            kept = found if first == wanted else kept
+        return kept
+
+    def _of(self, about: str, mine: torch.Tensor, first: int) -> torch.Tensor:
         made: list[torch.Tensor] = []
 
         def pieces() -> list[list[torch.Tensor]]:
-            first = self.rank == 0
-            made.append(mine.detach().cpu().contiguous().reshape(-1) if first else torch.empty(mine.numel(), dtype=mine.dtype))
-            return [made, *([] for _ in range(1, self.size))]
+            is_first = self.rank == first
+            made.append(
+                mine.detach().cpu().contiguous().reshape(-1) if is_first else torch.empty(mine.numel(), dtype=mine.dtype)
+            )
+            return [made if rank == first else [] for rank in range(self.size)]
 
         self.bring(about, pieces)
         return made[0].view(mine.shape)
@@ -126,6 +179,9 @@ class SingleRank(Ranks):
         self.rank, self.size, self.link = 0, 1, Alone()
         self.local_rank, self.local_size = 0, 1
 
+    def _link_among(self, groups: Sequence[tuple[int, ...]], name: str) -> Link:
+        return self.link
+
     def exchange_bytes(self, about: str, told: bytes) -> list[bytes]:
         return [told]
 
@@ -136,5 +192,6 @@ class SingleRank(Ranks):
         return
 
 
-def _in_bytes(piece: torch.Tensor) -> torch.Tensor:
+def in_bytes(piece: torch.Tensor) -> torch.Tensor:
+    """The same memory."""
     return piece.detach().view(torch.uint8)

@@ -42,11 +42,18 @@ class Staging:
     """
 
     def __init__(self, nbytes: int, device: torch.device, size: int, *, together: bool = True) -> None:
-        self._size, self._together = size, together
-        self._rows = size if together else size - 1, size if together else 0, 2 if size > 2 else 0
+        self._size, self._together, self._rows = size, together, _rows(size, together=together)
         self._each = max(nbytes // sum(self._rows) // ALIGN, 1) * ALIGN
         self._rooms = [torch.empty(count * self._each, dtype=torch.uint8, device=device) for count in self._rows]
         self.device = self._rooms[0].device
+
+    def shared_by(self, size: int) -> Staging:
+        """For fewer ranks, in the same memory, unless that is too small to be cut for them."""
+        mine, room = Staging(0, self.device, size, together=self._together), self._rooms[0]
+        each = room.numel() // sum(mine._rows) // ALIGN * ALIGN
+        if each:
+            mine._each, mine._rooms = each, list(room[: sum(mine._rows) * each].split([count * each for count in mine._rows]))
+        return mine
 
     def pieces(self, whole: torch.Tensor, rank: int) -> Iterator[Staged]:
         """Of a flat tensor that all ranks share evenly, of at least 16 bits an element."""
@@ -59,6 +66,11 @@ class Staging:
             if not self._together:
                 rows.insert(rank, into)
             yield Staged(part, rows, into, came, goes, total[:numel] if len(total) else None)
+
+
+def _rows(size: int, *, together: bool) -> tuple[int, int, int]:
+    """Of a piece: what comes, what goes out behind each other, and the sum in fp32, which has two of 16 bits."""
+    return size if together else size - 1, size if together else 0, 2 if size > 2 else 0
 
 
 def ordered_sum(parts: Sequence[torch.Tensor] | torch.Tensor, into: torch.Tensor, total: torch.Tensor | None) -> None:

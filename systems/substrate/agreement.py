@@ -11,9 +11,11 @@ from dataclasses import replace
 from functools import reduce
 
 from systems.errors import HiddenUseError, UnsupportedError
-from systems.planning.layout import Layout
+from systems.planning.layout import Layout, space_of
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Moment, Trace
+from systems.ranks.expert_exchange import check_swapped, swapped
+from systems.ranks.group_names import WORLD
 from systems.ranks.ranks import Ranks
 from systems.substrate.batch_shape import BatchShape
 from systems.substrate.recorder import merged
@@ -26,7 +28,7 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, layout: Layout, to_wait: str = "") -> None:
         self._ranks, self._layout, self._to_wait = ranks, layout, to_wait
-        self.alone = ranks.size == 1
+        self.alone, self._experts = ranks.size == 1, ranks.expert_ranks
         self._reads: list[str] = []  # since the last step's end
 
     def reads(self, what: str) -> None:
@@ -42,8 +44,10 @@ class Agreement:
         were summed over ranks, in order. updated: bundles that were updated before this was known.
         """
         issued = reduced, self._ranks.link.chain
-        told, reads = zip(*self._ranks.exchange("gradients", ((mine, issued, updated), self._reads)), strict=True)
+        here = (mine, issued, updated), self._reads, swapped(self._ranks)
+        told, reads, swaps = zip(*self._ranks.exchange("gradients", here), strict=True)
         self._check_reads(reads)
+        check_swapped(swaps, self._ranks)
         other = next((rank for rank, (_, theirs, _) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:
             (theirs, _), (first, _) = told[other][1], told[0][1]
@@ -51,10 +55,22 @@ class Agreement:
             raise RuntimeError(
                 f"rank 0 and rank {other} {what} different bundles, or in another order: does the model do the same on both?"
             )
-        fired = {parameter for theirs, _, _ in told for parameter in theirs}
+        fired = [self._heard(rank, [theirs for theirs, _, _ in told]) for rank in range(len(told))]
         for rank, (theirs, _, early) in enumerate(told):
-            self._check_updated(rank, fired - frozenset(theirs), early)
-        return sorted(fired)
+            self._check_updated(rank, fired[rank] - frozenset(theirs), early)
+        return sorted(fired[self._ranks.rank])
+
+    def _heard(self, rank: int, told: Sequence[Sequence[int]]) -> set[int]:
+        """What a rank hears of those that each says fired: of experts those alone count that have the same as it."""
+        if self._experts == 1:
+            return {parameter for theirs in told for parameter in theirs}
+        experts, layout = self._experts, self._layout
+        return {
+            parameter
+            for other, theirs in enumerate(told)
+            for parameter in theirs
+            if (rank - other) % experts == 0 or space_of(layout, layout.bundle_of_parameter[parameter]).group == WORLD
+        }
 
     def _check_reads(self, told: Sequence[list[str]]) -> None:
         """HiddenUseError unless they were the same on all ranks, in the same order."""
@@ -121,7 +137,8 @@ def lay_out_alike(ranks: Ranks, context: PlanningContext, layout: Layout) -> Non
     """UnsupportedError on all ranks where one plans with other numbers than the first, or cuts the model's memory otherwise."""
     if ranks.size == 1:
         return
-    parts = layout.itemsize, layout.segments, layout.bundles, sorted(layout.in_place), sorted(layout.on_disk), layout.unit_names
+    names = layout.unit_names if context.expert_ranks == 1 else ()  # experts have their own: see FirstValuesAlike
+    parts = layout.itemsize, layout.segments, layout.bundles, sorted(layout.in_place), sorted(layout.on_disk), names
     mine = vars(context) | {"layout": hashlib.sha256(repr(parts).encode()).hexdigest()}
     first, *_ = told = ranks.exchange("the layout", mine)
     for rank, theirs in enumerate(told):

@@ -169,19 +169,18 @@ class Assembly:
             device_name=device.name,
             disk_budget=self._budgets.disk,
             moments=moments,
+            expert_ranks=settings.expert_ranks,
         )
 
     def _lay_out_memory(self) -> None:
         """Steps 6 to 9."""
-        found, layout, device, settings = self.found, self.layout, self.device, self._settings
+        found, layout, device, settings, ranks = self.found, self.layout, self.device, self._settings, self._ranks
         self.host = host_account(self._budgets.host, self._log)
         self.disk = self._make_disk() if layout.on_disk else None
         self.control = StepControl(settings, found.index, found.parameters, self.strategy.to_wait)
         self.states = states_of(settings.optimizer, self.control.groups.chosen, found.index, found.parameters)
-        self._alike = FirstValuesAlike(self._ranks, found.index.parameters, initial_values(found, settings))
-        self.store = Store(
-            layout, device, self.host, self._dtype, accumulate=settings.accumulate, disk=self.disk, ranks=self._ranks
-        )
+        self.alike, adds = FirstValuesAlike(ranks, found.index.parameters, initial_values(found, settings)), settings.accumulate
+        self.store = Store(layout, device, self.host, self._dtype, accumulate=adds, disk=self.disk, ranks=ranks)
         self._cleanup.callback(self.store.close)
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)
         self.bundles = self._make_bundles()
@@ -190,7 +189,7 @@ class Assembly:
         self.values = StoredValues(self.store, self.bundles)
         self.residency = Residency(layout, self.bundles, self.store, device, write_back=self.strategy.write_back)
         self._cleanup.callback(self.residency.close)
-        first = FirstValues(self.store, [p.shape for p in found.index.parameters], self._alike.fill)
+        first = FirstValues(self.store, [p.shape for p in found.index.parameters], self.alike.fill)
         for bundle in self.bundles:
             if not bundle.movable:
                 self.residency.settle(bundle)
@@ -202,7 +201,7 @@ class Assembly:
         for bundle in self.bundles if self._ranks.size > 1 else ():
             if not bundle.movable and bundle.scattered:
                 self.residency.gather(bundle)
-        self._alike.check()
+        self.alike.check()
 
     def _make_bundles(self) -> list[ManagedBundle]:
         layout, segments, device = self.layout, self.store.segments, self.device.torch_device

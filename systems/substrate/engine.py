@@ -21,6 +21,7 @@ from systems.machine.budgets import Budgets
 from systems.machine.limits import free_host_memory
 from systems.messages import in_words
 from systems.planning.strategy import PlanningContext, Strategy
+from systems.ranks.expert_exchange import exchange_experts
 from systems.ranks.ranks import Ranks
 from systems.ranks.side_by_side import side_by_side
 from systems.recipe.model.adoption import keeping_values
@@ -69,6 +70,7 @@ class ManagedEngine(ManagedReports):
         self._access = Access()
         self._cleanup = contextlib.ExitStack()
         self.log = EventLog(keep=settings.log_events)
+        self._cleanup.callback(exchange_experts(model, ranks, self.log.count))
         with keeping_values(model):
             try:
                 self._have(
@@ -98,6 +100,7 @@ class ManagedEngine(ManagedReports):
 
     def _have(self, made: Assembly) -> None:
         self.index, self._trains, self.parameters = made.found.index, made.found.trains, made.parameters
+        self._groups, self._named_by_all = [p.group for p in made.found.index.parameters], made.alike.names
         self.strategy, self.layout, self.device, self.disk = made.strategy, made.layout, made.device, made.disk
         self.system = made.strategy.name
         self.store, self.values, self.tiers, self.poison = made.store, made.values, made.tiers, made.poison
@@ -221,8 +224,9 @@ class ManagedEngine(ManagedReports):
             yield values
         if write:
             for p in self.index.parameters:
-                mine = values[p.name] if self.ranks.rank == 0 else torch.empty(p.shape)
-                self.values.overwrite_parameter(p.index, self.ranks.of_first(f"summon(write=True) of {p.name}", mine))
+                mine = values[p.name] if self.ranks.rank < self.ranks.expert_ranks else torch.empty(p.shape)
+                edited = self.ranks.of_first(f"summon(write=True) of parameter {p.index}", mine, p.group)
+                self.values.overwrite_parameter(p.index, edited)
             self._watch.accept()
             self.drain()
 

@@ -39,6 +39,7 @@ def look(strategy: type[Strategy], model: nn.Module, settings: Settings, options
             host_budget=host_budget(settings),
             itemsize=TORCH_DTYPE[settings.dtype].itemsize,
             ranks=settings.ranks,
+            expert_ranks=settings.expert_ranks,
             accumulate=settings.accumulate,
             seed=settings.seed,
             recompute=settings.recompute,

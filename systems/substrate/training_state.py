@@ -20,6 +20,15 @@ class ManagedState:
         self.optimizer, self.moments = control.groups.chosen.kept
         self.parameters = [Described(p.name, tuple(p.shape), p.trainable) for p in index.parameters]
 
+    def meet(self) -> None:
+        return
+
+    def updates(self, parameter: int) -> int:
+        return self.control.updates[parameter]
+
+    def of_expert_rank(self, which: int, parameter: int, part: Part, onto: int | None) -> torch.Tensor | None:
+        return self._values.of_expert_rank(which, parameter, part, onto)
+
     def read(self, parameter: int, part: Part) -> torch.Tensor:
         values, shape = self._values, self.parameters[parameter].shape
         return values.parameter(parameter, shape) if part == "value" else values.moment(parameter, part).view(shape)
@@ -28,10 +37,11 @@ class ManagedState:
         found = self._values.bring(parameter, part, onto)
         return None if found is None else found.view(self.parameters[parameter].shape)
 
-    def write(self, parameter: int, state: SavedParameter) -> None:
+    def write(self, parameter: int, state: SavedParameter, updates: int) -> None:
         self._values.overwrite_parameter(parameter, state.value)
         if state.moments is not None:
             self.write_moments(parameter, state.moments)
+        self.control.updates[parameter] = updates
 
     def write_moments(self, parameter: int, moments: Sequence[torch.Tensor]) -> None:
         self._values.overwrite_moments(parameter, [each.reshape(-1) for each in moments])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.abc
 import importlib.util
 import json
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, doctor, listing, store
+from harness import __main__, cli, doctor, listing, store
 from harness.compare import CompareSpec, StoredSpec
 from harness.doubts import Evidence, judge
 from harness.plan_spec import PlanSpec
@@ -62,7 +63,7 @@ def test_every_flag_says_what_it_means(command: str, spec: type[RunSpec], capsys
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     left_out = {flag(field) for field in getattr(spec, "left_out", ())}
-    words = set(re.findall(r"--[a-z-]+", shown))
+    words = set(re.findall(r"--[a-z-_]+", shown))
     assert words >= set(FLAGS) - left_out and not words & left_out - {"--steps"}
 
 
@@ -137,6 +138,29 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]
     monkeypatch.setattr("harness.listing.systems", stopped)
     assert cli.main(("ls", "systems")) == 130
     assert capsys.readouterr() == ("", "harness: interrupted\n" * 2)
+
+
+def test_help_has_flags_as_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in cli.EXAMPLES:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        shown = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+        assert not any("_" in name for name in shown), command
+        assert command != "sweep" or "--for" in shown
+
+
+def test_ctrl_c_while_the_command_is_imported_is_as_quiet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "harness.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "harness.cli")
+    monkeypatch.setattr(sys, "meta_path", [Stopped(), *sys.meta_path])
+    assert __main__.main() == 130
+    assert capsys.readouterr() == ("", "harness: interrupted\n")
 
 
 def test_a_wrong_results_folder_is_found_before_the_work(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
     [
         (["patrickstar-tabel4"], "unknown figure 'patrickstar-tabel4': did you mean patrickstar-table4"),
         ([], "name is missing"),
+        (["angel-table6", "--results", "/no/such/folder"], "--results /no/such/folder is no folder"),
         (["angel-table6", "--out", "x.docx"], "ends in none of .md, .csv"),
         (["angel-table6", "--out", "x.pdf"], "there is no picture of angel-table6: use .md or .csv"),
         (["angel-table6", "--out", "/no/such/folder/x.md"], "/no/such/folder/x.md cannot be used"),
@@ -85,3 +87,16 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.C
     assert cli.main(["figure", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
+
+
+@pytest.mark.long
+def test_all_of_them_the_tables_and_the_ledger_take_less_than_ten_minutes(tmp_path: Path) -> None:
+    """From what is kept, without a GPU: seconds of this process, which other load on the machine does not lengthen."""
+    started_s = time.process_time()
+    for name in find():
+        assert cli.main(["figure", name, "--out", str(tmp_path / f"{name}.md")]) == 0
+        assert (tmp_path / f"{name}.md").stat().st_size > 100
+    results = str(ROOT / "results")
+    assert cli.main(["tables", "--results", results, "--out", str(ROOT / "docs" / "results.md"), "--check"]) == 0
+    assert cli.main(["ledger", "--results", results, "--out", str(ROOT / "docs" / "claims.md"), "--check"]) == 0
+    assert time.process_time() - started_s < 600

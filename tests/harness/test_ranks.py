@@ -208,11 +208,13 @@ def test_the_commands_of_the_document(tmp_path: Path, mark: str) -> None:
         assert json.loads(line) == json.loads(kept.read_text())
         found.append(Record.model_validate_json(line))
         assert nothing_is_left(mark)
-    itself, launched = found
+    itself, launched, shared = found
     assert (itself.spec.ranks, launched.spec.ranks, len(launched.memory_by_rank)) == (2, 2, 2)
     assert itself.metrics.loss == launched.metrics.loss
     assert itself.metrics.grad_norm_before_clip == launched.metrics.grad_norm_before_clip
     assert itself.memory.device_peak_bytes == launched.memory.device_peak_bytes
+    assert shared.resolved.shape is not None and shared.resolved.shape["expert_ranks"] == 2
+    assert shared.traffic.exchange_bytes
 
 
 def agents(mark: str, folder: Path, *more: str) -> list[subprocess.Popen[str]]:

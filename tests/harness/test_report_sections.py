@@ -174,3 +174,26 @@ def test_losses_that_lie_apart_are_said(table: cells.ResultsTable) -> None:
     )
     assert "Losses of 0 of 1 rows" in made.answers[2].text
     assert not courses(shown(table, records[:1]), records[:1])
+
+
+def test_losses_of_another_seed_are_not_compared(table: cells.ResultsTable) -> None:
+    def of_seed(system: str, number: int, seed: int, losses: list[float]) -> Record:
+        found = record(system, number, 1.0, record={"metrics": {"tokens_per_s": 1.0, "loss": losses}})
+        return found.model_copy(update={"spec": found.spec.model_copy(update={"seed": seed})})
+
+    records = [of_seed("resident", 1, 0, [4.0, 2.0]), of_seed("dummy", 2, 1, [4.0, 3.0])]
+    (course,) = courses(shown(table, records), records)
+    other = course.curves[1]
+    assert (other.other_seed, other.deviation, other.too_far, other.apart_from) == (True, None, False, None)
+    made = gather(table, records)
+    assert "another seed, and so other losses" in rendered(made)
+    assert made.answers[2].text == "No record has losses beside a reference's."
+
+
+def test_rows_of_several_ranks_are_called_so() -> None:
+    given = {"model": "opt-tiny", "batch_size": 2, "seq_len": 16, "system": "elixir"}
+    two = cells.made_cell(given | {"ranks": 2, "option": ("variant=paper",)}, 1)
+    assert [results_page.short_label(one) for one in (cells.made_cell(dict(given), 1), two)] == [
+        "elixir",
+        "elixir (2 ranks, paper)",
+    ]

@@ -5,6 +5,8 @@ A module of that name stands in for the package.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
 import textwrap
@@ -16,7 +18,7 @@ import pytest
 from harness import cli, store, wandb_log
 from harness.record import Record
 from tests.harness.conftest import make_record
-from tests.harness.processes import ROOT
+from tests.harness.processes import ROOT, wait_for
 
 GOOD = ("run", "--system", "dummy", "--model", "opt-tiny", "--wandb", "online")
 TAKES = """
@@ -86,6 +88,70 @@ def test_a_kept_record_is_logged(package: Any, tmp_path: Path, monkeypatch: pyte
     assert made["rows"] == [[1, {"loss": 2.0}], [2, {"eval_loss": 1.5}], [3, {"loss": 1.0}]]
     assert (made["summary"]["tokens_per_s"], made["summary"]["status"]) == (5.0, "ok")
     assert (made["started"]["mode"], made["started"]["name"]) == ("online", "run-0")
+
+
+LEAVES = """
+    import os, subprocess
+
+    left = subprocess.Popen(["sleep", "600"])
+    with open(os.environ["TOLD"], "w") as file:
+        file.write(f"{left.pid} {sorted(os.listdir(os.environ['KEPT']))}")
+
+    def init(**_):
+        raise RuntimeError("no network")
+"""
+
+
+def test_nothing_of_it_is_beside_the_next_run(package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told of a record that is kept, so after the run; what it started is ended when the command goes on."""
+    told = package(LEAVES)
+    launches(monkeypatch)
+    monkeypatch.setenv("KEPT", str(tmp_path / "results"))
+    assert cli.main([*GOOD, "--results", str(tmp_path / "results")]) == 0
+    pid, _, there = told.read_text().partition(" ")
+    assert there == "['run-0.json']"
+    assert wait_for(lambda: not alive(int(pid)), 5.0)
+
+
+def alive(pid: int) -> bool:
+    """Not a zombie that nobody has waited for."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def exists(name: str) -> bool:
+    """A module of that name, and no name in one."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_the_process_that_trains_knows_of_no_tracker() -> None:
+    """What a worker imports, all the way down, has no import of the tracker in it."""
+    seen, waiting = set[str](), ["harness.worker", "harness.running", "harness.measure"]
+    while waiting:
+        name = waiting.pop()
+        spec = importlib.util.find_spec(name)
+        if name in seen or spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            continue
+        seen.add(name)
+        for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+            found = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+            waiting += [each for each in found if each.startswith("harness.") and exists(each)]
+    assert {"harness.running", "harness.measure", "harness.derive"} <= seen
+    assert not any("wandb" in name for name in seen)
+
+
+def test_the_curves_are_of_every_step_and_of_its_throughput() -> None:
+    record = make_record(
+        metrics={"loss": [2.0, 1.0]}, samples={"step_time_s": [0.5, 0.25]}, resolved={"tokens_per_step": 32, "steps_before": 0}
+    )
+    assert [row["tokens_per_s"] for row in wandb_log._curves(record)] == [64.0, 128.0]
 
 
 @pytest.mark.parametrize("end", ENDS)

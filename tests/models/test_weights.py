@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ T5_ODD = {"gated": True, "tied": False, "head_size": 48, "ffn_size": 320, "init_
         ("albert-tiny", {"num_groups": 2, "embedding_size": 64, "token_types": 100}),
         ("t5-tiny", {"relative_buckets": 300}),
         ("t5-tiny", T5_ODD),
+        ("mixtral-tiny", {"experts": 16}),
     ],
 )
 def test_families_follow_transformers_law(name: str, overrides: dict[str, object]) -> None:
@@ -113,6 +115,24 @@ def test_families_follow_transformers_law(name: str, overrides: dict[str, object
         zero_rows = reference.flatten(1).any(dim=1) if reference.dim() > 1 else None
         if zero_rows is not None:
             assert torch.equal(ours.flatten(1).any(dim=1), zero_rows), parameter_name
+
+
+@pytest.mark.parametrize(("name", "dense"), [("pr-moe-tiny", "gpt-tiny"), ("t5-moe-tiny", "t5-tiny")])
+def test_an_expert_starts_as_the_dense_feed_forward_does(name: str, dense: str) -> None:
+    shape, other = registry.resolve(name), registry.resolve(dense, {"num_layers": registry.resolve(name).num_layers})
+    fills: list[Any] = [registry.initial_weights(each, 0) for each in (shape, other)]
+    shared = {each.rpartition(".experts.")[2].split(".", 1)[1] for each in names_of(shape) if ".experts." in each}
+    assert shared
+    for part in shared:
+        mine = next(each for each in names_of(shape) if ".experts." in each and each.endswith(part))
+        theirs = next(each for each in names_of(other) if each.endswith(part))
+        assert fills[0].fill_of(mine) == fills[1].fill_of(theirs), part
+    for each in names_of(shape):
+        fills[0].fill_of(each)
+
+
+def names_of(shape: Any) -> list[str]:
+    return [name for name, _ in registry.build(shape).named_parameters()]
 
 
 def test_a_parameter_without_a_rule_is_an_error() -> None:

@@ -15,6 +15,7 @@ from paper_figures import (
     h3t_runs,
     h3t_solvers,
     kept,
+    patrickstar_forecasts,
     patrickstar_margin,
     patrickstar_scale,
     patrickstar_setup,
@@ -31,7 +32,22 @@ CASES: dict[str, Callable[[], Sequence[ForecastCase]]] = {
     "elixir-figure6": elixir_results.cases,
     "angel-table5": angel_results.cases5,
     "angel-figure8": angel_results.cases8,
+    "angel-figure7": angel_results.cases7,
+    "elixir-figure7": elixir_results.cases7,
+    "elixir-figure8": elixir_results.cases8,
+    "patrickstar-figure11": lambda: list(patrickstar_forecasts.more_cases()),
+    "patrickstar-figure14": patrickstar_forecasts.cases14,
+    "patrickstar-figure15": patrickstar_forecasts.cases15,
+    "patrickstar-figure17": patrickstar_forecasts.cases17,
 }
+REMADE = (
+    "patrickstar-table4",
+    "patrickstar-figure2",
+    "patrickstar-figure10",
+    "elixir-figure6",
+    "angel-table5",
+    "angel-figure8",
+)
 SMALL = ForecastCase(system="patrickstar", model="gpt-tiny", profile="yard-v100-32g-x8", ranks=1, batch_size=2, seq_len=16)
 LARGE = ForecastCase(system="resident", model="ps-68b", profile="yard-v100-32g-x8", ranks=1, batch_size=4)
 
@@ -47,8 +63,18 @@ def test_every_case_is_in_its_file_and_no_other(name: str) -> None:
     assert len(found.found) == len(CASES[name]())
 
 
-@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize("name", REMADE)
 def test_what_is_kept_is_what_is_made(name: str) -> None:
+    assert_made_again(name)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in REMADE])
+def test_what_is_kept_of_others_is_what_is_made(name: str) -> None:
+    assert_made_again(name)
+
+
+def assert_made_again(name: str) -> None:
     """Of the smallest model; to a per cent, since a file may be of another build of torch."""
     case = min(CASES[name](), key=lambda case: (float(case.model.rpartition("-")[2][:-1]), case.ranks, case.batch_size))
     ((_, made),) = ask_all([case])

@@ -27,7 +27,7 @@ def indices(draw: st.DrawFn) -> ModelIndex:
 
 @given(indices(), st.integers(1, 3))
 def test_every_parameter_is_in_one_group(index: ModelIndex, ranks: int) -> None:
-    groups = group_parameters(index, ranks)
+    groups = group_parameters(index, context(ranks=ranks))
     held = [p for g in groups for p in (*g.single, *(p for each in g.shared for p in each))]
     assert sorted(p.index for p in held) == list(range(len(index.parameters)))
     assert len({g.space for g in groups}) == len(groups)

@@ -23,7 +23,7 @@ from tests.systems.test_ordering import as_issued, assert_sound
 from tests.systems.test_ranks import EXACT, STEPS, assert_is_one_rank, on_one_rank, on_ranks
 from tests.systems.test_shards import COLLECTIVE, LANES, Last, assert_as_planned, assert_bytes_as_planned, plan_of
 
-MODELS = ("opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny")
+MODELS = ("opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny", "pr-moe-tiny", "t5-moe-tiny")
 SIZES = (2, 3, 4)
 CLIP = 0.5
 PAGE = 32 << 10  # bytes, for models of some megabytes

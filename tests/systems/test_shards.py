@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from systems.device.watch.events import LoggedBytes
+from systems.planning.layout import space_of
 from systems.planning.plan import LaneKind, OpKind, Plan
 from systems.planning.policy.base import moved
 from systems.planning.policy.division import Division
@@ -93,11 +94,12 @@ def schedule_of(run: Run) -> Schedule:
 def assert_as_planned(run: Run, before: Mapping[str, int], issued: list[Any]) -> None:
     """The measured device peak is the predicted one too, where nothing had the device's room before there was a plan."""
     schedule = schedule_of(run)
-    size = managed(run.engine).strategy._context.ranks
+    layout = managed(run.engine).layout
     on_lanes = [o for o in schedule.bare if o.lane in LANES and o.kind is not Work.SQUARES]
     for lane, counter in LANES.items():
-        share = (size - 1, size) if lane in COLLECTIVE else (1, 1)
-        planned = sum(o.bytes * share[0] // share[1] for o in on_lanes if o.lane is lane)
+        mine = [o for o in on_lanes if o.lane is lane]
+        kept = sum(o.bytes // space_of(layout, o.bundle).ranks for o in mine) if lane in COLLECTIVE else 0
+        planned = sum(o.bytes for o in mine) - kept
         assert run.counters.get(counter, 0) - before.get(counter, 0) == planned, lane
     ran = [each for each in issued if isinstance(each, LaneOperation) and each.lane in LANES]
     for lane in LANES:

@@ -28,6 +28,11 @@ def begin(model: nn.Module, settings: Settings, options: BaseModel, ranks: Ranks
     """Who trains. UnsupportedError, on all ranks alike, for what a package cannot do, and where ranks were asked otherwise."""
     if settings.optimizer is not None:
         raise UnsupportedError(f"{system} builds its own Adam: give the learning rate and decay, and no `optimizer`")
+    if settings.expert_ranks > 1:
+        raise UnsupportedError(
+            f"{system} gives every rank all experts: leave `expert_ranks` at 1, or use resident or one of this project's own "
+            "strategies"
+        )
     if ranks is None and settings.ranks != 1:
         raise UnsupportedError(f"{system} is given no other ranks: leave `ranks` at 1")
     mine = SingleRank() if ranks is None else ranks

@@ -61,9 +61,7 @@ class Granule:
     finished by now; else on the order of frees alone.
     """
 
-    def __init__(
-        self, space: str, memory: torch.Tensor, last: Ticket, *, keeps: bool = False, by_clock: bool = True
-    ) -> None:
+    def __init__(self, space: str, memory: torch.Tensor, last: Ticket, *, keeps: bool = False, by_clock: bool = True) -> None:
         self.space, self.memory, self._keeps, self._by_clock = space, memory, keeps, by_clock
         self._pieces = [_Piece(0, memory.numel(), [last])]
         self._frees = 0

@@ -43,7 +43,6 @@ class Allocation:
         return found
 
 
-
 class Pool:
     """Allocation out of granules, under an account's budget.
 

@@ -5,11 +5,12 @@ Note [One rank stands for all]
     of CPU Adam, of the disk, and of the host link where all devices together reach less than each alone.
 
 Note [Collectives]
-    A bundle of N bytes over R ranks moves N (R - 1) / R bytes in and out of every device. One at a time, for a rank has one
-    queue for all of them. Where they were measured by size they take what was measured, reductions with the staging and the
-    additions of the ordered sum (ranks/link.py) in it; else the rate is that of the devices' link, or of the host link without
-    one, and the fixed time a copy's for each of log2(R) hops. Over several nodes they are no faster than the node's network.
-    Without a link they share the host link with copies, in both directions at once, and pass through the host's DRAM twice.
+    A bundle of N bytes over R ranks, which are those of the group that holds it, moves N (R - 1) / R bytes in and out of every
+    device. One at a time, for a rank has one queue for all of them. Where they were measured by size they take what was
+    measured, reductions with the staging and the additions of the ordered sum (ranks/link.py) in it; else the rate is that of
+    the devices' link, or of the host link without one, and the fixed time a copy's for each of log2(R) hops. Over several nodes
+    they are no faster than the node's network. Without a link they share the host link with copies, in both directions at once,
+    and pass through the host's DRAM twice.
 
 Note [Exchanges]
     What ranks tell each other once a step (substrate/agreement.py) is the host's: it hears which gradients came when it has
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 
 from systems.planning.clock.clocks import Claim, SharedResource, TimedJob
 from systems.planning.hardware import BySize, Contention, Flow, HardwareProfile
-from systems.planning.layout import Layout
+from systems.planning.layout import Layout, space_of
 from systems.planning.plan import COLLECTIVE, LaneKind, queue_of
 from systems.planning.step.operations import ScheduledOperation, Work, before_updates
 from systems.planning.strategy import PlanningContext
@@ -38,11 +39,15 @@ UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bu
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Of what ranks do together: see Note [Collectives]. host: bytes a second of the host link, both ways at once."""
+    """Of what ranks do together: see Note [Collectives]. host: bytes a second of the host link, both ways at once.
+
+    ranks: that come together; among: that there are, over as many nodes as they fill.
+    """
 
     profile: HardwareProfile
     ranks: int
     host: float
+    among: int
 
     def rate(self, lane: LaneKind) -> float:
         """Bytes a second that pass a port."""
@@ -51,13 +56,15 @@ class LinkRates:
             rate = measured.best
         else:
             rate = self.host if profile.device_link_bytes_per_s is None else profile.device_link_bytes_per_s.value
-        if self.ranks > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
+        if self.among > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
             rate = min(rate, profile.network_bytes_per_s.value)
         return rate
 
     def overhead_s(self, lane: LaneKind, size: float) -> float:
         """Seconds of a collective of so many bytes a port beside them at that rate."""
         measured = self._measured(lane)
+        if self.ranks == 1:
+            return 0.0
         if measured is not None:
             return measured.overhead_s(size)
         return math.ceil(math.log2(self.ranks)) * self.profile.copy_overhead_s(size / max(1, self.ranks - 1))
@@ -129,7 +136,11 @@ class Rates:
 
     @property
     def link(self) -> LinkRates:
-        return LinkRates(self.profile, self.ranks, min(self.h2d, self.d2h, self.both_ways / 2))
+        return self.link_of(self.ranks)
+
+    def link_of(self, ranks: int) -> LinkRates:
+        """Of a group of so many."""
+        return LinkRates(self.profile, ranks, min(self.h2d, self.d2h, self.both_ways / 2), self.ranks)
 
     def disk(self, lane: LaneKind) -> float:
         profile = self.profile
@@ -196,8 +207,14 @@ class Costs:
     def payload(self, operation: ScheduledOperation) -> int:
         """Bytes that pass a device's port: of a collective all but the rank's own part."""
         if operation.lane in COLLECTIVE:
-            return operation.bytes * (self.rates.ranks - 1) // self.rates.ranks
+            ranks = self._together(operation)
+            return operation.bytes * (ranks - 1) // ranks
         return operation.bytes
+
+    def _together(self, operation: ScheduledOperation) -> int:
+        """Ranks of the group that holds its bundle. Of all there are more than in the context where each has all states."""
+        shared = space_of(self.layout, operation.bundle).ranks
+        return self.rates.ranks * shared // self.context.ranks
 
     def host_bytes(self, operation: ScheduledOperation) -> int:
         """Read and written by the CPU: Adam, or what accumulation takes, of one rank's shards."""
@@ -253,7 +270,7 @@ class Costs:
 
     def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
-        link, size = self.rates.link, self.payload(operation)
+        link, size = self.rates.link_of(self._together(operation)), self.payload(operation)
         through = Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK, units=2.0), Claim(TO_DEVICE), Claim(FROM_DEVICE)
         claims = through if link.through_host else ()
         fixed = link.overhead_s(operation.lane, size)

@@ -57,11 +57,11 @@ class ParameterGroup:
     shared: tuple[tuple[Parameter, ...], ...]
 
 
-def group_parameters(index: ModelIndex, ranks: int, *, scattered: bool = True) -> list[ParameterGroup]:
+def group_parameters(index: ModelIndex, context: PlanningContext, *, scattered: bool = True) -> list[ParameterGroup]:
     """In model order of their first parameter."""
     spaces: dict[FlatSpace, list[Parameter]] = {}
     for parameter in index.parameters:
-        spaces.setdefault(FlatSpace(parameter.group, ranks, parameter.trainable, scattered), []).append(parameter)
+        spaces.setdefault(context.space_of(parameter, scattered=scattered), []).append(parameter)
     found = []
     for space, parameters in spaces.items():
         shared: dict[frozenset[str], list[Parameter]] = {}
@@ -73,17 +73,17 @@ def group_parameters(index: ModelIndex, ranks: int, *, scattered: bool = True) -
     return found
 
 
-def by_users(index: ModelIndex, ranks: int) -> list[tuple[FlatSpace, tuple[Parameter, ...]]]:
+def by_users(index: ModelIndex, context: PlanningContext) -> list[tuple[FlatSpace, tuple[Parameter, ...]]]:
     """Parameters of the same space and the same units, in model order of the first of them."""
     found: dict[tuple[FlatSpace, frozenset[str]], list[Parameter]] = {}
     for p in index.parameters:
-        found.setdefault((FlatSpace(p.group, ranks, p.trainable), frozenset(p.users)), []).append(p)
+        found.setdefault((context.space_of(p), frozenset(p.users)), []).append(p)
     return [(space, tuple(parameters)) for (space, _), parameters in found.items()]
 
 
 def bundle_a_unit(index: ModelIndex, context: PlanningContext) -> Layout:
     """One segment each; what a unit has frozen, and what several units share, are bundles of their own."""
-    bundles = by_users(index, context.ranks)
+    bundles = by_users(index, context)
     packed = ([pack(parameters, space=space, itemsize=context.itemsize)] for space, parameters in bundles)
     return Layout.of(index, context.itemsize, packed)
 

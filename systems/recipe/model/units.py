@@ -22,6 +22,8 @@ from torch import nn
 
 from systems.errors import UnsupportedError
 from systems.planning.layout import ModelIndex, Parameter, Unit
+from systems.ranks.group_names import REPLICA, WORLD
+from systems.ranks.groups import of_replicas
 from systems.recipe.model.blocks import find_blocks, has_forward
 from systems.recipe.model.foreign_calls import COMPILED, has_compiled_forward, is_compiled
 from systems.recipe.model.shared_memory import refuse_shared_memory
@@ -88,7 +90,7 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None, *, compiles: 
     ]
     if not any(module is model for _, module, _, _ in units):
         units.append((ROOT, model, None, []))
-    number = {p: i for i, p in enumerate(weights)}
+    number, replicas = {p: i for i, p in enumerate(weights)}, of_replicas(model)
     users: dict[nn.Parameter, list[str]] = {p: [] for p in weights}
     for unit_name, _, _, owned in units:
         for parameter in owned:
@@ -102,6 +104,7 @@ def find_units(model: nn.Module, dtype: torch.dtype | None = None, *, compiles: 
                 numel=p.numel(),
                 trainable=p.requires_grad,
                 users=tuple(users[p]),
+                group=REPLICA if p in replicas else WORLD,
             )
             for p, names in weights.items()
         ),

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from systems.checkpoint import SQUARES, TrainingState
+from systems.checkpoint import SQUARES, SharedState
 from systems.errors import BudgetError, UnsupportedError
 from systems.optimizers.choice import Chosen
 from systems.planning.layout import ModelIndex
 from systems.ranks.beginnings import sum_of_bits
+from systems.ranks.group_names import REPLICA
 from systems.ranks.ranks import Ranks, SingleRank
 from systems.ranks.side_by_side import side_by_side
 from systems.recipe.step.control import StepControl
@@ -35,7 +36,7 @@ COPY = (
 _MARK = "_engine_states"
 
 
-class WrittenState(TrainingState, Protocol):
+class WrittenState(SharedState, Protocol):
     """An engine's state between two steps."""
 
     control: StepControl
@@ -158,9 +159,14 @@ class OptimizerStates:
                     have=max(have, 0),
                 )
         optimizer.state.clear()
+        mine, ranks = frozenset(stepped), self._ranks
+        if ranks.expert_ranks > 1:  # experts that only others have may have stepped there, and all read alike
+            stepped = sorted(set().union(*ranks.exchange("optimizer.state_dict()", stepped)))
         try:
             for number in stepped:
                 parts = {part: moments.read(number, part) for part in self._chosen.moments}
+                if number not in mine:
+                    continue
                 if self._chosen.rule.counted:
                     parts = {"step": torch.tensor(float(updates[number]), dtype=torch.float32), **parts}
                 if parts:
@@ -246,10 +252,12 @@ def _check_alike(ranks: Ranks, index: ModelIndex, given: Mapping[int, _GivenStat
     told = ranks.together(what, lambda: {number: _digest(entry) for number, entry in given.items()})
     for rank, theirs in enumerate(told):
         for number in sorted({*told[0], *theirs}):
-            if told[0].get(number) != theirs.get(number):
-                name = index.parameters[number].name
+            described = index.parameters[number]
+            first = rank % ranks.expert_ranks if described.group == REPLICA else 0
+            if told[first].get(number) != theirs.get(number):
                 raise UnsupportedError(
-                    f"{what}: the state of parameter {name} is not the same on ranks 0 and {rank}: give all ranks the same"
+                    f"{what}: the state of parameter {described.name} is not the same on ranks {first} and {rank}: give all "
+                    "ranks the same"
                 )
 
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from systems.checkpoint import TrainingState
+from systems.checkpoint import AllExperts, TrainingState
 from systems.errors import UnsupportedError
 from systems.machine.budgets import host_budget
 from systems.messages import in_words
+from systems.ranks.group_names import REPLICA
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.inputs import refuse_training_nothing
 from systems.recipe.model.wider_buffers import explain_types
@@ -28,12 +29,17 @@ NO_LOSS = "backward: call the engine first, with gradients enabled, to get a los
 
 
 class SteppingEngine(ClosingEngine):
-    """_trains: something of the model requires a gradient. _together: all ranks, if there are several."""
+    """_trains: something of the model requires a gradient. _together: all ranks, if there are several.
+
+    _groups: of the ranks that have each parameter. _named_by_all: see FirstValuesAlike.names.
+    """
 
     settings: Settings
     control: StepControl
     _trains: bool
     _together: Ranks | None = None
+    _groups: Sequence[str] = ()
+    _named_by_all: Sequence[Sequence[str]] = ()
 
     # ---- what the engines do differently
 
@@ -137,7 +143,10 @@ class SteppingEngine(ClosingEngine):
         self.control.groups.set_lr(lr)
 
     def training_state(self) -> TrainingState:
-        return self._state("checkpoint or export")
+        state = self._state("checkpoint or export")
+        if not self._named_by_all:
+            return state
+        return AllExperts(state, self._named_by_all, [group == REPLICA for group in self._groups], self.ranks)
 
     def _settle(self, what: str, *, in_step: bool, overwrites: bool = False) -> None:
         """Wait until nothing moves. UnsupportedError within a step, RuntimeError where parameters belong to no step.

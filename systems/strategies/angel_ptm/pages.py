@@ -40,7 +40,7 @@ class PageStatistics:
 def page_layout(index: ModelIndex, page_bytes: int, context: PlanningContext) -> tuple[Layout, PageStatistics]:
     """A bundle a layer, in model order of its first parameter; what a layer has frozen, or shares, is a bundle apart."""
     page = round_up(page_bytes // context.itemsize, align_elements(context.itemsize))
-    layers = by_users(index, context.ranks)
+    layers = by_users(index, context)
     pages = (_pages(tensors, page * space.ranks, space, context.itemsize) for space, tensors in layers)
     layout = Layout.of(index, context.itemsize, pages)
     return layout, _statistics(layout.segments, page, context.itemsize)

@@ -45,7 +45,8 @@ Where this departs from the paper, and why, with every variant
 * After its gradient has left, a chunk is not on the device until its update has made it anew.
 * Of several ranks nothing is evicted in the warm-up step: a chunk goes once its unit is done. And without offload shards and
   states come to the devices with the first plan; the host has room for them.
-* All parameters of a model are of one data-parallel group: of experts' groups there are tests of plans alone.
+* Experts that ranks share are chunk groups of their own, as in the paper. One that is fused, and never moves, is a bundle by
+  itself, as its gradient is summed over other ranks.
 * Without scatter all of several ranks have all chunks and states for good and make the same updates (DDP): a gradient is
   reduced and gathered in its range.
 

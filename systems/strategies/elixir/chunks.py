@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
-from systems.planning.layout import Layout, ModelIndex, pack, round_up
+from systems.planning.layout import FlatSpace, Layout, ModelIndex, pack, round_up
 from systems.planning.policy.chunks import ChunkCutter, ChunkGroup, Piece
 from systems.planning.policy.packing import group_parameters
 from systems.planning.strategy import PlanningContext
@@ -27,7 +27,7 @@ class ElixirChunker(ChunkCutter):
     def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext) -> None:
         self._options = options
         self._scattered = options.scatter or context.ranks == 1
-        groups = chunk_groups(index, context.ranks, scattered=self._scattered)
+        groups = chunk_groups(index, context, scattered=self._scattered)
         blocks = {u.name for u in index.units if u.block is not None}
         runs = [run for group in groups for run in group.runs]
         super().__init__(index, groups, [run for run in runs if blocks.intersection(run[0].users)] or runs, options, context)
@@ -56,10 +56,10 @@ class ElixirChunker(ChunkCutter):
         found, itemsize = self.chunks(self.chunk), self.context.itemsize
         pieces: list[tuple[bool, list[Piece]]] = [(True, [piece]) for piece in (*found.inside, *found.outside)]
         fused = [group for group in self.groups if not self.cuts(group, self.chunk)]
-        for trainable in (True, False):  # one bundle each, so that a bundle is trained or not
-            small = [(g.space, tuple(g.parameters())) for g in fused if g.space.trainable is trainable]
-            if small:
-                pieces.append((False, small))
+        together: dict[FlatSpace, list[Piece]] = {}  # one bundle each, so that a bundle is trained or not, and of one group
+        for group in fused:
+            together.setdefault(group.space, []).append((group.space, tuple(group.parameters())))
+        pieces += [(False, small) for small in together.values()]
         pieces.sort(key=lambda piece: piece[1][0][1][0].index)
         packed = ([pack(run, space=space, itemsize=itemsize) for space, run in parts] for _, parts in pieces)
         fixed = {number for number, (movable, _) in enumerate(pieces) if not movable}
@@ -82,10 +82,10 @@ class ElixirChunker(ChunkCutter):
         return layout, staying, statistics
 
 
-def chunk_groups(index: ModelIndex, ranks: int, *, scattered: bool = True) -> list[ChunkGroup]:
+def chunk_groups(index: ModelIndex, context: PlanningContext, *, scattered: bool = True) -> list[ChunkGroup]:
     """In model order of their first parameter."""
     found = []
-    for group in group_parameters(index, ranks, scattered=scattered):
+    for group in group_parameters(index, context, scattered=scattered):
         runs = tuple(tuple(run) for _, run in groupby(group.single, key=lambda p: p.users))
         found.append(ChunkGroup(group.space, runs, group.shared))
     return found

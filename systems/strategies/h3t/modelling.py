@@ -70,31 +70,32 @@ class Modeller:
         self, measured: MeasuredLayers, memory: MemTimeline, on_device: frozenset[int], unit: int, calls: list[Window]
     ) -> LayerCosts:
         trace, total = measured.base, memory.device_total_bytes
-        seconds, rates = trace.compute_time_s, Rates(self.hardware, self.context.ranks)
+        seconds, rates, layout = trace.compute_time_s, Rates(self.hardware, self.context.ranks), self.layout
         mine = [b for b, owner in layer_of_bundle(self.layout, self.blocks).items() if owner == unit and b not in on_device]
-        moved = sum(map(self.layout.bundle_bytes, mine))
-        trained = sum(self.layout.bundle_bytes(b) for b in mine if self.layout.bundles[b].trainable)
+        learning = [b for b in mine if layout.bundles[b].trainable]
+        moved, trained = (sum(map(layout.bundle_bytes, each)) for each in (mine, learning))
+        own, own_trained = (sum(map(layout.shard_bytes, each)) for each in (mine, learning))
         hidden = dict(trace.input_bytes).get(unit, 0)
         forward_s, ranks = sum(seconds[calls[0].enter : calls[0].exit]), self.context.ranks
 
         def copy_s(size: float, rate: float) -> float:
             return size / rate + self.hardware.copy_overhead_s(size) if size else 0.0
 
-        def collective_s(size: int, lane: LaneKind) -> float:
-            return size * (ranks - 1) / ranks / rates.link.rate(lane) if ranks > 1 else 0.0
+        def collective_s(bundles: list[int], lane: LaneKind) -> float:
+            return sum(layout.bundle_bytes(b) - layout.shard_bytes(b) for b in bundles) / rates.link.rate(lane)
 
         return LayerCosts(
             self.unit_name(unit),
             forward_s=forward_s,
             backward_s=max(sum(seconds[calls[0].back : calls[0].done]) - forward_s, 0.0),
-            prefetch_s=copy_s(moved / ranks, rates.h2d),
-            gather_s=collective_s(moved, LaneKind.GATHER),
-            reduce_s=collective_s(trained, LaneKind.REDUCE),
-            offload_s=copy_s(trained / ranks, rates.d2h),
+            prefetch_s=copy_s(own, rates.h2d),
+            gather_s=collective_s(mine, LaneKind.GATHER),
+            reduce_s=collective_s(learning, LaneKind.REDUCE),
+            offload_s=copy_s(own_trained, rates.d2h),
             hidden_out_s=copy_s(hidden, rates.d2h),
             hidden_in_s=copy_s(hidden, rates.h2d),
-            parameter_bytes=moved if ranks == 1 else moved + moved // ranks,  # with the shard beside it that came first
-            resting_bytes=moved // ranks,
+            parameter_bytes=moved if ranks == 1 else moved + own,  # with the shard beside it that came first
+            resting_bytes=own,
             intermediate_bytes=measured.kept[unit],
             hidden_bytes=hidden if unit in trace.offloaded else 0,
             forward_bytes=max(max(total[w.enter : w.exit]) for w in calls) - moved,

@@ -34,7 +34,7 @@ class PatrickStarChunker(ChunkCutter):
     """layout: the result. chunk: elements of a chunk. statistics: fields of PatrickStarStatistics, what the search found."""
 
     def __init__(self, index: ModelIndex, options: PatrickStarOptions, context: PlanningContext) -> None:
-        found = group_parameters(index, context.ranks)
+        found = group_parameters(index, context)
         lists = [ChunkGroup(each.space, tuple((p,) for p in each.single), each.shared) for each in found]
         blocks = [[index.parameters[p] for p in u.parameters] for u in index.units if u.block is not None]
         owned = [tuple(p for p in block if len(p.users) <= 1) for block in blocks]
@@ -55,14 +55,15 @@ class PatrickStarChunker(ChunkCutter):
 
     def chunks(self, chunk: int) -> Chunks:
         """In whole groups; what makes none is outside."""
-        found, ranks = super().chunks(chunk), self.context.ranks
-        if ranks == 1:
+        found = super().chunks(chunk)
+        if self.context.ranks == 1:
             return found
         groups = list(groups_of(found.inside))
-        whole = [len(runs) == ranks or self._is_full(space, runs) for space, runs in groups]
+        whole = [len(runs) == space.ranks or self._is_full(space, runs) for space, runs in groups]
         inside = [(space, run) for (space, runs), fits in zip(groups, whole, strict=True) for run in runs if fits]
         beside = [(space, run) for (space, runs), fits in zip(groups, whole, strict=True) for run in runs if not fits]
-        nominal, held = ranks * chunk * sum(whole), sum(p.numel for _, run in inside for p in run)
+        places = sum(space.ranks for (space, _), fits in zip(groups, whole, strict=True) if fits)
+        nominal, held = chunk * places, sum(p.numel for _, run in inside for p in run)
         return Chunks(tuple(inside), (*found.outside, *beside), held / nominal if nominal else 1.0, nominal - held)
 
     def _is_full(self, space: FlatSpace, runs: Sequence[Run]) -> bool:
@@ -92,23 +93,24 @@ class PatrickStarChunker(ChunkCutter):
 
     def _build(self, index: ModelIndex) -> tuple[Layout, Mapping[str, Any]]:
         """Bundles in model order of their first parameter."""
-        found, itemsize, ranks = self.chunks(self.chunk), self.context.itemsize, self.context.ranks
+        found, itemsize = self.chunks(self.chunk), self.context.itemsize
         pieces = [(space, tuple(chain(*runs)), runs) for space, runs in groups_of(found.inside)]
-        num_groups = len(pieces)
+        num_groups, num_chunks = len(pieces), sum(space.ranks for space, _, _ in pieces)
         pieces += [(space, run, ()) for space, run in found.outside]
         pieces.sort(key=lambda piece: piece[1][0].index)
         segments = [
             communication_group(runs, space=space, itemsize=itemsize)
-            if runs and ranks > 1
+            if runs and self.context.ranks > 1
             else pack(mine, space=space, itemsize=itemsize)
             for space, mine, runs in pieces
         ]
         single = (n for n, (space, mine, _) in enumerate(pieces) if space.trainable and all(len(p.users) == 1 for p in mine))
         layout = Layout.of(index, itemsize, ([segment] for segment in segments), in_place=frozenset(single))
         trained = sum(s.shard_numel for s in layout.segments if s.space.trainable) * 4
+        parameters = sum(s.shard_numel for s in layout.segments) * itemsize
         return layout, dict(
-            chunk_lists={LISTS[0]: layout.param_bytes // ranks, **dict.fromkeys(LISTS[1:], trained)},
-            num_chunks=ranks * num_groups,
+            chunk_lists={LISTS[0]: parameters, **dict.fromkeys(LISTS[1:], trained)},
+            num_chunks=num_chunks,
             num_groups=num_groups,
             chunk_size_elements=self.chunk,
             chunk_size_bytes=self.chunk * itemsize,

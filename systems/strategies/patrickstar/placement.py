@@ -63,7 +63,7 @@ def in_the_margin(division: Division) -> frozenset[int]:
     whole step. Fewer where their gradients, which stay in autograd's own buffers here, leave no room for what a unit holds.
     """
     layout, base = division.layout, division.base
-    left = margin_bytes(layout, division.context.device_budget, division.trace.non_model_bytes, division.context.ranks)
+    left = margin_bytes(layout, division.context.device_budget, division.trace.non_model_bytes)
     left -= sum(map(base.state_bytes, base.on_device))
     chosen: list[int] = []
     for bundle in (b.index for b in layout.bundles if b.trainable and b.index not in base.on_device):

@@ -80,8 +80,7 @@ class PatrickStar(FittedStrategy):
     def _tell_step(self, division: Division, plan: Plan, residence: Residence) -> None:
         layout, curve = division.layout, list(division.trace.non_model_bytes)
         each = self._context.optimizer_itemsize
-        budget, ranks = self._context.device_budget, self._context.ranks
-        left = margin(layout, budget, curve, chunk=self._chunk, optimizer_itemsize=each, ranks=ranks)
+        left = margin(layout, self._context.device_budget, curve, chunk=self._chunk, optimizer_itemsize=each)
         ranged = [b.index for b in layout.bundles if b.trainable and b.index not in plan.in_place | residence.on_device]
         range_bytes = max(gradient_profile(division.demand, residence))
         flushed = {b: moment for moment, bundles in enumerate(division.trace.flushes) for b in bundles if b in plan.staying}

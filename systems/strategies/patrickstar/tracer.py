@@ -24,14 +24,14 @@ class Margin:
     chunks: int
 
 
-def margin_bytes(layout: Layout, limit: int, curve: Sequence[int], ranks: int = 1) -> int:
+def margin_bytes(layout: Layout, limit: int, curve: Sequence[int]) -> int:
     """Of one rank's device, which has its own part of the parameters."""
-    return limit - max(curve) - layout.param_bytes // ranks
+    return limit - max(curve) - sum(layout.shard_bytes(b.index) for b in layout.bundles)
 
 
-def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, optimizer_itemsize: int, ranks: int = 1) -> Margin:
+def margin(layout: Layout, limit: int, curve: Sequence[int], *, chunk: int, optimizer_itemsize: int) -> Margin:
     """chunk: elements; 0 (tensors instead of chunks) counts in bundles of mean size."""
-    size = margin_bytes(layout, limit, curve, ranks)
-    elements = chunk or max(1, layout.param_bytes // layout.itemsize // len(layout.bundles) // ranks)
+    size = margin_bytes(layout, limit, curve)
+    elements = chunk or max(1, sum(s.shard_numel for s in layout.segments) // len(layout.bundles))
     each = elements * (optimizer_itemsize if size >= 0 else layout.itemsize)
     return Margin(size, size // each)

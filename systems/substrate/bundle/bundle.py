@@ -61,8 +61,9 @@ class ManagedBundle:
             mine = (number for number, place in layout.places.items() if place.bundle == bundle.index)
             self.gradient = BundleGradient(tuple(mine))
         self.gradients = cast(BundleGradient, self.gradient)
-        self._whole = segments[0].segment.space.ranks == 1  # a shard is
-        self._alone = accumulate == 1 and self._whole
+        space = segments[0].segment.space
+        self._whole = space.ranks == 1  # a shard is
+        self._alone = accumulate == 1 and space.alone
         self.count_states()
 
     @property

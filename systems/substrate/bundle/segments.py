@@ -213,7 +213,7 @@ def _places(stored: StoredSegment) -> list[torch.Tensor]:
 
 def _touch(one: StoredSegment, other: StoredSegment) -> bool:
     """Shards of neighbours lie apart on the device."""
-    if one.segment.space.ranks > 1:
+    if not one.segment.space.alone:
         return False
     ours, theirs = _places(one), _places(other)
     return len(ours) == len(theirs) and all(map(follows, ours, theirs))

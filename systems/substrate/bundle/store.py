@@ -93,7 +93,7 @@ class Store:
                 )
             for tensor in there.tensors()[1:]:
                 tensor.zero_()
-            return StoredSegment(segment, slot, slot_memory, there, None, rank=self.ranks.rank)
+            return StoredSegment(segment, slot, slot_memory, there, None, rank=self.ranks.group(segment.space.group).rank)
         trained = segment.space.trainable
         added = self._mappings[ACCUMULATOR].take(torch.float32, segment.shard_numel)[0] if trained and self._adds else None
         state: OptimizerState | DiskState | None = None
@@ -104,7 +104,7 @@ class Store:
             taken = [self._mappings[part].take(torch.float32, segment.shard_numel) for part in self.stated]
             (master, memory), *moments = taken
             state = OptimizerState(Tier.HOST, master, tuple(tensor for tensor, _ in moments), added, memory)
-        return StoredSegment(segment, slot, slot_memory, state, state, rank=self.ranks.rank)
+        return StoredSegment(segment, slot, slot_memory, state, state, rank=self.ranks.group(segment.space.group).rank)
 
     def room_on_device(self, segment: Segment) -> OptimizerState | None:
         """Room on the device for a segment's state, of any content; None if there is not enough now."""

@@ -11,10 +11,13 @@ from functools import partial
 import torch
 
 from systems.checkpoint import Part
-from systems.planning.layout import Placement
+from systems.planning.layout import Placement, space_of
+from systems.ranks.group_names import REPLICA
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.segments import StoredSegment
 from systems.substrate.bundle.store import Store
+
+Pieces = Callable[[], list[tuple[int, torch.Tensor]]]  # looks up what this rank has of a parameter, with the first elements
 
 
 class StoredValues:
@@ -39,10 +42,15 @@ class StoredValues:
     def _moments_here(self, number: int, which: Part) -> list[tuple[int, torch.Tensor]]:
         return [(p.start, self._store.part(stored, which)[p.here].cpu()) for stored, p in self.pieces_of(number)]
 
+    def of_expert_rank(self, which: int, number: int, part: Part, onto: int | None) -> torch.Tensor | None:
+        """What a parameter of that number is on ranks of expert rank `which`: master or a moment, flat. None on ranks other
+        than `onto`; of None all have it.
+        """
+        return _brought(self._store, self.bundle_of(number), number, _look(self, number, part), which, onto, torch.float32)
+
     def bring(self, number: int, part: Part, onto: int) -> torch.Tensor | None:
         """A parameter's master or one of its moments, flat: whole on rank `onto`, None on the others."""
-        ranks = self._store.ranks
-        here = partial(self._values_here, number) if part == "value" else partial(self._moments_here, number, part)
+        ranks, here = self._store.ranks, _look(self, number, part)
         if ranks.rank == onto:
             return self._whole(number, here, onto)
         if not self.bundle_of(number).scattered:
@@ -65,12 +73,19 @@ class StoredValues:
     def _whole(
         self,
         number: int,
-        here: Callable[[], list[tuple[int, torch.Tensor]]],
+        here: Pieces,
         onto: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """A parameter out of the pieces that each rank has; here: looks up this one's."""
         ranks = self._store.ranks
+        if space_of(self._store.layout, self.bundle_of(number).index).group == REPLICA:
+            mine, bundle = None, self.bundle_of(number)
+            for which in range(ranks.expert_ranks):
+                found = _brought(self._store, bundle, number, here, which, None, dtype)
+                mine = found if which == ranks.expert_rank else mine
+            assert mine is not None, "all ranks have it"
+            return mine
         if ranks.size == 1 or not self.bundle_of(number).scattered:  # every rank has all
             return torch.cat([values for _, values in sorted(here(), key=lambda piece: piece[0])])
         made: list[torch.Tensor] = []
@@ -141,3 +156,46 @@ class StoredValues:
 
     def bundle_of(self, parameter: int) -> ManagedBundle:
         return self._bundles[self._store.layout.bundle_of_parameter[parameter]]
+
+
+def _look(values: StoredValues, number: int, part: Part) -> Pieces:
+    return partial(values._values_here, number) if part == "value" else partial(values._moments_here, number, part)
+
+
+def _brought(
+    store: Store,
+    bundle: ManagedBundle,
+    number: int,
+    here: Pieces,
+    which: int,
+    onto: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """A parameter of that number and bundle that ranks of expert rank `which` have, called on all ranks alike. here: looks up
+    what one of those has of it. onto: as in `of_expert_rank`.
+    """
+    ranks, made = store.ranks, list[torch.Tensor]()
+    members = range(which, ranks.size, ranks.expert_ranks)
+    givers = members if bundle.scattered else members[:1]
+
+    def pieces() -> list[list[torch.Tensor]]:
+        mine = here() if ranks.rank in givers else []
+        if onto not in (None, ranks.rank):
+            return [[values for _, values in mine] if rank == ranks.rank else [] for rank in range(ranks.size)]
+        made.append(whole := torch.empty(store.layout.places[number].numel, dtype=dtype))
+        for start, values in mine:
+            whole[start : start + values.numel()].copy_(values)
+        return [
+            [
+                whole[p.piece]
+                for stored in bundle.segments
+                for p in stored.segment.shard(members.index(rank))
+                if p.parameter == number
+            ]
+            if rank in givers
+            else []
+            for rank in range(ranks.size)
+        ]
+
+    ranks.bring(f"parameter {number} of expert rank {which}", pieces, onto)
+    return made[0] if made else None

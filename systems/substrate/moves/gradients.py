@@ -54,7 +54,8 @@ class Gradients:
         self._ranges, self._gather = Ranges(residency, dtype), residency.gather
         self.staying = StayingGradients(self._ranges)
         several = accumulate > 1
-        self.reductions = Reductions(ranks, layout, device, self.squares, several=several) if ranks.size > 1 else None
+        groups, sums = residency.groups, self.squares
+        self.reductions = Reductions(ranks, groups, layout, device, sums, several=several) if ranks.size > 1 else None
         self._accumulators = Accumulators(tiers)
         self.in_place = InPlace(self._ranges, residency, layout.in_place, user, several=accumulate > 1, together=ranks.size > 1)
 

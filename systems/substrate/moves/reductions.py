@@ -1,4 +1,6 @@
-"""A bundle's gradient over all ranks: summed where it lies on the device, so that each rank has the sum of its own shards."""
+"""A bundle's gradient over the ranks of its group: summed where it lies on the device, so that each rank has the sum of its own
+shards.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,33 @@ from systems.device.memory.pool import Allocation
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
+from systems.ranks.groups import RankGroup
 from systems.ranks.ranks import Ranks
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.gradient import BundleGradient
 from systems.substrate.moves.squares import Partials, Squares
+from systems.substrate.moves.tags import issued
 
 
 class Reductions:
-    """Of several ranks. issued: the bundles reduced in this step, in order, which must be the same on all ranks.
+    """Of several ranks. issued: the bundles reduced in this step, in order, which must be the same on all ranks. groups: of the
+    ranks that hold each bundle.
 
     squares: where each leaves the sums of squares of this rank's shards. several: micro-batches; then they are of accumulators.
     """
 
-    def __init__(self, ranks: Ranks, layout: Layout, device: Device, squares: Squares, *, several: bool) -> None:
-        self._ranks, self._layout, self._device, self._squares, self._several = ranks, layout, device, squares, several
+    def __init__(
+        self,
+        ranks: Ranks,
+        groups: Sequence[RankGroup],
+        layout: Layout,
+        device: Device,
+        squares: Squares,
+        *,
+        several: bool,
+    ) -> None:
+        self._ranks, self._groups, self._layout, self._device = ranks, groups, layout, device
+        self._squares, self._several = squares, several
         self.issued: list[int] = []
 
     def complete(self, gradient: BundleGradient, place: Callable[[int], torch.Tensor]) -> None:
@@ -41,14 +56,14 @@ class Reductions:
         """Of the complete gradient in this block, a range or the bundle's own; compute has left it. What compute reads of the
         block afterwards it is to be ordered behind. shard: where this rank's part of the sum goes; None leaves it in the block.
         """
-        link, squares = self._ranks.link, self._squares
+        group, squares = self._groups[bundle.index], self._squares
         kernel, left = self._device.kernel, None if self._several else squares.lane_left
         operation = of_bundle(self._layout, Work.REDUCE, LaneKind.REDUCE, bundle.index)
         segments, pieces, parts = bundle.segments, bundle.pieces(block), bundle.own_pieces(block)
         kept = parts if shard is None else bundle.shard.pieces(shard)
 
         def work() -> None:
-            link.reduce(tag, *pieces)
+            group.link.reduce(tag, *pieces)
             if shard is not None:
                 for target, source in zip(kept, parts, strict=True):
                     target.copy_(source, non_blocking=True)
@@ -57,9 +72,9 @@ class Reductions:
             mine = [(p.parameter, own[p.here]) for stored, own in zip(segments, kept, strict=True) for p in stored.counted]
             left[bundle.index] = _by_parameter([p for p, _ in mine], kernel.sum_squares_all([own for _, own in mine]))
 
-        self._device.log.count("reduce_bytes", bundle.nbytes - bundle.nbytes // self._ranks.size)
+        self._device.log.count("reduce_bytes", bundle.nbytes - bundle.nbytes // group.size)
         self.issued.append(bundle.index)
-        tag = link.issue(operation.label)
+        tag = issued(self._ranks.link, operation, of_all=group.size == self._ranks.size)
         written = [block.memory] if shard is None else [block.memory, shard.memory]
         squares.wait_for(self._device.transfers.issue(operation, work, writes=written))
 

@@ -15,7 +15,7 @@ from systems.device.lanes.transfers import TrackedMemory
 from systems.device.memory.account import uncounted
 from systems.device.memory.pool import Allocation
 from systems.device.watch.labels import labelled
-from systems.planning.layout import Layout
+from systems.planning.layout import Layout, space_of
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle, hold, release
@@ -23,10 +23,13 @@ from systems.substrate.bundle.segments import Stretch
 from systems.substrate.bundle.store import Store
 from systems.substrate.moves.room import DeviceRoom
 from systems.substrate.moves.shards import Shards
+from systems.substrate.moves.tags import issued
 
 
 class Residency:
-    """writes_back: what is evicted is copied to the host first, instead of being dropped, if the host is its home."""
+    """writes_back: what is evicted is copied to the host first, instead of being dropped, if the host is its home. groups: of
+    the ranks that hold each bundle.
+    """
 
     def __init__(
         self, layout: Layout, bundles: Sequence[ManagedBundle], store: Store, device: Device, *, write_back: bool
@@ -35,6 +38,7 @@ class Residency:
         self.writes_back = write_back
         self._store = store
         alone, come = store.ranks.size == 1, self.fetch
+        self.groups = [store.ranks.group(space_of(layout, bundle.index).group) for bundle in bundles]
         self.room = DeviceRoom(device, bundles, self.evict if alone else None)
         self.shards = Shards(layout, bundles, device, self.room, sources=self.sources, fetch=come, drop=self.drop, alone=alone)
 
@@ -69,10 +73,10 @@ class Residency:
         managed.own(block)
 
     def gather(self, managed: ManagedBundle, block: Allocation | None = None, shard: Allocation | None = None) -> None:
-        """A block of it, its own if none is given, is brought together from all ranks, of which there are several. shard: where
-        this rank's part is; None where the block has it.
+        """A block of it, its own if none is given, is brought together from all ranks of its group, be that this one alone of
+        several. shard: where this rank's part is; None where the block has it.
         """
-        block, ranks = managed.block if block is None else block, self._store.ranks
+        block, group = managed.block if block is None else block, self.groups[managed.index]
         assert block is not None, "a bundle is gathered on the device"
         gather = of_bundle(self.layout, Work.GATHER, LaneKind.GATHER, managed.index)
         pieces, own = managed.pieces(block), list[tuple[torch.Tensor, torch.Tensor]]()
@@ -82,11 +86,12 @@ class Residency:
         def work() -> None:
             for target, source in own:
                 target.copy_(source, non_blocking=True)
-            ranks.link.gather(tag, *pieces)
+            group.link.gather(tag, *pieces)
 
-        self.device.log.count("gather_bytes", managed.nbytes - managed.nbytes // ranks.size)
+        self.device.log.count("gather_bytes", managed.nbytes - managed.nbytes // group.size)
         reads = [] if shard is None else [shard.memory]
-        tag = ranks.link.issue(gather.label)
+        world = self._store.ranks
+        tag = issued(world.link, gather, of_all=group.size == world.size)
         self.device.transfers.issue(gather, work, reads=reads, writes=[block.memory])
 
     def sources(self, managed: ManagedBundle) -> tuple[Iterable[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
