@@ -83,7 +83,7 @@ def told(engine: Engine) -> Any:
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_at_zero_no_bit_changes(setup: Setup, states: str, tmp_path: Path) -> None:
     engine = begun(setup, 0, tmp_path if states == "disk" else None, sleeps(1, 1e-4))
     run = train(engine, tokens(3, setup.accumulate))
