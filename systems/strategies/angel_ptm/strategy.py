@@ -14,6 +14,7 @@ from systems.planning.policy.options import StrategyStatistics
 from systems.strategies.angel_ptm.gathering import schedule_on_ranks
 from systems.strategies.angel_ptm.options import AngelPTMOptions, AngelPTMStatistics
 from systems.strategies.angel_ptm.pages import page_layout
+from systems.strategies.angel_ptm.paging import LayerPages, schedule_pages
 from systems.strategies.angel_ptm.placement import AngelPtmDivision, place
 from systems.strategies.angel_ptm.scheduling import Moves, schedule
 
@@ -40,7 +41,7 @@ class AngelPTM(FittedStrategy):
         placement = place(division, None if self._options.cache == "auto" else self._options.cache)
         residence = placement.residence
         moves = self._schedule(division, placement)
-        plan = division.plan(moves.operations, residence, moves.resident, moves.shards)
+        plan = division.plan(moves.operations, residence, moves.resident, moves.shards, moves.pages)
         self.tell(
             cache_bytes=placement.cached,
             resident=len(plan.resident_at_start),
@@ -53,7 +54,10 @@ class AngelPTM(FittedStrategy):
     def _schedule(self, division: Division, placement: AngelPtmDivision) -> Moves:
         sizes, sharded = division.sizes(placement.residence), placement.residence.sharded
         as_printed = self._options.variant == "paper"
+        if self._context.ranks == 1 and as_printed:
+            layers = {bundle: LayerPages.of(division.layout, bundle, self._options.page) for bundle in sizes}
+            return schedule_pages(division.demand, layers, placement.room, division.room_for_merging(placement.residence))
         if self._context.ranks == 1:
-            return schedule(division.demand, sizes, placement.room, as_printed=as_printed)
+            return schedule(division.demand, sizes, placement.room)
         parts = {bundle: division.layout.shard_bytes(bundle) for bundle in sizes}
         return schedule_on_ranks(division.demand, sizes, parts, placement.room, sharded, as_printed=as_printed)

@@ -101,6 +101,8 @@ class StoredValues:
             if bundle.shard.block is not None:
                 there = bundle.shard.pieces(bundle.shard.block)[bundle.segments.index(stored)]
                 there[place.here].copy_(piece)
+            for there in bundle.pages_of(stored):
+                there[place.here].copy_(piece)
         if bundle.block is not None:
             for stored, there in zip(bundle.segments, bundle.pieces(bundle.block), strict=True):
                 for place in stored.segment.placements:
@@ -113,6 +115,8 @@ class StoredValues:
         if bundle.movable:
             for stored, place in self.pieces_of(number):
                 self._store.device.host_kernel.cast(here[place.start], stored.slot[place.here])
+                for there in bundle.pages_of(stored):
+                    there[place.here].copy_(here[place.start])
         if bundle.block is not None:
             for stored, there in zip(bundle.segments, bundle.own_pieces(bundle.block), strict=True):
                 for place in stored.placements:
