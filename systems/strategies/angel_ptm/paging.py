@@ -99,9 +99,7 @@ def schedule_pages(demand: Demand, layers: Mapping[int, LayerPages], room: Seque
 
 
 class _PageScheduler(Scheduler):
-    def __init__(
-        self, demand: Demand, layers: Mapping[int, LayerPages], room: Sequence[int], merging: Sequence[int]
-    ) -> None:
+    def __init__(self, demand: Demand, layers: Mapping[int, LayerPages], room: Sequence[int], merging: Sequence[int]) -> None:
         super().__init__(demand, {bundle: int(layer.ends[-1]) for bundle, layer in layers.items()}, room, as_printed=True)
         self._of = {life: PagedLife(life, layers[life.bundle]) for life in self._lifetimes}
         self._merged = np.zeros(self._length, dtype=np.int64)  # at the beginning of each position
@@ -136,10 +134,11 @@ class _PageScheduler(Scheduler):
         if not life.is_tail:
             self._merged[life.end] += paged.merged - before
 
-    def _short(self, position: int) -> int:
-        """Bytes by which memory is."""
+    def _short(self, position: int) -> tuple[int, bool]:
+        """Bytes by which memory is short. True: while pages are merged alone, so that it helps to take some of those back."""
         used = self._used[position]
-        return int(max(used - self._room[position], used + self._merged[position] - self._room_then[position]))
+        short = int(used - self._room[position])
+        return (short, False) if short > 0 else (int(used + self._merged[position] - self._room_then[position]), True)
 
     def prioritise_moves(self) -> None:
         """Lines 1 to 15."""
@@ -150,23 +149,24 @@ class _PageScheduler(Scheduler):
             while coming and coming[-1].begin <= position:
                 there += self._runs(self._of[coming.pop()])
             there = [r for r in there if r.of.life.end > position or (r.of.life.end == position and r.of.merged)]
-            for run in waiting:
-                if run.of.life.end == position:  # it waits no longer, for it is used
-                    self._pushed(run)
+            used = dict.fromkeys(run.of for run in waiting if run.of.life.end == position)
             waiting = [run for run in waiting if run.of.life.end > position]
-            while (short := self._short(position)) > 0:
-                there.sort(key=lambda run: run.last)
-                run = there.pop()
+            while (short := self._short(position))[0] > 0:
+                run = max((r for r in there if short[1] or r.of.life.end > position), key=lambda run: run.last)
+                there.remove(run)
                 ends = run.of.layer.ends
-                kept = int(np.searchsorted(ends, ends[run.stop] - short, side="right")) - 1
+                kept = int(np.searchsorted(ends, ends[run.stop] - short[0], side="right")) - 1
                 left, popped = run.cut(max(kept, run.first))
                 if left.first < left.stop:
                     there.append(left)
                 self._move_run(popped, popped.of.life.end)
                 if popped.of.life.end == position:
-                    self._pushed(popped)
+                    used[popped.of] = None
                 elif not popped.of.life.is_tail:
                     waiting.append(popped)
+            for paged in used:  # what waited waits no longer
+                late = np.flatnonzero(paged.triggers == position)
+                self._places[paged.life.bundle][late] = self._behind(len(late))
             while waiting:
                 ends, top = waiting[-1].of.layer.ends, waiting[-1]
                 free = ends[top.first] + self._room[position] - self._used[position]
