@@ -95,7 +95,8 @@ def schedule_pages(demand: Demand, layers: Mapping[int, LayerPages], room: Seque
     coming = [p for p in operations if p.operation.kind in (OpKind.FETCH, OpKind.MOVE)]
     at_start = sum(p.trigger == len(demand) - 1 for p in coming)
     resident, pages = scheduler.at_start()
-    return Moves(operations, resident, at_start, len(coming) - at_start, 0, pages=pages)
+    moved = scheduler.moved_bytes()
+    return Moves(operations, resident, at_start, len(coming) - at_start, 0, pages=pages, fetched_bytes=moved)
 
 
 class _PageScheduler(Scheduler):
@@ -211,6 +212,13 @@ class _PageScheduler(Scheduler):
             else:
                 pages.update(first.layer.runs(there & stays), first.layer.runs(there & ~stays))
         return frozenset(resident), frozenset(pages)
+
+    def moved_bytes(self) -> int:
+        """Of pages that were not there, over all uses."""
+        lives = [(self._of[layer.first], self._staying(layer)) for layer in self._layers]
+        between = (self._of[life] for layer in self._layers for _, life in layer.between)
+        lives += [(paged, (paged.triggers == paged.life.begin) & (not paged.life.anew)) for paged in between]
+        return sum(paged.layer.size(~stays) for paged, stays in lives)
 
     def operations(self) -> tuple[PlannedOperation, ...]:
         """At each moment what goes, then what comes, what is needed first before the others."""

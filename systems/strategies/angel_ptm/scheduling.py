@@ -54,7 +54,7 @@ class Life:
 class Moves:
     """resident, shards: bundles that are on the device, and of several ranks those whose pages are, at moment 0. pages: of one
     rank, those of other bundles that are. at_start, later: moves from the host at trigger 0 and after it. advanced: triggers by
-    which phase 2 brought moves, of several ranks gathers, forward, all together.
+    which phase 2 brought moves, of several ranks gathers, forward, all together. fetched_bytes: what is moved, if it is told.
     """
 
     operations: tuple[PlannedOperation, ...]
@@ -64,6 +64,7 @@ class Moves:
     advanced: int
     shards: frozenset[int] = frozenset()
     pages: frozenset[Pages] = frozenset()
+    fetched_bytes: int | None = None
 
 
 def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int], *, as_printed: bool = False) -> Moves:

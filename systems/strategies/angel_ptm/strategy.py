@@ -31,6 +31,7 @@ class AngelPTM(FittedStrategy):
     Options: ClassVar[type[BaseModel]] = AngelPTMOptions
     Statistics: ClassVar[type[StrategyStatistics]] = AngelPTMStatistics
     _options: AngelPTMOptions
+    _fetched_bytes: int | None = None
 
     def cut(self, index: ModelIndex) -> Layout:
         layout, found = page_layout(index, self._options.page, self._context)
@@ -41,6 +42,7 @@ class AngelPTM(FittedStrategy):
         placement = place(division, None if self._options.cache == "auto" else self._options.cache)
         residence = placement.residence
         moves = self._schedule(division, placement)
+        self._fetched_bytes = moves.fetched_bytes
         plan = division.plan(moves.operations, residence, moves.resident, moves.shards, moves.pages)
         self.tell(
             cache_bytes=placement.cached,
@@ -50,6 +52,12 @@ class AngelPTM(FittedStrategy):
             advanced=moves.advanced,
         )
         return plan
+
+    def tell_of(self, plan: Plan, layout: Layout) -> None:
+        """See StrategyBase; a fetch that finds pages there brings what is missing."""
+        super().tell_of(plan, layout)
+        if self._fetched_bytes is not None:
+            self.tell(fetched_bytes_per_step=self._fetched_bytes)
 
     def _schedule(self, division: Division, placement: AngelPtmDivision) -> Moves:
         sizes, sharded = division.sizes(placement.residence), placement.residence.sharded
