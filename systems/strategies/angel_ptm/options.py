@@ -28,6 +28,8 @@ class AngelPTMOptions(InputsOptions):
     """page: bytes of a page of parameters as computed with, rounded up to 256; its master and moments are pages of as many
     elements.
 
+    It is what moves with variant=paper on one rank; else a layer's pages move together.
+
     cache: device memory for optimizer states, whose updates run there; auto takes what no parameter needs in its life-time,
     0 has none. variant: base is the fastest; paper is Algorithm 1 as it is printed, with updates as soon as gradients have
     arrived on the host.
