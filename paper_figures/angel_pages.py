@@ -67,8 +67,8 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         ],
         rows,
         kept.remark(name),
-        "Rate: a page alone, by the profile's copies_by_size. Neighbouring pages that move together are one copy, so that steps do "
-        "not show it.",
+        "Rate: a page alone, by the profile's copies_by_size. Neighbouring pages that move together are one copy, so that "
+        "steps do not show it.",
         "Waste: of pages at their nominal size, as the paper's allocator has them; the pool here takes what is in a page.",
         f"{format_size(GIB)} is larger than any layer: whole layers come and go. Of 4 KiB there would be 640,000 pages: not "
         "asked.",

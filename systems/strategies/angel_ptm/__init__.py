@@ -54,7 +54,7 @@ Where this departs from the paper, and why
 * Lock-free updating (Algorithm 2) is not built yet: a step's updates are done before their parameters are used again.
 
 variant=paper has the paper's rules. On one rank the page is the unit: a part of a layer may rest as the rest streams, in pages
-that are not contiguous. On several ranks whole layers are, for there a rank's pages are its shard, which moves as one. Of pages:
+that are not contiguous. On several ranks it is the layer, for there a rank's pages are its shard, which moves as one. Of pages:
 
 * Where all of a layer comes at one trigger its pages are contiguous, and nothing is merged. Else they are copied to memory for
   all of the layer at its use, beside which they lie for that long: Algorithm 1's size(l_i). What the paper merges by tensor is

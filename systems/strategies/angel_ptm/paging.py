@@ -73,7 +73,7 @@ class PagedLife:
 
 
 @dataclass(frozen=True)
-class Run:
+class PageRun:
     """Pages [first, stop) of a life that are next to each other in S too, the last of them at `last`."""
 
     of: PagedLife
@@ -81,9 +81,9 @@ class Run:
     stop: int
     last: int
 
-    def cut(self, at: int) -> tuple[Run, Run]:
+    def cut(self, at: int) -> tuple[PageRun, PageRun]:
         """Before a page and from it on."""
-        return Run(self.of, self.first, at, self.last - self.stop + at), Run(self.of, at, self.stop, self.last)
+        return PageRun(self.of, self.first, at, self.last - self.stop + at), PageRun(self.of, at, self.stop, self.last)
 
 
 def schedule_pages(demand: Demand, layers: Mapping[int, LayerPages], room: Sequence[int], merging: Sequence[int]) -> Moves:
@@ -115,18 +115,18 @@ class _PageScheduler(Scheduler):
         self._end += count
         return np.arange(self._end - count, self._end)
 
-    def _pushed(self, run: Run) -> Run:
+    def _pushed(self, run: PageRun) -> PageRun:
         """The last of S."""
         self._places[run.of.life.bundle][run.first : run.stop] = self._behind(run.stop - run.first)
-        return Run(run.of, run.first, run.stop, self._end - 1)
+        return PageRun(run.of, run.first, run.stop, self._end - 1)
 
-    def _runs(self, paged: PagedLife) -> Iterator[Run]:
+    def _runs(self, paged: PagedLife) -> Iterator[PageRun]:
         places = self._places[paged.life.bundle]
         breaks = np.flatnonzero(np.diff(places) != 1) + 1
         for first, stop in zip([0, *breaks], [*breaks, len(places)], strict=True):
-            yield Run(paged, int(first), int(stop), int(places[stop - 1]))
+            yield PageRun(paged, int(first), int(stop), int(places[stop - 1]))
 
-    def _move_run(self, run: Run, trigger: int) -> None:
+    def _move_run(self, run: PageRun, trigger: int) -> None:
         paged, before = run.of, run.of.merged
         life, now = paged.life, int(paged.triggers[run.first])
         size = int(paged.layer.ends[run.stop] - paged.layer.ends[run.first])
@@ -144,8 +144,8 @@ class _PageScheduler(Scheduler):
     def prioritise_moves(self) -> None:
         """Lines 1 to 15."""
         coming = sorted(self._lifetimes, key=lambda life: -life.begin)
-        there: list[Run] = []
-        waiting: list[Run] = []
+        there: list[PageRun] = []
+        waiting: list[PageRun] = []
         for position in range(self._length):
             while coming and coming[-1].begin <= position:
                 there += self._runs(self._of[coming.pop()])
