@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 ALIGN_BYTES = 256
 PAGE = 4096  # bytes of host memory, of which a mapping has whole ones
@@ -275,15 +274,6 @@ class Layout:
                     found[piece.parameter] = replace(before, numel=before.numel + piece.numel)
                 start += self.segments[s].numel
         return found
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Elements of all segments before each, and of all."""
-        return tuple(accumulate((s.numel for s in self.segments), initial=0))
-
-    def bytes_between(self, first: int, stop: int) -> int:
-        """Of the segments with these numbers, of one rank."""
-        return (self.starts[stop] - self.starts[first]) * self.itemsize
 
     @cached_property
     def bundle_of_parameter(self) -> dict[int, int]:

@@ -77,6 +77,10 @@ class Pages(NamedTuple):
     stop: int
 
 
+def pages_bytes(layout: Layout, run: Pages) -> int:
+    return sum(segment.numel for segment in layout.segments[run.first : run.stop]) * layout.itemsize
+
+
 @dataclass(frozen=True)
 class Operation:
     """pages: of a MOVE or SHRINK on one rank, what of the bundle it is about: see Note [Pages]."""

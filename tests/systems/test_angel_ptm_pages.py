@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from systems.planning.plan import OpKind, Plan
+from systems.planning.plan import OpKind, Plan, pages_bytes
 from systems.planning.step.demand import demand_of
 from systems.planning.step.operations import LaneOperation, Work
 from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.engine import ManagedEngine
 from systems.substrate.moves.pages import PageMoves
 from tests.planning.races import find_races
-from tests.systems.running import Run, angel_ptm, managed
+from tests.systems.running import RESIDENT, Run, angel_ptm, managed
 from tests.systems.test_angel_ptm_paper import MODELS, assert_as_alone, half
 from tests.systems.test_ordering import as_issued
-from tests.systems.test_ranks import assert_is_one_rank, on_one_rank, on_ranks
+from tests.systems.test_ranks import STEPS, assert_is_one_rank, on_one_rank, on_ranks
 from tests.systems.test_shards import Last, plan_of, schedule_of
 
 KIB = 1 << 10
@@ -109,7 +110,7 @@ def test_traffic_is_the_bytes_of_pages_not_there_at_each_use(page: str) -> None:
     stayed = {bundle: (uses[bundle] - 1) * layout.bundle_bytes(bundle) for bundle in uses}
     for p in plan.operations:
         if p.operation.kind in (OpKind.DROP, OpKind.SHRINK):
-            left = sum(layout.bytes_between(*run) for run in p.operation.pages)
+            left = sum(pages_bytes(layout, run) for run in p.operation.pages)
             stayed[p.operation.bundle] -= layout.bundle_bytes(p.operation.bundle) - left
     expected = sum(uses[b] * layout.bundle_bytes(b) - stayed[b] for b in uses)
     assert h2d_bytes(run, last) == expected
@@ -153,3 +154,23 @@ def test_a_merge_that_waits_for_nothing_shows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PageMoves, "merge", merge)
     last = Last()
     assert races(trained("opt-tiny", PAGES["64KiB"], 0.25, last))
+
+
+def test_pages_at_rest_take_over_what_is_edited() -> None:
+    """Of every layer, between two steps, as pages of one lie on the device without the rest."""
+    there = list[int]()
+
+    def edit(engine: Any, _rank: int, step: int) -> None:
+        if step == STEPS - 1:
+            with engine.summon(write=True) as values:
+                for name in sorted(values):
+                    values[name].mul_(1.25)
+            there.append(
+                sum(bool(bundle.pages) for bundle in engine.residency.bundles) if isinstance(engine, ManagedEngine) else 0
+            )
+
+    memory, options = int(2 * half("opt-tiny") * 0.22), {"variant": "paper", "page": PAGES["4KiB"]}
+    expected = on_ranks(RESIDENT, "opt-tiny", 1, before=edit)
+    found = on_ranks(angel_ptm(), "opt-tiny", 1, 1, options, before=edit, device_memory=memory)
+    assert there[1], "void: no pages are at rest on the device between steps"
+    assert_is_one_rank(expected[0], found)

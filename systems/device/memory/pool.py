@@ -103,8 +103,8 @@ class Pool:
         at = begin
         for first, stop in kept:
             assert not (first | stop) % ALIGN_BYTES, f"{label}: bytes {first} to {stop} do not lie between two boundaries"
-            part = Allocation(granule, begin + first, stop - first, stop - first, list(memory.readers))
-            part.memory.writer = memory.writer
+            part = Allocation(granule, begin + first, stop - first, stop - first, [])
+            part.memory = memory.part(part.memory.extent)
             found.append(part)
             if at < begin + first:
                 granule.give(at, begin + first, memory.tickets())

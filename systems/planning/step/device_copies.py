@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import product
 
-from systems.planning.plan import LaneKind, OpKind, Pages, Plan, UpdateRule
+from systems.planning.plan import LaneKind, OpKind, Pages, Plan, UpdateRule, pages_bytes
 from systems.planning.step.demand import Demand
 from systems.planning.step.issue_order import IssueOrder
 from systems.planning.step.operations import Work, pages, param, shard, slot, state
@@ -54,7 +55,7 @@ class DeviceCopies:
         size, there = self.layout.bundle_bytes(bundle), self.pages[bundle]
         had = {s for run in there for s in range(*run)}
         missing = tuple(s for s in self.layout.bundles[bundle].segments if s not in had)
-        merged = sum(self.layout.bytes_between(*run) for run in there)
+        merged = sum(pages_bytes(self.layout, run) for run in there)
         if missing:
             reads = tuple((slot if self._check_current(bundle) else state)(s) for s in missing)
             payload, writes = size - merged, (param(bundle),)
@@ -71,27 +72,22 @@ class DeviceCopies:
         self._drop_pages(bundle)
 
     def move_pages(self, bundle: int, run: Pages) -> None:
-        size = self.layout.bytes_between(*run)
+        size = pages_bytes(self.layout, run)
         self.pages.setdefault(bundle, []).append(run)
         reads = tuple((slot if self._check_current(bundle) else state)(s) for s in range(*run))
         writes = (pages(run.first),)
         self._order.add(Work.MOVE, LaneKind.H2D, bundle, bytes=size, device_delta=size, reads=reads, writes=writes)
 
-    def have(self, bundle: int, pages: Sequence[Pages]) -> bool:
-        """Any of these pages is there without the rest. pages: none for any at all."""
-        there = self.pages.get(bundle, ())
-        return any(one.first < run.stop and run.first < one.stop for run in pages for one in there) if pages else bool(there)
-
     def leave_pages(self, bundle: int, left: tuple[Pages, ...]) -> None:
         """They stay where they are, of a bundle that is there."""
         self.resident.discard(bundle)
         self.pages[bundle] = list(left)
-        size = sum(self.layout.bytes_between(*run) for run in left)
+        size = sum(pages_bytes(self.layout, run) for run in left)
         self._order.add(Work.DROP, None, bundle, device_delta=size - self.layout.bundle_bytes(bundle))
 
     def _drop_pages(self, bundle: int) -> None:
         for run in self.pages.pop(bundle, ()):
-            size = self.layout.bytes_between(*run)
+            size = pages_bytes(self.layout, run)
             self._order.add(Work.DROP, None, bundle, device_delta=-size, reads=(pages(run.first),))
 
     def move(self, bundle: int) -> None:
@@ -179,3 +175,8 @@ class DeviceCopies:
         """Its parameters are about to be updated: what is there of it, but for what the update is made on, goes."""
         if bundle not in self.residence.whole:
             self.drop(bundle)
+
+
+def overlap(some: Iterable[Pages], others: Iterable[Pages]) -> bool:
+    """Any page is among both."""
+    return any(one.first < other.stop and other.first < one.stop for one, other in product(some, others))

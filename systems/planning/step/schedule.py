@@ -44,10 +44,10 @@ from functools import cached_property
 from itertools import accumulate
 
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, Operation, OpKind, Pages, Plan, PlannedOperation
+from systems.planning.plan import LaneKind, Operation, OpKind, Pages, Plan, PlannedOperation, pages_bytes
 from systems.planning.step.demand import Demand, demand_of
 from systems.planning.step.derived_waits import with_waits
-from systems.planning.step.device_copies import DeviceCopies
+from systems.planning.step.device_copies import DeviceCopies, overlap
 from systems.planning.step.gradients import ScheduledGradients
 from systems.planning.step.issue_order import Flaw, IssueOrder
 from systems.planning.step.operations import IssuedOperation, ScheduledOperation, Work, param
@@ -103,7 +103,7 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
         expansion.step(moment)
     initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.whole)
     initial += sum(map(layout.shard_bytes, plan.shards_at_start))
-    initial += sum(layout.bytes_between(*run) for run in plan.pages_at_start)
+    initial += sum(pages_bytes(layout, run) for run in plan.pages_at_start)
     return Schedule(
         bare=tuple(expansion.order.operations),
         late=tuple(expansion.order.late),
@@ -216,7 +216,8 @@ class _Expansion:
             there = bundle in copies.resident and bundle not in copies.moved
             return "is fetched though it is on the device" if there else None
         if kind is OpKind.MOVE:
-            there = bundle in copies.resident | copies.shards or copies.have(bundle, operation.pages)
+            some = copies.pages.get(bundle, ())
+            there = bundle in copies.resident | copies.shards or overlap(some, operation.pages or some)
             return "is moved though it is on the device" if there else None
         if bundle not in copies.resident and not (kind is OpKind.DROP and (bundle in copies.shards or bundle in copies.pages)):
             return f"has a {kind.value} though it is not on the device"

@@ -33,13 +33,14 @@ class LayerPages:
     def of(cls, layout: Layout, bundle: int, page_bytes: int) -> LayerPages:
         """A bundle's segments, as many neighbours together as fill no more than a page."""
         page_bytes = round_up(page_bytes, ALIGN_BYTES)
-        segments, found = layout.bundles[bundle].segments, list[Pages]()
-        for number in segments:
-            if found and layout.bytes_between(found[-1].first, number + 1) <= page_bytes:
-                found[-1] = Pages(found[-1].first, number + 1)
+        found, sizes = list[Pages](), list[int]()
+        for number in layout.bundles[bundle].segments:
+            size = layout.segments[number].numel * layout.itemsize
+            if found and sizes[-1] + size <= page_bytes:
+                found[-1], sizes[-1] = Pages(found[-1].first, number + 1), sizes[-1] + size
             else:
                 found.append(Pages(number, number + 1))
-        sizes = [layout.bytes_between(*each) for each in found]
+                sizes.append(size)
         return cls(tuple(found), np.cumsum([0, *sizes], dtype=np.int64))
 
     def runs(self, which: Which) -> tuple[Pages, ...]:

@@ -95,10 +95,6 @@ class ManagedBundle:
         sizes = [each.segment.numel for each in self.segments]
         return list(block.view(self.segments[0].slot.dtype, 0, sum(sizes)).split(sizes))  # one operation for any number
 
-    def pages_of(self, stored: StoredSegment) -> list[torch.Tensor]:
-        """A segment of it among its pages, if it is."""
-        return [there for run in self.pages for each, there in run.pieces(self.segments) if each is stored]
-
     def at_rest(self) -> list[torch.Tensor]:
         """Its segments in the compute dtype where they are as long as nothing moves them: in their slots, or in the block of
         a bundle that never does.

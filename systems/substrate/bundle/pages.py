@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,9 @@ class DevicePages:
         """Elements of a stretch that lies within."""
         return self.block.view(stretch.slot.dtype, stretch.start - self.start, stretch.slot.numel())
 
-    def pieces(self, segments: Sequence[StoredSegment]) -> Iterator[tuple[StoredSegment, torch.Tensor]]:
-        """Of a bundle's segments those that are in it, each with its elements there."""
-        at = 0
-        for each in segments:
-            if self.run.first <= each.segment.index < self.run.stop:
-                yield each, self.block.view(each.slot.dtype, at, each.segment.numel)
-                at += each.segment.numel
+
+def in_pages(pages: Iterable[DevicePages], stored: StoredSegment, start: int) -> list[torch.Tensor]:
+    """A segment in the run that has it, if one does. start: its first element in the bundle."""
+    segment, dtype = stored.segment, stored.slot.dtype
+    there = (each for each in pages if each.run.first <= segment.index < each.run.stop)
+    return [each.block.view(dtype, start - each.start, segment.numel) for each in there]

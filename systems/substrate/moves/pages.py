@@ -1,4 +1,4 @@
-"""Pages come to the device, stay there as the rest of their bundle goes, and are merged with it: Note [Pages] in plan.py.
+"""Pages come to the device, stay there as the rest of their bundle goes, and are merged with it: Note [Pages].
 
 Of one rank. Neighbours are one copy, however many they are.
 """
@@ -14,7 +14,7 @@ from systems.device.device import Device
 from systems.device.lanes.transfers import TrackedMemory
 from systems.device.watch.labels import labelled
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, Pages
+from systems.planning.plan import LaneKind, Pages, pages_bytes
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle
 from systems.substrate.bundle.pages import DevicePages
@@ -22,7 +22,7 @@ from systems.substrate.bundle.segments import StoredSegment, Stretch
 from systems.substrate.moves.room import DeviceRoom
 
 
-class Sources(Protocol):
+class PageSources(Protocol):
     """Residency.sources."""
 
     def __call__(
@@ -34,7 +34,7 @@ class PageMoves:
     """sources: where the host has segments' parameters. drop: of a bundle, with its pages."""
 
     def __init__(
-        self, layout: Layout, device: Device, room: DeviceRoom, *, sources: Sources, drop: Callable[[int], None]
+        self, layout: Layout, device: Device, room: DeviceRoom, *, sources: PageSources, drop: Callable[[int], None]
     ) -> None:
         self._layout, self._device, self._room, self._sources, self._drop = layout, device, room, sources, drop
 
@@ -42,9 +42,9 @@ class PageMoves:
         """From the host; nothing if the bundle, or any of them, is there or on its way."""
         if managed.block is not None or any(p.run.first < run.stop and run.first < p.run.stop for p in managed.pages):
             return
-        device, what, size = self._device, _named(managed, run), self._layout.bytes_between(*run)
+        device, what, size = self._device, _named(managed, run), pages_bytes(self._layout, run)
         block = self._room.allocate(size, what)
-        made = DevicePages(run, self._start(managed, run), block)
+        made = DevicePages(run, _start(managed, run), block)
         try:
             sources, memories = self._sources(managed, lambda each: run.first <= each.segment.index < run.stop)
 
@@ -69,12 +69,12 @@ class PageMoves:
             self._drop(managed.index)
             return
         with labelled(f"leave pages of bundle {managed.index}"):
-            item, starts = self._layout.itemsize, [self._start(managed, run) for run in runs]
-            kept = [(at * item, at * item + self._layout.bytes_between(*run)) for at, run in zip(starts, runs, strict=True)]
+            item, starts = self._layout.itemsize, [_start(managed, run) for run in runs]
+            kept = [(at * item, at * item + pages_bytes(self._layout, run)) for at, run in zip(starts, runs, strict=True)]
             block = managed.leave()
             assert block is not None
             blocks = self._device.pool.cut(block, kept, f"bundle {managed.index} but for some pages")
-            managed.pages = [DevicePages(*each) for each in zip(runs, starts, blocks, strict=True)]
+            managed.pages.extend(DevicePages(*each) for each in zip(runs, starts, blocks, strict=True))
 
     def merge(self, managed: ManagedBundle) -> None:
         """All of the bundle, contiguous, out of the pages that are there and, for the rest, from the host."""
@@ -114,10 +114,10 @@ class PageMoves:
             gone = managed.pages.pop()
             self._device.pool.free(gone.block, _named(managed, gone.run))
 
-    def _start(self, managed: ManagedBundle, run: Pages) -> int:
-        """The first element in the bundle."""
-        starts = self._layout.starts
-        return starts[run.first] - starts[managed.segments[0].segment.index]
+
+def _start(managed: ManagedBundle, run: Pages) -> int:
+    """The first element in the bundle."""
+    return managed.starts()[run.first - managed.segments[0].segment.index]
 
 
 def _named(managed: ManagedBundle, run: Pages) -> str:
