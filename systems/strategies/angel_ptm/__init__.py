@@ -64,7 +64,6 @@ that are not contiguous. On several ranks it is the layer, for there a rank's pa
 * Small pages that follow each other move together as long as they fill no more than a page: a page as large as a layer is a
   whole layer, whose plan is that of whole layers to the operation.
 * The optimizer cache (4.2) has whole layers. Memory for a layer that is computed with is one hole in the device's pool.
-* A pass of evaluation merges pages and keeps none: the next use brings the layer.
 
 
 | rule of the paper | `paper` | default | measured difference |
