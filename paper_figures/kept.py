@@ -90,8 +90,12 @@ class KeptForecasts:
         return f"simulated by {now}: harness figure {name} --fresh makes it anew."
 
 
-def asked(case: ForecastCase, seen: Observations, *, lanes: bool = False) -> ForecastFound:
-    """The forecast. seen: of the case's model. lanes: with the seconds of a step that each lane is busy, as `busy.h2d`."""
+def asked(
+    case: ForecastCase, seen: Observations, statistics: Sequence[str] = STATISTICS, *, lanes: bool = False
+) -> ForecastFound:
+    """The forecast. seen: of the case's model. statistics: names of those that are kept. lanes: with the seconds of a step that
+    each lane is busy, as `busy.h2d`.
+    """
     system, profile = registry.get(case.system), hardware.load(case.profile)
     question = Question(
         profile=profile,
@@ -108,7 +112,7 @@ def asked(case: ForecastCase, seen: Observations, *, lanes: bool = False) -> For
         made = forecast(system, registry.parse_options(system, case.option), question, seen)
     except UnsupportedError as error:
         return ForecastFound(None, str(error))
-    numbers = {name: made.statistics[name] for name in STATISTICS if made.statistics.get(name) is not None}
+    numbers = {name: made.statistics[name] for name in statistics if made.statistics.get(name) is not None}
     if lanes:
         numbers |= {f"busy.{lane}": seconds for lane, seconds in made.simulation.busy_s.items()}
     return ForecastFound(made.simulation.step_time_s if made.fits else None, made.why_not, numbers)
@@ -120,13 +124,15 @@ def observations(model: str) -> Observations:
         return Observations(models_registry.build(shape), partial(token_loss, objective=shape.objective))
 
 
-def ask_all(cases: Sequence[ForecastCase], *, lanes: bool = False) -> Iterator[tuple[ForecastCase, ForecastFound]]:
+def ask_all(
+    cases: Sequence[ForecastCase], statistics: Sequence[str] = STATISTICS, *, lanes: bool = False
+) -> Iterator[tuple[ForecastCase, ForecastFound]]:
     """Model by model, each of which is observed once for a batch."""
     name, seen = "", None
     for case in sorted(cases, key=lambda case: case.model):
         if seen is None or name != case.model:
             name, seen = case.model, observations(case.model)
-        yield case, asked(case, seen, lanes=lanes)
+        yield case, asked(case, seen, statistics, lanes=lanes)
 
 
 def simulated(

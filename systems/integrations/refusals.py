@@ -24,6 +24,11 @@ SAID_ELSEWHERE: Mapping[str, str] = {
 }
 """Arguments of `systems.initialize` that Trainer's own say."""
 
+OF_OWN_LOOPS: Mapping[str, str] = {
+    "expert_ranks": "Trainer saves whole models, which ranks that share experts lack: write a loop around systems.initialize",
+}
+"""Arguments of `systems.initialize` that Trainer cannot do, and what to do instead."""
+
 REFUSED: Mapping[str, str] = {
     "deepspeed": "an engine places and moves all states itself: leave it out, or use transformers.Trainer",
     "fsdp": "an engine keeps and gathers each rank's part itself: leave it out, or use transformers.Trainer",
@@ -45,6 +50,8 @@ def check_offload(offload: Mapping[str, Any]) -> None:
     for name in offload:
         if name in SAID_ELSEWHERE:
             raise ValueError(f"offload has {name}: leave it out, the training arguments say it: {SAID_ELSEWHERE[name]}")
+        if name in OF_OWN_LOOPS:
+            raise UnsupportedError(f"offload has {name}: leave it out; {OF_OWN_LOOPS[name]}")
         if name not in GIVEN:
             raise ValueError(unknown_name("entry of offload", str(name), GIVEN))
 

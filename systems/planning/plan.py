@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from systems.planning.layout import Layout
 from systems.planning.trace import Moment
@@ -62,10 +63,31 @@ class UpdateRule(Enum):
     WHEN_REDUCED = "when-reduced"  # a segment is updated as soon as its own gradient is complete
 
 
+class Pages(NamedTuple):
+    """Some neighbours among a bundle's segments: numbers of the first, and of the one behind the last.
+
+    Note [Pages]
+        On one rank a part of a bundle may be on the device without the rest. A MOVE brings pages, to memory of their own. A
+        SHRINK leaves pages where they lie, and frees what lies between and around. Each run of pages is one piece of memory,
+        so that what there is of the bundle is not contiguous, and nothing can be computed with it. A FETCH makes it so: it
+        takes memory for all of the bundle, brings what is missing, and copies the pages that are there (MERGE), which go then.
+    """
+
+    first: int
+    stop: int
+
+
+def pages_bytes(layout: Layout, run: Pages) -> int:
+    return sum(segment.numel for segment in layout.segments[run.first : run.stop]) * layout.itemsize
+
+
 @dataclass(frozen=True)
 class Operation:
+    """pages: of a MOVE or SHRINK on one rank, what of the bundle it is about: see Note [Pages]."""
+
     kind: OpKind
     bundle: int
+    pages: tuple[Pages, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +109,7 @@ class Plan:
     sharded: of several ranks, bundles that rest on the device as this rank's shard, which is updated there: FETCH gathers a
     copy of the whole bundle, SHRINK frees it. Those updated on the device that are not among them are there whole for good.
     shards_at_start: of several ranks, other bundles whose shard is on the device at moment 0, be the rest there or not.
+    pages_at_start: of one rank, pages of bundles that are on the device at moment 0 without the rest (Note [Pages]).
     rematerialise, offload_inputs: units that are recomputed, and units whose inputs wait on the host for their backward, in
     steps under this plan; None leaves it to the settings and to the strategy.
     provisional: the strategy wants to see a step under this plan, and plans again then. provisional_peak_bytes: in a forecast,
@@ -123,6 +146,7 @@ class Plan:
     ahead: frozenset[int] = frozenset()
     sharded: frozenset[int] = frozenset()
     shards_at_start: frozenset[int] = frozenset()
+    pages_at_start: frozenset[Pages] = frozenset()
     staying: frozenset[int] = frozenset()
     one_copy_queue: bool = False
     times_lanes: bool = False

@@ -23,7 +23,7 @@ NO_EXPERTS = (
     "at 1"
 )
 NOT_REACHED = (
-    "{} is an expert's (data_parallel = 'replica'), and no module around it has an `exchange` with `dispatch` and `combine`, "
+    "{} is an expert's (data_parallel = 'replica'), and no module around it has an exchange with dispatch and combine, "
     "by which tokens of other ranks reach it: give the layer one (docs/several-gpus.md), or leave `expert_ranks` at 1"
 )
 SHARED_WITH = (

@@ -60,12 +60,16 @@ class Moments:
             managed = residency.bundles[operation.bundle]
             if operation.kind is OpKind.FETCH:
                 residency.fetch(operation.bundle)
+            elif operation.kind is OpKind.MOVE and operation.pages:
+                residency.pages.move(managed, *operation.pages)
             elif operation.kind is OpKind.MOVE:
                 residency.shards.move(operation.bundle)
             elif operation.bundle in self._flushes.staying.there:
                 self._flushes.staying.leave(managed)
             elif managed.holds or managed.pinned:
                 self._outlasts(operation.bundle)
+            elif operation.kind is OpKind.SHRINK and operation.pages:
+                residency.pages.leave(managed, operation.pages)
             elif operation.kind is OpKind.SHRINK:
                 residency.shards.shrink(operation.bundle)
             else:

@@ -233,5 +233,7 @@ def _bring(plan: Plan, residency: Residency) -> None:
     """What it has on the device at a step's start comes."""
     for index in sorted(plan.shards_at_start):
         residency.shards.move(index)
+    for run in sorted(plan.pages_at_start):
+        residency.pages.move(residency.bundles[residency.layout.bundle_of_segment[run.first]], run)
     for index in sorted(plan.resident_at_start):
         residency.fetch(index)

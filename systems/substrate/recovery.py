@@ -136,6 +136,7 @@ class Recovery:
     def owned(self) -> list[Allocation]:
         bundles = self._residency.bundles
         blocks = [block for bundle in bundles for block in (bundle.block, bundle.shard.block)]
+        blocks += [run.block for bundle in bundles for run in bundle.pages]
         blocks += [bundle.gradient.range for bundle in bundles if bundle.gradient is not None]
         states = [stored.state for bundle in bundles for stored in bundle.segments]
         blocks += [state.allocation for state in states if isinstance(state, OptimizerState)]

@@ -26,6 +26,7 @@ import torch
 from systems.device.device import Device
 from systems.device.watch.labels import UnitSpans
 from systems.planning.layout import Layout
+from systems.planning.plan import pages_bytes
 from systems.planning.trace import Phase
 from systems.recipe.recomputation.recompute import Recomputation
 from systems.substrate.bundle.bundle import ManagedBundle
@@ -149,7 +150,7 @@ class Runtime:
         On several ranks what can leave makes room first, as none is made later.
         """
         residency, several = self._residency, self._residency.room.leaves is not None
-        before = residency.resident()
+        before, pages = residency.resident(), [(m, each.run) for m in residency.bundles for each in m.pages]
         try:
             self._progress.begin_aside()
             for index in residency.room.evictable() if several else ():
@@ -163,6 +164,9 @@ class Runtime:
             for index in sorted(before - residency.resident()):
                 if several or self._layout.bundle_bytes(index) <= self._device.account.room:
                     residency.fetch(index)
+            for managed, run in pages:
+                if pages_bytes(self._layout, run) <= self._device.account.room:
+                    residency.pages.move(managed, run)
 
     def begin_step(self) -> None:
         self._ending.begin()

@@ -82,7 +82,7 @@ def test_the_contract_of_the_record() -> None:
         "tflops_6n", "model_tflops", "hardware_tflops", "relative_tflops",
     }  # fmt: skip
     assert set(tree["traffic"]) == {
-        "h2d_bytes", "d2h_bytes", "gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes",
+        "h2d_bytes", "d2h_bytes", "gather_bytes", "reduce_bytes", "exchange_bytes", "disk_read_bytes", "disk_write_bytes",
     }  # fmt: skip
     assert set(tree["memory"]) >= {
         "device_peak_bytes", "device_budget_bytes", "host_peak_bytes", "host_pinned_bytes", "disk_peak_bytes",

@@ -93,9 +93,15 @@ def test_resident_is_traced_too(tmp_path: Path, run_here: Callable[..., Record])
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("the profiler gave up")])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (RuntimeError("the profiler gave up"), "the profiler gave up"),
+    ],
+)
 def test_what_befalls_the_traced_step_takes_no_figure_away(
-    error: Exception, tmp_path: Path, run_here: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+    error: Exception, told: str, tmp_path: Path, run_here: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take(*_: Any) -> None:
         raise error
@@ -103,7 +109,7 @@ def test_what_befalls_the_traced_step_takes_no_figure_away(
     monkeypatch.setattr(trace, "take", take)
     record = run_here(make_spec(**SMALL | {"system": "elixir", "trace": str(tmp_path / "step.json"), "phases": True}))
     assert record.status == "ok" and record.metrics.mean_step_time_s is not None and record.memory.device_peak_bytes
-    assert record.notes[-2:] == [f"--trace: none was taken: {error}", "--phases: none was taken, for the same reason"]
+    assert record.notes[-2:] == [f"--trace: none was taken: {told}", "--phases: none was taken, for the same reason"]
     assert record.phases_s["close"] >= 0
 
 

@@ -15,7 +15,7 @@ import systems
 from systems.errors import UnsupportedError
 from systems.integrations import OffloadTrainer
 from systems.integrations.checkpoints import CheckpointedTrainer
-from systems.integrations.refusals import GIVEN, SAID_ELSEWHERE
+from systems.integrations.refusals import GIVEN, OF_OWN_LOOPS, SAID_ELSEWHERE
 from systems.integrations.trainer import TAKEN_OVER
 from tests.integrations.training import OFFLOAD, arguments, offloaded, opt, trainer_of
 
@@ -92,6 +92,12 @@ def test_what_the_training_arguments_say_is_not_said_twice(tmp_path: Path, name:
         offloaded(tmp_path, offload={**OFFLOAD, name: 1})
 
 
+@pytest.mark.parametrize("name", sorted(OF_OWN_LOOPS))
+def test_what_trainer_cannot_do_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"offload has {name}: leave it out; .* write a loop around"):
+        offloaded(tmp_path, offload={**OFFLOAD, name: 2})
+
+
 def test_an_unknown_entry_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown entry of offload 'device_memry': did you mean device_memory"):
         offloaded(tmp_path, offload={"device_memry": "1GiB"})
@@ -105,7 +111,7 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path) -> None:
 
 def test_every_argument_of_initialize_is_said_somewhere() -> None:
     names = systems.initialize.__annotations__.keys() - {"return"}
-    assert {*GIVEN, *SAID_ELSEWHERE} == names
+    assert {*GIVEN, *SAID_ELSEWHERE, *OF_OWN_LOOPS} == names
 
 
 def test_what_is_taken_over_is_what_trainer_has() -> None:

@@ -188,7 +188,7 @@ def test_phase_2_is_of_gathers_alone() -> None:
     layout, trace = chain(6)
     demand, sizes = demand_of(layout, trace, context()), dict.fromkeys(range(6), 256)
     room = [256 * 3] * len(demand)
-    scheduler = scheduling._Scheduler(demand, sizes, room, as_printed=True)
+    scheduler = scheduling.Scheduler(demand, sizes, room, as_printed=True)
     scheduler.prioritise_moves()
     as_printed = scheduler.operations()
     scheduler._popping.as_printed = False

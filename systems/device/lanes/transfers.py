@@ -44,6 +44,12 @@ class TrackedMemory:
         """Everybody the next owner of this memory has to wait for."""
         return self.readers if self.writer is None else [self.writer, *self.readers]
 
+    def part(self, extent: Extent) -> TrackedMemory:
+        """Of this memory, used by the same until now."""
+        made = TrackedMemory(extent, self.readers)
+        made.writer = self.writer
+        return made
+
 
 class Transfers:
     """Issues operations on lanes. All calls come from the thread that runs the step, one at a time.

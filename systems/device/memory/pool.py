@@ -95,6 +95,25 @@ class Pool:
         self.account.add_pool(-allocation.nbytes, label)
         allocation.granule.give(allocation.start, allocation.start + allocation.reserved, allocation.memory.tickets())
 
+    def cut(self, allocation: Allocation, kept: Sequence[tuple[int, int]], label: str) -> list[Allocation]:
+        """Of its bytes only these stay in use, from the first of a pair to before the second, each pair as an allocation of its
+        own where it lies. In order, and in multiples of ALIGN_BYTES.
+        """
+        granule, memory, begin, found = allocation.granule, allocation.memory, allocation.start, list[Allocation]()
+        at = begin
+        for first, stop in kept:
+            assert not (first | stop) % ALIGN_BYTES, f"{label}: bytes {first} to {stop} do not lie between two boundaries"
+            part = Allocation(granule, begin + first, stop - first, stop - first, [])
+            part.memory = memory.part(part.memory.extent)
+            found.append(part)
+            if at < begin + first:
+                granule.give(at, begin + first, memory.tickets())
+            at = begin + stop
+        if at < begin + allocation.reserved:
+            granule.give(at, begin + allocation.reserved, memory.tickets())
+        self.account.add_pool(sum(part.nbytes for part in found) - allocation.nbytes, label)
+        return found
+
     def settle(self, owned: Sequence[Allocation], last: Ticket, *, other: int | None = None) -> None:
         """Nothing but this is in use: see Note [What breaks off] in recovery.py. last: of all work so far, which is done.
 

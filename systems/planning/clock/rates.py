@@ -228,6 +228,8 @@ class Costs:
             return self._numel(operation) * self._per_element(operation)
         if operation.kind is Work.SHRINK:
             return 2 * self.layout.shard_bytes(operation.bundle)
+        if operation.kind is Work.MERGE:
+            return 2 * operation.bytes
         if operation.lane is not LaneKind.COMPUTE or operation.kind not in (Work.UPDATE, Work.ACCUMULATE):
             return 0
         return self._numel(operation) * self._per_element(operation)

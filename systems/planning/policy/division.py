@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from systems.planning.layout import Layout
-from systems.planning.plan import Plan, PlannedOperation, UpdateRule, optimizer_tiers
+from systems.planning.plan import Pages, Plan, PlannedOperation, UpdateRule, optimizer_tiers
 from systems.planning.policy.refusal import UnitName, check_need
 from systems.planning.step.demand import Demand, demand_of, reusable
 from systems.planning.step.profiles import Need, held_profile, minimum_need, non_model_profile, pool_profile, room_beside
@@ -87,6 +87,15 @@ class Division:
         held = held_profile(self.demand, residence)
         return room_beside(self.fixed(residence), pool_profile(self.demand, residence), held, self.context)
 
+    def room_for_merging(self, residence: Residence) -> list[int]:
+        """The same as a moment begins, which is when pages are merged: gradient ranges are opened behind that, and no more
+        activations live than at the peak of either interval that the moment bounds.
+        """
+        pool, others = pool_profile(self.demand, residence), non_model_profile(self.trace, self.demand, residence)
+        pool, others = [pool[0], *pool[:-1]], [min(pair) for pair in zip(others, [others[0], *others[:-1]], strict=True)]
+        held = held_profile(self.demand, residence)
+        return room_beside(added(pool, others), pool, held, self.context)
+
     def sizes(self, residence: Residence) -> dict[int, int]:
         """Bytes of all bundles that come and go."""
         return {b.index: self.layout.bundle_bytes(b.index) for b in self.layout.bundles if b.index not in residence.whole}
@@ -97,9 +106,10 @@ class Division:
         residence: Residence,
         resident: frozenset[int],
         shards: frozenset[int] = frozenset(),
+        pages: frozenset[Pages] = frozenset(),
     ) -> Plan:
         """resident: bundles that come and go and are there when a step begins. shards: those whose shard, which comes and goes
-        too, is.
+        too, is. pages: what is there of others.
         """
         return Plan(
             signature=self.trace.signature,
@@ -110,6 +120,7 @@ class Division:
             in_place=residence.in_place,
             sharded=residence.sharded,
             shards_at_start=shards,
+            pages_at_start=pages,
             staying=residence.staying,
         )
 

@@ -97,7 +97,7 @@ def all_on_disk(layout: Layout, context: PlanningContext) -> Layout:
     if need > have:
         raise BudgetError(
             f"`options=dict(states='disk')` needs {format_need(need, have)} of disk for master weights and moments, "
-            f"{format_size(have)} are there: raise `disk_memory`, or leave `states` out",
+            f"{format_size(have)} are there: raise `disk_memory`, or leave `options=dict(states='disk')` out",
             tier="disk",
             need=need,
             have=have,

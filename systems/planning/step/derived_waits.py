@@ -27,7 +27,7 @@ def with_waits(
             ticket = step * count + o.ticket
             taken: Waits = {}
             if o.device_delta > 0:
-                taken = room.take(o.device_delta, own=o.kind in (Work.ALLOCATE, Work.SHRINK))
+                taken = room.take(o.device_delta, own=o.kind in (Work.ALLOCATE, Work.SHRINK, Work.MERGE))
             elif o.device_delta < 0:
                 usual = grad(o.bundle) if o.kind is Work.FREE else param(o.bundle)
                 room.free(-o.device_delta, accesses.latest(o.reads[0] if o.reads else usual))

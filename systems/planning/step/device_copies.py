@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from systems.planning.plan import LaneKind, OpKind, Plan, UpdateRule
+from collections.abc import Iterable
+from itertools import product
+
+from systems.planning.plan import LaneKind, OpKind, Pages, Plan, UpdateRule, pages_bytes
 from systems.planning.step.demand import Demand
 from systems.planning.step.issue_order import IssueOrder
-from systems.planning.step.operations import Work, param, shard, slot, state
+from systems.planning.step.operations import Work, pages, param, shard, slot, state
 from systems.planning.step.residence import Residence
 
 
@@ -14,7 +17,8 @@ class DeviceCopies:
 
     resident: bundles that are there. shards: of several ranks, bundles of which this rank's part is there beside the copy, or
     without one. moved: of one rank, what a MOVE has fetched or a
-    SHRINK has left, for which a FETCH does nothing. outdated: bundles flushed in the last micro-step.
+    SHRINK has left, for which a FETCH does nothing. pages: by bundle, those that are there without the rest, see Note [Pages].
+    outdated: bundles flushed in the last micro-step.
     """
 
     def __init__(self, plan: Plan, residence: Residence, demand: Demand, order: IssueOrder) -> None:
@@ -22,6 +26,9 @@ class DeviceCopies:
         self.resident = set(plan.resident_at_start) | residence.whole
         self.shards = set(plan.shards_at_start) | residence.sharded
         self.outdated: set[int] = set()
+        self.pages: dict[int, list[Pages]] = {}
+        for there in sorted(plan.pages_at_start):
+            self.pages.setdefault(self.layout.bundle_of_segment[there.first], []).append(there)
         self._order = order
         moves = {p.operation.bundle for p in plan.operations if p.operation.kind is OpKind.MOVE}
         self.moved = moves & plan.resident_at_start if self.context.ranks == 1 else set[int]()
@@ -37,8 +44,51 @@ class DeviceCopies:
             self.gather(bundle, fetched=True, planned=planned)
             return
         self.resident.add(bundle)
+        if bundle in self.pages:
+            self._merge(bundle, planned=planned)
+            return
         self._from_host(Work.FETCH, bundle, self.layout.bundle_bytes(bundle), param(bundle), planned=planned)
         self.gather(bundle)
+
+    def _merge(self, bundle: int, *, planned: bool) -> None:
+        """Pages are there: what is missing comes from the host."""
+        size, there = self.layout.bundle_bytes(bundle), self.pages[bundle]
+        had = {s for run in there for s in range(*run)}
+        missing = tuple(s for s in self.layout.bundles[bundle].segments if s not in had)
+        merged = sum(pages_bytes(self.layout, run) for run in there)
+        if missing:
+            reads = tuple((slot if self._check_current(bundle) else state)(s) for s in missing)
+            payload, writes = size - merged, (param(bundle),)
+            what = Work.FETCH, LaneKind.H2D, bundle
+            self._order.add(*what, bytes=payload, device_delta=size, reads=reads, writes=writes, planned=planned)
+        self._order.add(
+            *(Work.MERGE, LaneKind.COMPUTE, bundle),
+            bytes=merged,
+            device_delta=0 if missing else size,
+            reads=tuple(pages(run.first) for run in there),
+            writes=(param(bundle),),
+            planned=planned,
+        )
+        self._drop_pages(bundle)
+
+    def move_pages(self, bundle: int, run: Pages) -> None:
+        size = pages_bytes(self.layout, run)
+        self.pages.setdefault(bundle, []).append(run)
+        reads = tuple((slot if self._check_current(bundle) else state)(s) for s in range(*run))
+        writes = (pages(run.first),)
+        self._order.add(Work.MOVE, LaneKind.H2D, bundle, bytes=size, device_delta=size, reads=reads, writes=writes)
+
+    def leave_pages(self, bundle: int, left: tuple[Pages, ...]) -> None:
+        """They stay where they are, of a bundle that is there."""
+        self.resident.discard(bundle)
+        self.pages[bundle] = list(left)
+        size = sum(pages_bytes(self.layout, run) for run in left)
+        self._order.add(Work.DROP, None, bundle, device_delta=size - self.layout.bundle_bytes(bundle))
+
+    def _drop_pages(self, bundle: int) -> None:
+        for run in self.pages.pop(bundle, ()):
+            size = pages_bytes(self.layout, run)
+            self._order.add(Work.DROP, None, bundle, device_delta=-size, reads=(pages(run.first),))
 
     def move(self, bundle: int) -> None:
         if self.context.ranks == 1:
@@ -109,6 +159,7 @@ class DeviceCopies:
     def drop(self, bundle: int) -> None:
         """All of it that is no home."""
         self._drop_copy(bundle)
+        self._drop_pages(bundle)
         if bundle in self.shards and bundle not in self.residence.sharded:
             self.shards.discard(bundle)
             size = self.layout.shard_bytes(bundle)
@@ -124,3 +175,8 @@ class DeviceCopies:
         """Its parameters are about to be updated: what is there of it, but for what the update is made on, goes."""
         if bundle not in self.residence.whole:
             self.drop(bundle)
+
+
+def overlap(some: Iterable[Pages], others: Iterable[Pages]) -> bool:
+    """Any page is among both."""
+    return any(one.first < other.stop and other.first < one.stop for one, other in product(some, others))

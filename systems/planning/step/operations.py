@@ -20,6 +20,7 @@ class Work(Enum):
     FETCH = "fetch"  # host slots to the device
     MOVE = "move"  # the same to a shard there
     SHRINK = "shrink"  # a device copy's own part to a shard beside it
+    MERGE = "merge"  # pages that are on the device, to the bundle's copy there
     GATHER = "gather"  # a bundle's shards to all ranks of its group
     WRITE_BACK = "write-back"  # device copy to the host slots
     REDUCE = "reduce"  # a bundle's gradient over its group
@@ -144,6 +145,11 @@ def grad(bundle: int) -> str:
 def shard(bundle: int) -> str:
     """This rank's part of the parameters, beside a copy of the whole bundle or without one."""
     return f"device:shard:{bundle}"
+
+
+def pages(first: int) -> str:
+    """Neighbouring segments in memory of their own, of which this is the first."""
+    return f"device:pages:{first}"
 
 
 def grad_shard(bundle: int) -> str:

@@ -24,6 +24,7 @@ Note [What happens at a moment]
 
 Note [Resources]
     device:param:B  device:grad:B  one bundle's device copy and gradient (in place, the first is both)
+    device:pages:S  neighbouring segments of a bundle, S the first, that are there without the rest
     device:shard:B  device:grad-shard:B  this rank's part of the parameters, and of the gradient summed over ranks, beside those
     host:slot:S     the host's 16-bit parameters of a segment, which take its gradient between flush and update; what
                     is used again in between is fetched from the master in state:S
@@ -43,10 +44,10 @@ from functools import cached_property
 from itertools import accumulate
 
 from systems.planning.layout import Layout
-from systems.planning.plan import LaneKind, OpKind, Plan, PlannedOperation
+from systems.planning.plan import LaneKind, Operation, OpKind, Pages, Plan, PlannedOperation, pages_bytes
 from systems.planning.step.demand import Demand, demand_of
 from systems.planning.step.derived_waits import with_waits
-from systems.planning.step.device_copies import DeviceCopies
+from systems.planning.step.device_copies import DeviceCopies, overlap
 from systems.planning.step.gradients import ScheduledGradients
 from systems.planning.step.issue_order import Flaw, IssueOrder
 from systems.planning.step.operations import IssuedOperation, ScheduledOperation, Work, param
@@ -60,7 +61,7 @@ from systems.planning.trace import ENTER, NO_UNIT, Moment, Phase, Trace
 class Schedule:
     """bare: the operations without their waits. late: see `with_waits`. initial_device_bytes: the pool at the step's start,
     states included. resident_at_end: bundles there then. shards_at_end: those whose shard is, though it is not their home.
-    one_copy_queue: the plan's.
+    pages_at_end: pages that are, without the rest. one_copy_queue: the plan's.
     """
 
     bare: tuple[ScheduledOperation, ...]
@@ -69,6 +70,7 @@ class Schedule:
     initial_device_bytes: int
     resident_at_end: frozenset[int]
     shards_at_end: frozenset[int]
+    pages_at_end: frozenset[Pages]
     demand: Demand
     residence: Residence
     one_copy_queue: bool = False
@@ -101,6 +103,7 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
         expansion.step(moment)
     initial = residence.static_bytes + sum(layout.bundle_bytes(b) for b in plan.resident_at_start - residence.whole)
     initial += sum(map(layout.shard_bytes, plan.shards_at_start))
+    initial += sum(pages_bytes(layout, run) for run in plan.pages_at_start)
     return Schedule(
         bare=tuple(expansion.order.operations),
         late=tuple(expansion.order.late),
@@ -108,6 +111,7 @@ def expand(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext) -
         initial_device_bytes=initial,
         resident_at_end=frozenset(expansion.copies.resident),
         shards_at_end=frozenset(expansion.copies.shards - residence.sharded),
+        pages_at_end=frozenset(run for there in expansion.copies.pages.values() for run in there),
         demand=expansion.demand,
         residence=residence,
         one_copy_queue=plan.one_copy_queue,
@@ -181,9 +185,13 @@ class _Expansion:
             if planned.first != first:
                 continue
             kind, bundle = planned.operation.kind, planned.operation.bundle
-            why = self._hindrance(kind, bundle, held)
+            why = self._hindrance(planned.operation, held)
             if why is not None:
                 self.order.flaw(bundle, why)
+            elif kind is OpKind.MOVE and planned.operation.pages:
+                self.copies.move_pages(bundle, *planned.operation.pages)
+            elif kind is OpKind.SHRINK and planned.operation.pages:
+                self.copies.leave_pages(bundle, planned.operation.pages)
             elif kind is OpKind.FETCH:
                 self.copies.fetch(bundle, planned=True)
             elif kind is OpKind.MOVE:
@@ -197,9 +205,9 @@ class _Expansion:
             else:
                 self.copies.write_back(bundle)
 
-    def _hindrance(self, kind: OpKind, bundle: int, held: tuple[int, ...]) -> str | None:
+    def _hindrance(self, operation: Operation, held: tuple[int, ...]) -> str | None:
         """Why there can be no such operation now; None if there can."""
-        copies = self.copies
+        kind, bundle, copies = operation.kind, operation.bundle, self.copies
         if bundle in self.residence.whole:
             return f"stays on the device, yet the plan has a {kind.value} of it"
         if bundle in self.residence.sharded and kind not in (OpKind.FETCH, OpKind.SHRINK):
@@ -208,8 +216,10 @@ class _Expansion:
             there = bundle in copies.resident and bundle not in copies.moved
             return "is fetched though it is on the device" if there else None
         if kind is OpKind.MOVE:
-            return "is moved though it is on the device" if bundle in copies.resident | copies.shards else None
-        if bundle not in copies.resident and not (kind is OpKind.DROP and bundle in copies.shards):
+            some = copies.pages.get(bundle, ())
+            there = bundle in copies.resident | copies.shards or overlap(some, operation.pages or some)
+            return "is moved though it is on the device" if there else None
+        if bundle not in copies.resident and not (kind is OpKind.DROP and (bundle in copies.shards or bundle in copies.pages)):
             return f"has a {kind.value} though it is not on the device"
         if bundle in self._gradients.staying and kind is not OpKind.WRITE_BACK:
             return f"has a {kind.value} though its gradient is there, which a write-back alone sends off"

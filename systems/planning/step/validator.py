@@ -6,9 +6,10 @@ A plan that fails here is a bug of its strategy, not of the user: the message na
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from systems.planning.layout import Layout
-from systems.planning.plan import Plan, Tier, UpdateRule, queue_of
+from systems.planning.plan import OpKind, Plan, Tier, UpdateRule, queue_of
 from systems.planning.step.operations import ScheduledOperation, Work
 from systems.planning.step.running_ahead import hindrance, last_flushes
 from systems.planning.step.schedule import Schedule, expand
@@ -25,6 +26,7 @@ def validate(layout: Layout, trace: Trace, plan: Plan, context: PlanningContext)
     """Raise PlanError for the first thing wrong with `plan`; the timeline of a good one."""
     check_shape(layout, trace, plan)
     check_ranks(plan, context)
+    check_pages(layout, plan, context)
     check_staying(layout, plan, context)
     schedule = expand(layout, trace, plan, context)
     check_ahead(trace, plan, schedule)
@@ -91,6 +93,25 @@ def check_ranks(plan: Plan, context: PlanningContext) -> None:
         raise PlanError(f"bundle {min(both)} has its home on the device, and is to be moved there for the step's start")
 
 
+def check_pages(layout: Layout, plan: Plan, context: PlanningContext) -> None:
+    """Pages are a part of one bundle, of one rank. See Note [Pages]."""
+    found = [(p.operation.bundle, run) for p in plan.operations for run in p.operation.pages]
+    found += [(layout.bundle_of_segment[run.first], run) for run in sorted(plan.pages_at_start)]
+    for bundle, run in found:
+        if context.ranks > 1:
+            raise PlanError(f"bundle {bundle} is to come and go by pages, and of several ranks it does so as shards")
+        segments = layout.bundles[bundle].segments
+        if not segments[0] <= run.first < run.stop <= segments[-1] + 1:
+            there = f"it has {segments[0]} to {segments[-1] + 1}"
+            raise PlanError(f"bundle {bundle} has no pages {run.first} to {run.stop}: {there}")
+    for p in plan.operations:
+        pages, kind = p.operation.pages, p.operation.kind
+        if pages and kind is not OpKind.SHRINK and (kind is not OpKind.MOVE or len(pages) > 1):
+            raise PlanError(f"a {kind.value} of bundle {p.operation.bundle} names pages: a shrink may, and a move of one run")
+        if any(one.stop >= other.first for one, other in pairwise(pages)):
+            raise PlanError(f"bundle {p.operation.bundle} shrinks to pages that touch, or are in no order")
+
+
 def check_staying(layout: Layout, plan: Plan, context: PlanningContext) -> None:
     """A gradient stays where it was written over parameters, is complete, and is neither summed nor updated before the end."""
     if not plan.staying:
@@ -133,6 +154,9 @@ def check_steady(plan: Plan, schedule: Schedule) -> None:
         raise PlanError(f"bundle {bundle} {where} at its start: the plan does not repeat")
     for bundle in sorted(schedule.shards_at_end ^ plan.shards_at_start):
         raise PlanError(f"bundle {bundle} is on the device as a shard at one end of the step alone: the plan does not repeat")
+    for run in sorted(schedule.pages_at_end ^ plan.pages_at_start):
+        where = f"pages {run.first} to {run.stop} are on the device"
+        raise PlanError(f"{where} at one end of the step alone: the plan does not repeat")
 
 
 def check_budgets(trace: Trace, memory: MemTimeline, context: PlanningContext) -> None:

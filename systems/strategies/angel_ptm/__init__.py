@@ -5,15 +5,16 @@ The paper's words and where they are here
 | paper | here |
 |---|---|
 | page, at most two tensors a page (4.1, figure 3) | Segment; `pages.py` cuts them; option page, 4 MiB as in the paper |
-| tensor and its page list, merge (figure 4) | Placement.start, Layout.places: a tensor's pages lie one behind the other |
+| tensor and its page list (figure 4) | Placement.start, Layout.places: a tensor's pages lie one behind the other in its layer |
+| merge (figure 4), device index -1 | `paging.py`; Work.MERGE, Note [Pages] in `systems/planning/plan.py` |
 | tensors smaller than a page have one of their own | `pages.py`; statistics: num_small_pages, wasted_bytes |
 | layer l_i | Unit, and the Bundle of its pages |
 | tracer: first_id, end_id, times (section 5) | Trace; Demand.hold_spans, Trace.compute_time_s |
 | trigger id | moment; 0 is the end of the step before, see `scheduling.py` |
-| Algorithm 1, S, wait_stack | `popping.py`, `scheduling.py`, of several ranks `gathering.py`; Plan.operations |
+| Algorithm 1, S, wait_stack | `popping.py`, `scheduling.py`, `paging.py`, of several ranks `gathering.py`; Plan.operations |
 | get_available_memory | the room that `placement.py` leaves |
-| move_to_gpu, all_gather | one rank: OpKind.FETCH, and nothing; several: OpKind.MOVE, and OpKind.FETCH of what was moved |
-| send, receive (figure 3), merge (figure 4) | what GATHER does: in place, over the memory of the whole layer |
+| move_to_gpu, all_gather | one rank: OpKind.FETCH, or MOVE of pages, and nothing; several: MOVE, and FETCH of what was moved |
+| send, receive (figure 3) | what GATHER does: in place, over the memory of the whole layer |
 | optimizer states cached on the GPU, updates moved there (4.2) | `placement.py`, `policy.optimizer_cache`; option cache |
 | SSD storage (4.2, 4.3) | Layout.on_disk, `planning.disk_layout`, `policy.homes` |
 | buffered 16-bit parameters and gradients, p'16 and g'16 (4.3) | the host slot of a segment, which has them in turn |
@@ -23,9 +24,9 @@ The paper's words and where they are here
 
 Where this departs from the paper, and why
 
-* A layer's pages come and go together. What the paper moves and updates page by page is one copy and one update here, where
-  pages follow each other; only pages whose states are on the disk are updated one by one. A schedule by layers has as many
-  triggers as there are layers.
+* A layer's pages come and go together, but for variant=paper on one rank. What the paper moves and updates page by page is one
+  copy and one update, where pages follow each other; only pages whose states are on the disk are updated one by one. A schedule
+  by layers has as many triggers as there are layers.
 * A page is as long as what is in it, if that is less than a page: the pool takes blocks of any size. `utilization` and
   `wasted_bytes` count whole pages, as the paper's allocator has them.
 * The paper's loop goes over the layers once. Here it goes over forward and backward, where a layer is used twice and its pages
@@ -64,14 +65,26 @@ Where this departs from the paper, and why
   the end) waits until all gradients are in them, and steps without a plan are synchronous. 8 bytes a parameter on the host
   beside the slot, through which gradients arrive, and states (12 with several micro-batches).
 
-variant=paper has the paper's rules, as far as whole layers can have them; what lies above of pages holds for both.
+variant=paper has the paper's rules. On one rank the page is the unit: a part of a layer may rest as the rest streams, in pages
+that are not contiguous. On several ranks it is the layer, for there a rank's pages are its shard, which moves as one. Of pages:
+
+* Where all of a layer comes at one trigger its pages are contiguous, and nothing is merged. Else they are copied to memory for
+  all of the layer at its use, beside which they lie for that long: Algorithm 1's size(l_i). What the paper merges by tensor is
+  merged by layer, whose parameters have one storage. Behind the use pages that stay are left where the layer was, uncopied.
+* Where there is no room to merge, and only then, pages of the layer itself may be popped at its use, which brings them anew.
+* Pages that wait at their use have no line: they are moved at its trigger, and come last in S, in the layer's order.
+* Small pages that follow each other move together as long as they fill no more than a page: a page as large as a layer is a
+  whole layer, whose plan is that of whole layers to the operation.
+* The optimizer cache (4.2) has whole layers. Memory for a layer that is computed with is one hole in the device's pool.
+
 
 | rule of the paper | `paper` | default | measured difference |
 |---|---|---|---|
 | the last movement is popped, the last page popped is pushed (lines 8, 9, 15) | so | by order of use | - |
 | phase 2 advances all_gather (lines 17 to 22) | so; on one rank there is none | and moves, on one rank | - |
 | phase 1 fills memory with moves (lines 13 to 16) | so | room is left for the layer gathered next | - |
-| updates behind the steps (Algorithm 2) | max_staleness | max_staleness | - |
+| a page is what moves (lines 4, 8, 14, 15) | so; whole layers on several ranks | whole layers | `harness figure angel-pages` |
+| updates behind the steps (Algorithm 2) | - (pages do not go with it yet) | max_staleness | - |
 | the CPU updates what is home (Algorithm 2, line 5; figure 1) | nonfinite=stop | behind the norm, or ahead of it | - |
 | cache of states "after previous assignments" (4.2) | so (cache=auto) | so, or as many bytes as are given | - |
 | all of these, ps-4b in 20 GiB on one H200 (docs/results.md) | 1.142 s a step | 1.160 s a step | 1.02x |

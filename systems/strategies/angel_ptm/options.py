@@ -28,6 +28,8 @@ class AngelPTMOptions(InputsOptions):
     """page: bytes of a page of parameters as computed with, rounded up to 256; its master and moments are pages of as many
     elements.
 
+    It is what moves with variant=paper on one rank; else a layer's pages move together.
+
     cache: device memory for optimizer states, whose updates run there; auto takes what no parameter needs in its life-time,
     0 has none. variant: base is the fastest; paper is Algorithm 1 as it is printed, with updates as soon as gradients have
     arrived on the host.
@@ -44,7 +46,7 @@ class AngelPTMOptions(InputsOptions):
     max_staleness: Annotated[int, Field(ge=0)] | None = None
 
     rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {"paper": {"cache": "auto", "nonfinite": "stop", "run_ahead": False}}
+        {"paper": {"cache": "auto", "nonfinite": "stop", "run_ahead": False, "max_staleness": None}}
     )
     for_small_models: ClassVar[Mapping[str, Any]] = MappingProxyType({"page": 1280})  # a tensor takes several
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from systems.planning.plan import Operation, OpKind, PlannedOperation
+from systems.planning.plan import Operation, OpKind, Pages, PlannedOperation
 from systems.planning.step.demand import Demand, Span
 from systems.strategies.angel_ptm.popping import Popping
 
@@ -52,9 +52,9 @@ class Life:
 
 @dataclass(frozen=True)
 class Moves:
-    """resident, shards: bundles that are on the device, and of several ranks those whose pages are, at moment 0. at_start,
-    later: moves from the host at trigger 0 and after it. advanced: triggers by which phase 2 brought moves, of several ranks
-    gathers, forward, all together.
+    """resident, shards: bundles that are on the device, and of several ranks those whose pages are, at moment 0. pages: of one
+    rank, those of other bundles that are. at_start, later: moves from the host at trigger 0 and after it. advanced: triggers by
+    which phase 2 brought moves, of several ranks gathers, forward, all together. fetched_bytes: what is moved, if it is told.
     """
 
     operations: tuple[PlannedOperation, ...]
@@ -63,13 +63,15 @@ class Moves:
     later: int
     advanced: int
     shards: frozenset[int] = frozenset()
+    pages: frozenset[Pages] = frozenset()
+    fetched_bytes: int | None = None
 
 
 def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int], *, as_printed: bool = False) -> Moves:
     """Moves of the layers in `sizes` (bytes), which come and go. room: bytes for them, one entry a moment, never less than what
     is held.
     """
-    scheduler = _Scheduler(demand, sizes, room, as_printed=as_printed)
+    scheduler = Scheduler(demand, sizes, room, as_printed=as_printed)
     scheduler.prioritise_moves()
     advanced = scheduler.advance()
     operations = scheduler.operations()
@@ -79,7 +81,7 @@ def schedule(demand: Demand, sizes: Mapping[int, int], room: Sequence[int], *, a
 
 
 @dataclass
-class _Layer:
+class LivesOfLayer:
     """first, between, tail: its lives, those between with the use before. last: its last use. ends: moments at which it is let
     go of though no life begins there.
     """
@@ -92,7 +94,7 @@ class _Layer:
     ends: list[int] = field(default_factory=list)
 
 
-class _Scheduler:
+class Scheduler:
     def __init__(self, demand: Demand, sizes: Mapping[int, int], room: Sequence[int], *, as_printed: bool) -> None:
         self._popping = Popping(sizes, as_printed=as_printed)
         self._length = len(demand)
@@ -107,14 +109,14 @@ class _Scheduler:
             for bundle, size in sizes.items()
             if demand.hold_spans.get(bundle)
         ]
-        self._lifetimes = [life for layer in self._layers for life in _all(layer)]
+        self._lifetimes = [life for layer in self._layers for life in all_of(layer)]
 
-    def _lives(self, bundle: int, size: int, holds: Sequence[Span], stale: Sequence[int]) -> _Layer:
+    def _lives(self, bundle: int, size: int, holds: Sequence[Span], stale: Sequence[int]) -> LivesOfLayer:
         """stale: the moments at which its parameters on the device are out of date and go; empty if they never are."""
         length = self._length
         for span in holds:
             self._used[span.begin + 1 : min(span.end + 1, length)] += size
-        layer = _Layer(bundle, Life(bundle, size, 0, holds[0].begin + 1, anew=bool(stale)), holds[-1])
+        layer = LivesOfLayer(bundle, Life(bundle, size, 0, holds[0].begin + 1, anew=bool(stale)), holds[-1])
         for before, after in pairwise(holds):
             going = [moment for moment in stale if before.end <= moment < after.begin]
             if going and going[0] > before.end:
@@ -126,7 +128,7 @@ class _Scheduler:
             layer.tail = Life(bundle, size, end + 1, length, anew=False, next_use=length + layer.first.end)
         elif stale and end < min((moment for moment in stale if moment >= end), default=end):
             layer.ends.append(end)
-        for life in _all(layer):
+        for life in all_of(layer):
             self._used[life.trigger : life.end] += size
         return layer
 
@@ -217,7 +219,7 @@ class _Scheduler:
         return tuple(PlannedOperation(moment, number, operation) for number, (moment, _, _, operation) in enumerate(found))
 
 
-def _all(layer: _Layer) -> list[Life]:
+def all_of(layer: LivesOfLayer) -> list[Life]:
     """In order of time."""
     lives = [layer.first, *(life for _, life in layer.between)]
     return lives if layer.tail is None else [*lives, layer.tail]

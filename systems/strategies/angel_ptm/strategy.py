@@ -18,6 +18,7 @@ from systems.planning.strategy import PlanningContext
 from systems.strategies.angel_ptm.gathering import schedule_on_ranks
 from systems.strategies.angel_ptm.options import AngelPTMOptions, AngelPTMStatistics
 from systems.strategies.angel_ptm.pages import page_layout
+from systems.strategies.angel_ptm.paging import LayerPages, schedule_pages
 from systems.strategies.angel_ptm.placement import AngelPtmDivision, place
 from systems.strategies.angel_ptm.scheduling import Moves, schedule
 
@@ -34,6 +35,7 @@ class AngelPTM(FittedStrategy):
     Options: ClassVar[type[BaseModel]] = AngelPTMOptions
     Statistics: ClassVar[type[StrategyStatistics]] = AngelPTMStatistics
     _options: AngelPTMOptions
+    _fetched_bytes: int | None = None
 
     def __init__(self, options: AngelPTMOptions, context: PlanningContext) -> None:
         if options.max_staleness is not None and context.ranks > 1:
@@ -41,7 +43,7 @@ class AngelPTM(FittedStrategy):
         super().__init__(options, context)
         self.max_staleness = options.max_staleness
         if self.max_staleness is not None:
-            self.to_wait = "no `max_staleness`"
+            self.to_wait = "no max_staleness in `options`"
 
     def cut(self, index: ModelIndex) -> Layout:
         layout, found = page_layout(index, self._options.page, self._context)
@@ -53,7 +55,8 @@ class AngelPTM(FittedStrategy):
         placement = place(division, None if self._options.cache == "auto" else self._options.cache)
         residence = placement.residence
         moves = self._schedule(division, placement)
-        plan = division.plan(moves.operations, residence, moves.resident, moves.shards)
+        self._fetched_bytes = moves.fetched_bytes
+        plan = division.plan(moves.operations, residence, moves.resident, moves.shards, moves.pages)
         self.tell(
             cache_bytes=placement.cached,
             resident=len(plan.resident_at_start),
@@ -63,10 +66,19 @@ class AngelPTM(FittedStrategy):
         )
         return plan
 
+    def tell_of(self, plan: Plan, layout: Layout) -> None:
+        """See StrategyBase; a fetch that finds pages there brings what is missing."""
+        super().tell_of(plan, layout)
+        if self._fetched_bytes is not None:
+            self.tell(fetched_bytes_per_step=self._fetched_bytes)
+
     def _schedule(self, division: Division, placement: AngelPtmDivision) -> Moves:
         sizes, sharded = division.sizes(placement.residence), placement.residence.sharded
         as_printed = self._options.variant == "paper"
+        if self._context.ranks == 1 and as_printed:
+            layers = {bundle: LayerPages.of(division.layout, bundle, self._options.page) for bundle in sizes}
+            return schedule_pages(division.demand, layers, placement.room, division.room_for_merging(placement.residence))
         if self._context.ranks == 1:
-            return schedule(division.demand, sizes, placement.room, as_printed=as_printed)
+            return schedule(division.demand, sizes, placement.room)
         parts = {bundle: division.layout.shard_bytes(bundle) for bundle in sizes}
         return schedule_on_ranks(division.demand, sizes, parts, placement.room, sharded, as_printed=as_printed)

@@ -14,6 +14,7 @@ from systems.planning.plan import Tier
 from systems.substrate.bundle import states
 from systems.substrate.bundle.buffered import Buffering
 from systems.substrate.bundle.gradient import BundleGradient
+from systems.substrate.bundle.pages import DevicePages
 from systems.substrate.bundle.segments import SegmentPlace, StoredSegment, Stretch, lie_in, stretches_of
 from systems.substrate.bundle.shard import DeviceShard
 from systems.substrate.bundle.states import PARAMETER_MOVES, ParameterState
@@ -28,8 +29,8 @@ class ManagedBundle:
                     nbytes: of its parameters; shard_nbytes: of this rank's. segments: on every tier. stretches: those with
                     slots, as few as can be.
     Parameters      storage: the permanent one. block: the device memory behind it, while there is any. shard: of several
-                    ranks, this one's part on the device. holds: who needs it there, and how often. updated: on the host, since
-                    it was last on the device.
+                    ranks, this one's part on the device. pages: of one rank, what is there without the rest. holds: who needs
+                    it there, and how often. updated: on the host, since it was last on the device.
     States          states_on_device: how many of its segments have their optimizer state there. updated_on_host: all segments
                     are updated on the host. pinned: its block stays on the device: it never moves by layout, or is updated
                     there.
@@ -49,6 +50,7 @@ class ManagedBundle:
         self.storage = storage
         self.block: Allocation | None = None
         self.shard = DeviceShard(segments)
+        self.pages: list[DevicePages] = []
         self.holds: dict[object, int] = {}
         self.updated = False
 

@@ -14,6 +14,7 @@ from systems.checkpoint import Part
 from systems.planning.layout import Placement, space_of
 from systems.ranks.group_names import REPLICA
 from systems.substrate.bundle.bundle import ManagedBundle
+from systems.substrate.bundle.pages import in_pages
 from systems.substrate.bundle.segments import StoredSegment
 from systems.substrate.bundle.store import Store
 
@@ -116,6 +117,8 @@ class StoredValues:
             if bundle.shard.block is not None:
                 there = bundle.shard.pieces(bundle.shard.block)[bundle.segments.index(stored)]
                 there[place.here].copy_(piece)
+            for there in in_pages(bundle.pages, stored, bundle.starts()[bundle.segments.index(stored)]):
+                there[place.here].copy_(piece)
         if bundle.block is not None:
             for stored, there in zip(bundle.segments, bundle.pieces(bundle.block), strict=True):
                 for place in stored.segment.placements:
@@ -128,6 +131,8 @@ class StoredValues:
         if bundle.movable:
             for stored, place in self.pieces_of(number):
                 self._store.device.host_kernel.cast(here[place.start], stored.slot[place.here])
+                for there in in_pages(bundle.pages, stored, bundle.starts()[bundle.segments.index(stored)]):
+                    there[place.here].copy_(here[place.start])
         if bundle.block is not None:
             for stored, there in zip(bundle.segments, bundle.own_pieces(bundle.block), strict=True):
                 for place in stored.placements:

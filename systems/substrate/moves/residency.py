@@ -6,7 +6,7 @@ The states of a bundle's parameters are in states.py. Who owns a block: see Note
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -19,8 +19,9 @@ from systems.planning.layout import Layout, space_of
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
 from systems.substrate.bundle.bundle import ManagedBundle, hold, release
-from systems.substrate.bundle.segments import Stretch
+from systems.substrate.bundle.segments import StoredSegment, Stretch
 from systems.substrate.bundle.store import Store
+from systems.substrate.moves.pages import PageMoves
 from systems.substrate.moves.room import DeviceRoom
 from systems.substrate.moves.shards import Shards
 from systems.substrate.moves.tags import issued
@@ -40,6 +41,7 @@ class Residency:
         alone, come = store.ranks.size == 1, self.fetch
         self.groups = [store.ranks.group(space_of(layout, bundle.index).group) for bundle in bundles]
         self.room = DeviceRoom(device, bundles, self.evict if alone else None)
+        self.pages = PageMoves(layout, device, self.room, sources=self.sources, drop=self.drop)
         self.shards = Shards(layout, bundles, device, self.room, sources=self.sources, fetch=come, drop=self.drop, alone=alone)
 
     def settle(self, managed: ManagedBundle) -> None:
@@ -52,6 +54,9 @@ class Residency:
         if managed.block is not None:
             return
         assert managed.movable, f"bundle {index} never moves, and the host has nothing of it"
+        if managed.pages:
+            self.pages.merge(managed)
+            return
         block, shard = self.room.allocate(managed.nbytes, f"bundle {index}"), managed.shard.block
         fetch = of_bundle(self.layout, Work.FETCH, LaneKind.H2D, index)
         try:
@@ -94,14 +99,20 @@ class Residency:
         tag = issued(world.link, gather, of_all=group.size == world.size)
         self.device.transfers.issue(gather, work, reads=reads, writes=[block.memory])
 
-    def sources(self, managed: ManagedBundle) -> tuple[Iterable[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
-        """Slots, or masters where the slot holds a gradient (they round to the same bits). Gone through as they are read."""
+    def sources(
+        self, managed: ManagedBundle, which: Callable[[StoredSegment], bool] | None = None
+    ) -> tuple[Iterable[tuple[Stretch, torch.Tensor]], list[TrackedMemory]]:
+        """Slots, or masters where the slot holds a gradient (they round to the same bits). Gone through as they are read.
+
+        which: of these segments alone, in a bundle that is not buffered.
+        """
         if managed.buffering.now is not None:
+            assert which is None
             return managed.buffering.now.source()
-        if not any(each.slot_holds_gradient for each in managed.segments):
+        if which is None and not any(each.slot_holds_gradient for each in managed.segments):
             return [(stretch, stretch.slot) for stretch in managed.stretches], [each.slot_memory for each in managed.segments]
-        slots = managed.stretches_of(lambda each: not each.slot_holds_gradient)
-        masters = managed.stretches_of(lambda each: each.slot_holds_gradient)
+        slots = managed.stretches_of(lambda each: not each.slot_holds_gradient and (which is None or which(each)))
+        masters = managed.stretches_of(lambda each: each.slot_holds_gradient and (which is None or which(each)))
         memories = [each.slot_memory for stretch in slots for each in stretch.stored]
         memories += [each.at_home.memory for stretch in masters for each in stretch.stored if each.at_home is not None]
         sources = [(stretch, stretch.slot) for stretch in slots]
@@ -157,12 +168,14 @@ class Residency:
         managed = self.bundles[index]
         shard = managed.shard
         goes = shard.block is not None and not shard.at_home and not keep_shard
-        if managed.block is None and not goes:
+        if managed.block is None and not goes and not managed.pages:
             return
         with labelled(f"drop bundle {index}"):
             block = managed.leave()
             if block is not None:
                 self.device.pool.free(block, f"bundle {index}")
+            if managed.pages:
+                self.pages.free(managed)
             if goes:
                 self.shards.forget(index)
 

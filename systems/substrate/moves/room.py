@@ -44,7 +44,7 @@ class DeviceRoom:
         self.most = nbytes if most is None else min(most, nbytes)
 
     def evictable(self) -> list[int]:
-        return [m.index for m in self._bundles if m.block is not None and not m.holds and not m.pinned]
+        return [m.index for m in self._bundles if (m.block is not None or m.pages) and not m.holds and not m.pinned]
 
     def make(self, fits: Callable[[], bool]) -> bool:
         """Evict until fits() is true; False if it never is."""
