@@ -157,7 +157,7 @@ def test_what_cannot_be_taken_out_of_a_sum_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="greater than or equal to 0"):
         lock_free(-1)
     for asked in ({"clip": 1.0}, {"dtype": "fp16"}):
-        with pytest.raises(UnsupportedError, match="no `max_staleness`"):
+        with pytest.raises(UnsupportedError, match="no max_staleness in `options`"):
             start(ANGEL, build("opt"), settings(**asked), lock_free(1))
 
 
