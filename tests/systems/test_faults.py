@@ -191,7 +191,9 @@ class Faults:
 def check_accounts(engine: Engine) -> None:
     ours = managed(engine)
     states = [s.state.allocation.nbytes for s in ours.store.segments if s.state and s.state.allocation]
-    assert ours.device.account.pool == sum(states) + sum(map(ours.layout.bundle_bytes, ours.residency.resident()))
+    whole = sum(map(ours.layout.bundle_bytes, ours.residency.resident()))
+    pages = sum(each.block.nbytes for bundle in ours.residency.bundles for each in bundle.pages)
+    assert ours.device.account.pool == sum(states) + whole + pages
     assert not any(m.holds for m in ours.residency.bundles)
     assert not any(s.slot_holds_gradient for s in ours.store.segments)
     assert not any(bundle.gradients.range for bundle in ours.gradients.bundles.values())
