@@ -37,6 +37,14 @@ ASKED: dict[str, Callable[[], None]] = {
 }
 
 
+def noted(done: Callable[..., None], found: list[Any]) -> Callable[..., None]:
+    def called(*given: Any) -> None:
+        found.append(given)
+        done(*given)
+
+    return called
+
+
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Pages that moved or were left, by the schedule of `paper`, whatever the options."""
@@ -50,8 +58,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(AngelPTM, "_schedule", by_pages)
     for name in ("move", "leave"):
-        done = getattr(PageMoves, name)
-        monkeypatch.setattr(PageMoves, name, lambda *given, done=done: (found.append(given), done(*given))[1])
+        monkeypatch.setattr(PageMoves, name, noted(getattr(PageMoves, name), found))
     return found
 
 
