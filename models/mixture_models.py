@@ -7,6 +7,7 @@ and not by transformers.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ class MixtureBlock(nn.Module):
         return output, told
 
 
-class WithMixtures(nn.Module):
+class WithMixtures(nn.Module, ABC):
     """What models with mixtures have in common. mixtures: how many there are. tied: the head is the token embedding."""
 
     lm_head: nn.Linear
@@ -67,8 +68,9 @@ class WithMixtures(nn.Module):
         self.config, self._balance_weight, self._count, self.tied = config, balance_weight, mixtures, tied
         self.register_buffer(ROUTING, torch.zeros(1 + len(TOLD)), persistent=False)
 
+    @abstractmethod
     def get_input_embeddings(self) -> nn.Embedding:
-        raise NotImplementedError
+        """Of tokens."""
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head

@@ -55,13 +55,13 @@ class Agreement:
             raise RuntimeError(
                 f"rank 0 and rank {other} {what} different bundles, or in another order: does the model do the same on both?"
             )
-        fired = [self._heard(rank, [theirs for theirs, _, _ in told]) for rank in range(len(told))]
+        fired = [self._heard(expert, [theirs for theirs, _, _ in told]) for expert in range(self._experts)]
         for rank, (theirs, _, early) in enumerate(told):
-            self._check_updated(rank, fired[rank] - frozenset(theirs), early)
-        return sorted(fired[self._ranks.rank])
+            self._check_updated(rank, fired[rank % self._experts] - frozenset(theirs), early)
+        return sorted(fired[self._ranks.expert_rank])
 
-    def _heard(self, rank: int, told: Sequence[Sequence[int]]) -> set[int]:
-        """What a rank hears of those that each says fired: of experts those alone count that have the same as it."""
+    def _heard(self, expert: int, told: Sequence[Sequence[int]]) -> set[int]:
+        """What ranks of that expert rank hear of those that each says fired: of experts those alone that have the same."""
         if self._experts == 1:
             return {parameter for theirs in told for parameter in theirs}
         experts, layout = self._experts, self._layout
@@ -69,7 +69,7 @@ class Agreement:
             parameter
             for other, theirs in enumerate(told)
             for parameter in theirs
-            if (rank - other) % experts == 0 or space_of(layout, layout.bundle_of_parameter[parameter]).group == WORLD
+            if other % experts == expert or space_of(layout, layout.bundle_of_parameter[parameter]).group == WORLD
         }
 
     def _check_reads(self, told: Sequence[list[str]]) -> None:

@@ -179,7 +179,8 @@ class Assembly:
         self.disk = self._make_disk() if layout.on_disk else None
         self.control = StepControl(settings, found.index, found.parameters, self.strategy.to_wait)
         self.states = states_of(settings.optimizer, self.control.groups.chosen, found.index, found.parameters)
-        self.alike, adds = FirstValuesAlike(ranks, found.index.parameters, initial_values(found, settings)), settings.accumulate
+        self.alike = FirstValuesAlike(ranks, found.index.parameters, initial_values(found, settings))
+        adds = settings.accumulate
         self.store = Store(layout, device, self.host, self._dtype, accumulate=adds, disk=self.disk, ranks=ranks)
         self._cleanup.callback(self.store.close)
         self.poison = Poison(max(layout.bundle_bytes(b.index) for b in layout.bundles), device.torch_device)

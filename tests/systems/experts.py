@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from systems.device.emulated import EmulatedDevice
-from systems.ranks.loopback import as_threads
-from systems.ranks.ranks import Ranks
 from tests.systems.models_small import tokens
-from tests.systems.running import AMPLE, Run, finished, settings
-from tests.systems.test_ordering import sleeps
+from tests.systems.running import Run, settings
+from tests.systems.test_ranks import trained_together
 
 WIDTH, EXPERTS, VOCABULARY, STEPS = 16, 4, 64, 3
 
@@ -120,28 +117,6 @@ def on_ranks(
 ) -> list[Run]:
     """As tests.systems.test_ranks.on_ranks, of ranks that share experts. build: takes expert_ranks and expert_rank."""
     batches = tokens(STEPS, size * accumulate) % VOCABULARY
-    count = batches[0, :, :, 1:].numel()
     models = [build(expert_ranks, rank % expert_ranks) for rank in range(size)]
     asked = settings(ranks=size, expert_ranks=expert_ranks, accumulate=accumulate, **given)
-
-    def work(ranks: Ranks) -> Run:
-        torch.set_num_threads(1)
-        more: dict[str, Any] = {}
-        if jitter:
-            sleep = sleeps(ranks.rank)
-            more["device"] = lambda log: EmulatedDevice(asked.device_memory or AMPLE, log, jitter=sleep)
-        engine = system.initialize(models[ranks.rank], asked, system.Options(**(options or {})), ranks=ranks, **more)
-        losses = []
-        for step, batch in enumerate(batches):
-            if before is not None:
-                before(engine, ranks.rank, step)
-            total = 0.0
-            for micro in batch[ranks.rank :: size]:
-                value = loss(engine, micro, count)
-                engine.backward(value)
-                total += value.item()
-            engine.step()
-            losses.append(total)
-        return finished(engine, losses)
-
-    return as_threads(size, work)
+    return trained_together(system, models, asked, options, batches, loss, jitter=jitter, before=before)

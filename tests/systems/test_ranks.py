@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -82,10 +82,25 @@ def on_ranks(
 
     before: called with a rank's engine, its number and a step's before that step.
     """
-    batches = tokens(STEPS, size * accumulate)
-    count = batches[0, :, :, 1:].numel()
-    loss, models = loss_of(model), [make(model) for _ in range(size)]  # threads share torch's generator
+    models = [make(model) for _ in range(size)]  # threads share torch's generator
     asked = asked_of(model, ranks=size, accumulate=accumulate, **given)
+    batches = tokens(STEPS, size * accumulate)
+    return trained_together(system, models, asked, options, batches, loss_of(model), jitter=jitter, before=before)
+
+
+def trained_together(
+    system: Any,
+    models: Sequence[nn.Module],
+    asked: Settings,
+    options: dict[str, Any] | None,
+    batches: torch.Tensor,
+    loss: Callable[..., torch.Tensor],
+    *,
+    jitter: bool = False,
+    before: Change | None = None,
+) -> list[Run]:
+    """As many ranks as models, each with its share of the micro-batches of a step. before: as in `on_ranks`."""
+    size, count = len(models), batches[0, :, :, 1:].numel()
 
     def work(ranks: Ranks) -> Run:
         torch.set_num_threads(1)  # of this thread: how many there are decides bits
@@ -98,8 +113,8 @@ def on_ranks(
         for step, batch in enumerate(batches):
             if before is not None:
                 before(engine, ranks.rank, step)
-            mine, total = batch[ranks.rank :: size], 0.0
-            for micro in mine:
+            total = 0.0
+            for micro in batch[ranks.rank :: size]:
                 value = loss(engine, micro, count)
                 engine.backward(value)
                 total += value.item()
