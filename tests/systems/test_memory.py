@@ -29,7 +29,7 @@ from tests.systems import models_plain
 from tests.systems.every import MANAGED, STRATEGIES
 from tests.systems.models_plain import CASES
 from tests.systems.models_small import tokens
-from tests.systems.running import HOST, RANDOM, elixir, managed, one_step, settings, start
+from tests.systems.running import AMPLE, HOST, RANDOM, elixir, managed, one_step, settings, start
 from tests.systems.setups import STEPS, SYSTEMS, Setup, budget_of, in_turn
 
 SETUPS = [
@@ -341,4 +341,26 @@ def test_without_a_plan_there_is_room_beside_what_the_last_plan_pinned(monkeypat
     assert pinned > 0 and not ours.residency.room.evictable()
     share = int(0.3 * (ours.device.plannable_bytes - pinned))
     assert ours.residency.room.limit == pinned + min(share, 2 * ours.layout.movable_bytes) > pinned
+    engine.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_the_host_cannot_hold_lies_on_the_device_without_holes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states are larger than half a granule: one in each would leave the device a hole in each."""
+    setup = SETUPS[0]
+    engine = engine_of(setup, strategy, AMPLE)
+    most = max(stored.segment.shard_numel * 4 * 3 for stored in managed(engine).store.segments)
+    need = managed(engine).store.host.live
+    engine.close()
+
+    def new_granule(self: EmulatedDevice, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(max(nbytes, 2 * most - 1), dtype=torch.uint8)
+        self.meter.exempt(memory.untyped_storage())
+        return memory
+
+    monkeypatch.setattr(EmulatedDevice, "_new_granule", new_granule)
+    engine = engine_of(setup, strategy, AMPLE, host_memory=need * 2 // 3)
+    pool = managed(engine).device.pool
+    assert sum(not bundle.movable for bundle in managed(engine).layout.bundles) > 1
+    assert pool.reserved_bytes - pool.live_bytes < 2 * most
     engine.close()

@@ -18,7 +18,7 @@ from systems.device.memory.disk import Disk
 from systems.device.memory.host import HostMapping, release_freed
 from systems.device.watch.events import Extent
 from systems.errors import BudgetError
-from systems.planning.layout import Layout, Placement, Segment
+from systems.planning.layout import ALIGN_BYTES, Layout, Placement, Segment, round_up
 from systems.planning.plan import Tier
 from systems.ranks.ranks import Ranks
 from systems.recipe.model.giving_back import check_fresh
@@ -71,6 +71,7 @@ class Store:
                 device.meter.exempt(mapping.storage)
                 if part in TAKEN_FIRST:
                     mapping.touch()
+            device.pool.reserve(_settled_bytes(layout, self._parts))  # a granule for each state would have a hole in each
             for segment in layout.segments:
                 self.segments.append(self._place(segment, settled=segment.index in settled))
         except BaseException:
@@ -207,6 +208,14 @@ class Store:
             stored.close()  # tensors would keep the mappings alive
         for mapping in self._mappings.values():
             mapping.close()
+
+
+def _settled_bytes(layout: Layout, parts: int) -> int:
+    """Of the pool, for bundles that never move and the states of their segments, of so many parts each."""
+    there = [bundle for bundle in layout.bundles if not bundle.movable]
+    trained = [layout.segments[s] for bundle in there if bundle.trainable for s in bundle.segments]
+    sizes = [*(layout.bundle_bytes(bundle.index) for bundle in there), *(4 * parts * s.shard_numel for s in trained)]
+    return sum(round_up(nbytes, ALIGN_BYTES) for nbytes in sizes)
 
 
 def _check_host(slot_bytes: int, state_bytes: int, *, have: int) -> None:
