@@ -129,6 +129,13 @@ def counted(items: Iterable[_T], total: int, what: Callable[[_T], str]) -> Itera
         yield item
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """While this runs a terminal's stderr says what is waited for, on a line that goes again; nothing else sees it."""
+    with progress_console().status(printable(what)):
+        yield
+
+
 class _Notices(logging.Handler):
     """What the library has to say (a build that takes long), a line each on stderr."""
 

@@ -16,7 +16,7 @@ from harness import trace
 from harness.availability import load
 from harness.command import command
 from harness.optimizer import hyperparameters_of
-from harness.output import result_console, say_json
+from harness.output import result_console, say_json, waiting
 from harness.plan_spec import ALL, PlanSpec
 from harness.plan_table import show, show_ranking, show_rules
 from harness.request import of_rank
@@ -117,13 +117,15 @@ def _plan_one(spec: PlanSpec, question: Question, observations: Observations) ->
         raise BadInputError(f"--disk: {spec.system} keeps no states on a disk: use one of this project's own strategies")
     console = result_console()
     try:
-        found = forecast(system, options, question, observations)
+        with waiting(f"planning {spec.model} under {system.name}"):
+            found = forecast(system, options, question, observations)
     except UnsupportedError as error:
         console.print(in_flags(str(error)), markup=False)
         say_json(json.dumps({**_asked(spec, question), **_refused(system.name, str(error))}))
         return DOES_NOT_FIT
-    helpful = list(remedies(system, options, found, observations, depths=depths_of(spec), disk=_room(system, question)))
-    better = alternatives(system, options, found, observations, helpful)
+    with waiting(f"planning what else {system.name} could do"):
+        helpful = list(remedies(system, options, found, observations, depths=depths_of(spec), disk=_room(system, question)))
+        better = alternatives(system, options, found, observations, helpful)
     show(found, helpful, better, console, title=_title(spec, question, system.name))
     if spec.trace is not None:
         _write_trace(Path(spec.trace), found)
@@ -141,13 +143,14 @@ def _room(system: System, question: Question) -> DiskRoom | None:
 def _plan_all(spec: PlanSpec, question: Question, observations: Observations) -> int:
     """Those that fit by predicted time, then those that do not by the device memory they need, then refusals."""
     console = result_console()
-    found, refused = ranked(registry.planners(), question, observations)
-    improved, helpful = (found[0], []) if found and found[0].fits else _nearest(found, observations)
     better: list[Alternative] = []
-    if improved is not None:
-        chosen = registry.get(improved.system)
-        better = alternatives(chosen, chosen.Options(), improved, observations, helpful)
-    ruled = ruled_needs(question, observations)
+    with waiting(f"planning {spec.model} under every system"):
+        found, refused = ranked(registry.planners(), question, observations)
+        improved, helpful = (found[0], []) if found and found[0].fits else _nearest(found, observations)
+        if improved is not None:
+            chosen = registry.get(improved.system)
+            better = alternatives(chosen, chosen.Options(), improved, observations, helpful)
+        ruled = ruled_needs(question, observations)
     show_ranking(found, refused, improved, helpful, better, console, title=_title(spec, question, "every system"))
     show_rules(ruled, console)
     ranking = [_told(one, spec, helpful if one is improved else []) for one in found] + [

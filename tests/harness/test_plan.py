@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,17 @@ def test_a_plan_has_the_keys_of_a_record_and_says_it_to_the_eye(capsys: pytest.C
     assert found["bound"] in found["bounds_s"] and found["remedies"] == []
     for word in ("weights", "master", "moments", "activations", "there is", "to spare", "fits", "tokens/s", "bounds", "bound"):
         assert word in shown
+
+
+@pytest.mark.parametrize("system", ["elixir", "all"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_says_what_is_waited_for(system: str, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli.main((*TINY, "--system", system)) == 0
+    assert ("planning opt-tiny under" in stream.getvalue()) is terminal
 
 
 def test_what_does_not_fit_is_exit_code_1_with_the_minimum_and_who_sets_it(capsys: pytest.CaptureFixture[str]) -> None:
