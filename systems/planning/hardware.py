@@ -144,6 +144,7 @@ class HardwareProfile(BaseModel):
     """One kind of machine, or several nodes of it. See Note [Bandwidths].
 
     device_memory_bytes, host_memory_bytes (per node), disk_bytes (per node, None: no disk to offload to).
+    disk_both_ways_bytes_per_s: read and written together, where both are done at once; None: each as fast as alone.
     matmul_flops_per_s: per dtype the device multiplies in, a large square product; matmul_efficiency: the share of that
     rate which a transformer's products reach in training; attention_by_width: None if fused attention is as fast as they are.
     device_dram_efficiency: the same of the device's DRAM for all its
@@ -172,6 +173,7 @@ class HardwareProfile(BaseModel):
     disk_bytes: Count | None = None
     disk_read_bytes_per_s: SourcedNumber | None = None
     disk_write_bytes_per_s: SourcedNumber | None = None
+    disk_both_ways_bytes_per_s: SourcedNumber | None = None
     matmul_flops_per_s: Mapping[DTypeName, SourcedNumber] = Field(min_length=1)
     matmul_efficiency: Share
     attention_by_width: ByWidth | None = None

@@ -17,7 +17,7 @@ from systems import registry
 from systems.errors import BudgetError
 from systems.planning import hardware
 from systems.planning.allowance import EXACT, Allowance
-from systems.planning.hardware import HardwareProfile
+from systems.planning.hardware import HardwareProfile, SourcedNumber
 from systems.planning.plan import Tier, UpdateRule
 from systems.planning.step.timeline import excess_bytes, timeline
 from systems.prediction import forecast as forecasts
@@ -462,3 +462,21 @@ def test_the_layers_that_a_run_measures_at_once_are_in_the_forecast(profile_step
 def test_a_run_that_measures_for_one_step_opens_no_layer_and_its_forecast_has_none() -> None:
     found = asked("h3t", "opt-tiny", question(device_memory=64 * MIB, seq_len=128), solver="on", profile_steps=1)
     assert found.device_peak_bytes == found.tiers["device"].need_bytes
+
+
+def test_a_disk_that_is_read_and_written_at_once_is_one() -> None:
+    """Its two ways take as long as what both move at the rate of both together; without that rate each has its own."""
+    slow = {way: SourcedNumber(value=1e6, source="test") for way in ("disk_read_bytes_per_s", "disk_write_bytes_per_s")}
+    machine = hardware.load("h200-141g-x1").model_copy(update=slow)
+
+    def step(together: float | None) -> Forecast:
+        rate = None if together is None else SourcedNumber(value=together, source="test")
+        profile = machine.model_copy(update={"disk_both_ways_bytes_per_s": rate})
+        about = question(profile, device_memory=8 * MIB, disk_memory=GIB)
+        return asked("angel-ptm", "opt-tiny", about, states="disk", cache=0, nonfinite="stop")
+
+    apart, ample, shared = step(None).simulation, step(2e6).simulation, step(1e6).simulation
+    assert apart == ample
+    assert shared.bounds_s["disk"] == pytest.approx(2 * apart.bounds_s["disk"])
+    assert shared.bound == "disk"
+    assert apart.step_time_s < shared.bounds_s["disk"] <= shared.step_time_s * (1 + 1e-9)

@@ -29,9 +29,12 @@ torch.cuda.set_device(0 if where == "shared" else rank)
 torch.use_deterministic_algorithms(True)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
 given = {"device_memory": int(budget)} if system != "resident" else {}
+model = experts.toy(shared, rank % shared, blocks=8)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.mul_((16 / experts.WIDTH) ** 0.5)  # as large a sum as the toy's width gives, else it grows block by block
 engine = systems.initialize(
-    experts.toy(shared, rank % shared, blocks=8), system=system, dtype=dtype, clip=1.0, expert_ranks=shared,
-    host_memory="8GiB", **given,
+    model, system=system, dtype=dtype, clip=1.0, expert_ranks=shared, host_memory="8GiB", **given,
 )
 luck, losses = torch.Generator().manual_seed(1), []
 for step in range(5):

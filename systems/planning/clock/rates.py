@@ -31,7 +31,7 @@ from systems.planning.plan import COLLECTIVE, LaneKind, queue_of
 from systems.planning.step.operations import ScheduledOperation, Work, before_updates
 from systems.planning.strategy import PlanningContext
 
-HOST_DRAM, HOST_LINK = "host-dram", "host-link"
+HOST_DRAM, HOST_LINK, DISK = "host-dram", "host-link", "disk"
 TO_DEVICE, FROM_DEVICE = "to-device", "from-device"  # the host link's two directions
 HOST_QUEUE = "host"
 UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bundles' next uses
@@ -149,6 +149,14 @@ class Rates:
             raise ValueError(f"the plan uses a disk, and the hardware profile ({profile.description}) has none")
         return rate.value / self.on_node
 
+    @property
+    def disk_both_ways(self) -> float:
+        """Without a figure, or without a disk, as much as each way alone asks for."""
+        profile = self.profile
+        together = profile.disk_both_ways_bytes_per_s
+        each = profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s
+        return (sum(way.value for way in each if way is not None) if together is None else together.value) / self.on_node
+
     def resources(self) -> dict[str, SharedResource]:
         share, measured = self.profile.cpu_adam_dram_share, self._contention
         beside = measured.kept if measured is not None else {}
@@ -157,6 +165,7 @@ class Rates:
             HOST_LINK: SharedResource(self.both_ways),
             TO_DEVICE: SharedResource(self.h2d),
             FROM_DEVICE: SharedResource(self.d2h),
+            DISK: SharedResource(self.disk_both_ways),
         }
 
 
@@ -263,7 +272,8 @@ class Costs:
         assert operation.lane is not None
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
         if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
-            return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), (Claim(HOST_DRAM),))
+            claims = Claim(HOST_DRAM), Claim(DISK)
+            return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), claims)
         down = operation.lane is LaneKind.H2D
         rate, flow = (self.rates.h2d, Flow.H2D) if down else (self.rates.d2h, Flow.D2H)
         way = (Claim(TO_DEVICE if down else FROM_DEVICE),) if self.rates.link.through_host else ()

@@ -29,7 +29,7 @@ from itertools import pairwise
 
 from systems.planning.clock.clocks import BusySpan, TimedJob, run
 from systems.planning.clock.perfetto import TimedEvent
-from systems.planning.clock.rates import HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
+from systems.planning.clock.rates import DISK, HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
 from systems.planning.hardware import HardwareProfile
 from systems.planning.plan import COLLECTIVE, LaneKind, Plan, UpdateRule
 from systems.planning.step.demand import in_order_of_use
@@ -289,7 +289,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
         "host-dram": shared.get(HOST_DRAM, 0.0),
         "cpu-adam": updated,
         "pcie": max([shared.get(HOST_LINK, 0.0), *([sum(copied.values())] if plan.one_copy_queue else copied.values())]),
-        "disk": max(stored.values(), default=0.0),
+        "disk": max([shared.get(DISK, 0.0), *stored.values()]),
         "link": collected,
         "issue": len(trace) * costs.rates.profile.unit_event_s.value + EXCHANGES * costs.rates.link.exchange_s,
     }
