@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -14,23 +15,36 @@ LOOK_S = 0.2
 
 def apart(work: Callable[[_Asked], _Found], asked: _Asked, stopped: Callable[[], bool]) -> _Found | None:
     """work(asked), both of which can be pickled; None where it broke off, or nobody wants it any more."""
+    found = each_apart(partial(_once, work), asked, stopped)
+    return found[0] if found else None
+
+
+def each_apart(work: Callable[[_Asked], Iterable[_Found]], asked: _Asked, stopped: Callable[[], bool]) -> list[_Found]:
+    """All that work(asked) yields: up to where it broke off, or nobody wants more."""
     context = get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(theirs, work, asked), daemon=True)
     process.start()
     theirs.close()
+    found: list[_Found] = []
     try:
-        while not mine.poll(LOOK_S):
-            if stopped():
-                return None
-        found: _Found = mine.recv()
-        return found
+        while not stopped():
+            if mine.poll(LOOK_S):
+                found.append(mine.recv())
     except EOFError:
-        return None
+        pass
     finally:
         process.kill()
         process.join()
+        mine.close()
+    return found
 
 
-def _tell(to: Connection, work: Callable[[Any], Any], asked: Any) -> None:
-    to.send(work(asked))
+def _once(work: Callable[[Any], Any], asked: Any) -> Sequence[Any]:
+    return (work(asked),)
+
+
+def _tell(to: Connection, work: Callable[[Any], Iterable[Any]], asked: Any) -> None:
+    for each in work(asked):
+        to.send(each)
+    to.close()  # that all is told is known before this process has ended

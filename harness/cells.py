@@ -137,12 +137,20 @@ def cell_of(record: Record) -> TableCell:
 
 def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
     """Whether the run did the cell's work on that device: what a cell leaves open, but for WORK and SETS, may be anything."""
-    spec, resolved = record.spec, record.resolved
+    resolved = record.resolved
     if resolved.device_label != hardware:
         return False
-    named = {*WORK, *SETS, *cell.spec.model_fields_set} - {*ASIDE, *RESOLVED_WORK}
-    asked = all(_comparable(spec, field) == _comparable(cell.spec, field) for field in named)
+    asked = all(_comparable(record.spec, field) == _comparable(cell.spec, field) for field in _named(cell))
     return asked and all(getattr(resolved, field) == getattr(cell.spec, field) for field in RESOLVED_WORK)
+
+
+def work_of(cell: TableCell) -> str:
+    """Equal for cells that the same records belong to, in whichever groups they are."""
+    return repr([(field, _comparable(cell.spec, field)) for field in sorted({*_named(cell), *RESOLVED_WORK})])
+
+
+def _named(cell: TableCell) -> set[str]:
+    return {*WORK, *SETS, *cell.spec.model_fields_set} - {*ASIDE, *RESOLVED_WORK}
 
 
 def _comparable(spec: RunSpec, field: str) -> Any:

@@ -26,6 +26,7 @@ from systems.settings import StepOutcome
 from systems.system import Engine
 
 EVAL_BATCHES = 4
+NO_LABELS = "no token of its batches has a label, all are -100: there is no loss to take; give data with labels"
 CLOCK = "between-drains-2"  # the definition of the timed region above; changes when that does
 
 Batch = dict[str, torch.Tensor]
@@ -203,9 +204,13 @@ class Measurement:
         self._on_step(step + 1, sum(known[-1]) if known else None)
 
     def _forward_backward(self, step: int) -> list[torch.Tensor]:
-        """Every micro-batch of the step; the loss of each, on the device."""
+        """Every micro-batch of the step; the loss of each, on the device. One without a label token adds nothing. ValueError
+        where none has any: what would be divided by is 0, and the step would only decay weights.
+        """
         batches = [self.work.batch(step, micro, "train") for micro in range(self.work.accumulate)]
         label_count = self._tell(sum(self.work.count_labels(batch) for batch in batches))
+        if label_count == 0:
+            raise ValueError(f"step {step + 1}: {NO_LABELS}")
         return [self.engine.forward_backward(self.work.loss, batch, label_count) for batch in batches]
 
     def _set_learning_rate(self, step: int) -> float:
@@ -258,12 +263,12 @@ class Measurement:
 
     def _validate(self, step: int) -> None:
         """A pass over the validation split."""
-        self.measured.eval_loss.append(self._validation_loss())
+        self.measured.eval_loss.append(self._validation_loss(step))
         self.measured.eval_step.append(step + 1)
 
-    def _validation_loss(self) -> float:
+    def _validation_loss(self, step: int) -> float:
         """Mean over the label tokens of a few fixed batches, of which ranks take turns. All take as many, and what is too many
-        does not count.
+        does not count. ValueError where there is no such token.
         """
         self.engine.eval()
         found = []
@@ -275,4 +280,6 @@ class Measurement:
         self.engine.train()
         turns = zip(*self._ranks.exchange("validation", found), strict=True)
         counted = [each for turn in turns for each in turn][:EVAL_BATCHES]
-        return sum(loss * count for loss, count in counted) / sum(count for _, count in counted)
+        if not (labels := sum(count for _, count in counted)):
+            raise ValueError(f"validation after step {step + 1}: {NO_LABELS}")
+        return sum(loss * count for loss, count in counted) / labels

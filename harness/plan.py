@@ -6,7 +6,7 @@ The last line on stdout is one JSON object with the `spec` and `plan` of a run's
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -57,8 +57,16 @@ def plan(spec: PlanSpec) -> int:
         raise error if isinstance(error, BadInputError) else BadInputError(str(error)) from None
 
 
-def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
-    """What is asked about, and the model it is asked of."""
+def observations_of(shape: ModelShape) -> Observations:
+    with Unfilled():
+        model = models_registry.build(shape)
+    return Observations(model, partial(token_loss, objective=shape.objective))
+
+
+def question_of(
+    spec: PlanSpec, observed: Callable[[ModelShape], Observations] = observations_of
+) -> tuple[Question, Observations]:
+    """What is asked about, and the model it is asked of. observed: for who asks more than once of one shape."""
     profile = hardware.load(spec.hardware)
     shape = models_registry.resolve(spec.model, registry.split_assignments("set", spec.set))
     batch_size, seq_len = spec.batch_size or shape.batch_size, spec.seq_len or shape.seq_len
@@ -81,13 +89,7 @@ def question_of(spec: PlanSpec) -> tuple[Question, Observations]:
         moments=chosen_by(hyperparameters_of(spec)).moments,
         expert_ranks=divided_among(shape),
     )
-    return question, _observations(shape)
-
-
-def _observations(shape: ModelShape) -> Observations:
-    with Unfilled():
-        model = models_registry.build(shape)
-    return Observations(model, partial(token_loss, objective=shape.objective))
+    return question, observed(shape)
 
 
 def depths_of(spec: PlanSpec) -> Depths:
@@ -96,7 +98,7 @@ def depths_of(spec: PlanSpec) -> Depths:
 
     @cache
     def at(layers: int) -> Observations:
-        return _observations(models_registry.resolve(spec.model, given | {LAYERS: str(layers)}))
+        return observations_of(models_registry.resolve(spec.model, given | {LAYERS: str(layers)}))
 
     return Depths(models_registry.resolve(spec.model, given).num_layers, at)
 

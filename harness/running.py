@@ -19,6 +19,7 @@ import torch
 
 from harness import derive, doubts, environment, ranks, record, trace
 from harness.channel import Channel, WorkerJob
+from harness.collecting import uncollected
 from harness.failures import from_exception
 from harness.measure import Batch, Measurement, RawResults, Workload
 from harness.nvml import Watch
@@ -309,6 +310,7 @@ def _look_at_model(module: torch.nn.Module, resolved: record.Resolved) -> dict[s
     }
 
 
+@uncollected()  # what models are made of is imported here
 def _look_for_room(known: Known, request: Request) -> tuple[torch.nn.Module, Settings]:
     """The model on the meta device, without values, and the settings with the budgets that hold. Raises BudgetError."""
     if not request.needs_model:

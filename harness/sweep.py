@@ -13,11 +13,12 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import math
 import os
 import statistics
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from harness import names, store
-from harness.cells import Group, ResultsTable, TableCell, belongs, read_table, replicates
+from harness.cells import RESOLVED_WORK, Group, ResultsTable, TableCell, belongs, read_table, replicates, work_of
 from harness.keeping import keep, tracker_of
 from harness.launch import launch
 from harness.likely import foreseen
@@ -47,6 +48,7 @@ OF_ONE_RUN = ("trace", "checkpoint", "save_every", "resume", "results", "repeat"
 COMPLETE, FAILED, MISSING = 0, 1, 3  # exit codes
 DECIDED = ("refused", "unavailable")  # before any training, and so again
 GUESS_S = 120.0  # of a run, where none was made yet
+ALIKE = (("system", "model", "ranks", "accumulate", "steps"), ("system", "model", "ranks"))  # in time; those of one size first
 
 
 class SweepSpec(BaseModel):
@@ -77,12 +79,15 @@ class Turn:
 
 @dataclass
 class Sweep:
-    """A table and the records that there are. here: the boot id of this machine, None where it has none."""
+    """A table and the records that there are. here: the boot id of this machine, None where it has none. closed: cells that can
+    have no run any more, by their work, and why.
+    """
 
     table: ResultsTable
     records: list[Record]
     here: str | None = None
     made: list[Record] = field(default_factory=list)
+    closed: dict[str, str] = field(default_factory=dict)
 
     def runs(self, cell: TableCell) -> list[Record]:
         """Those that count."""
@@ -91,11 +96,34 @@ class Sweep:
     def wanted(self, cell: TableCell) -> int:
         """Runs that are missing."""
         runs = self.runs(cell)
-        return 0 if any(r.status in DECIDED for r in runs) else max(0, cell.processes - len(runs))
+        return 0 if self._decided(cell, runs) else max(0, cell.processes - len(runs))
+
+    def _decided(self, cell: TableCell, runs: Sequence[Record]) -> bool:
+        return any(r.status in DECIDED for r in runs) or work_of(cell) in self.closed
+
+    @property
+    def waiting(self) -> list[tuple[Group, TableCell, int]]:
+        """Cells with what they want. One of several groups is in the first that wants it, with the most that one wants."""
+        found: dict[str, tuple[Group, TableCell, int]] = {}
+        for group in self.table.groups:
+            for cell in group.cells:
+                if wanted := self.wanted(cell):
+                    first = found.get(work_of(cell), (group, cell, 0))
+                    found[work_of(cell)] = (*first[:2], max(wanted, first[2]))
+        return list(found.values())
 
     @property
     def missing(self) -> int:
-        return sum(self.wanted(cell) for group in self.table.groups for cell in group.cells)
+        return sum(wanted for _, _, wanted in self.waiting)
+
+    def untried(self, seconds: float) -> Iterator[RunSpec]:
+        """Of cells without a run, in the order of their turns, those that will likely have one in so many seconds."""
+        for group, cell, _ in self.waiting:
+            if self.runs(cell):
+                continue
+            if (seconds := seconds - self.expected_s(cell, group)) < 0:
+                return
+            yield cell.spec
 
     def next(self) -> Turn | None:
         """See Note [Whose turn it is]. None: nothing is missing."""
@@ -105,7 +133,7 @@ class Sweep:
                 continue
             reference = self.runs(group.reference)
             elsewhere = bool(reference) and self.here is not None and not any(map(self._is_here, reference))
-            if elsewhere and not any(r.status in DECIDED for r in reference):
+            if elsewhere and not self._decided(group.reference, reference):
                 return Turn(group, group.reference, len(reference))
             cell = min(waiting, key=lambda each: len(self.runs(each)))
             return Turn(group, cell, len(self.runs(cell)))
@@ -119,19 +147,35 @@ class Sweep:
         self.made.append(record)
 
     def expected_s(self, cell: TableCell, group: Group) -> float:
-        """Of one run: as this cell's took, else as its group's, else as any of the table's."""
+        """Of one run: as this cell's took, else as those of its system and model with other options, else as its group's, else
+        as any of the table's.
+        """
         every = [each for one in self.table.groups for each in one.cells]
-        for cells in ((cell,), group.cells, every):
-            took = [r.wall_s for each in cells for r in self.runs(each) if r.wall_s and r.status not in DECIDED]
-            if took:
-                return statistics.median(took)
-        return GUESS_S
+        took = _times(self.runs(cell))
+        for fields in ALIKE:
+            took = took or _times(r for r in self.records if r.status == "ok" and self._is_alike(r, cell, fields))
+        for cells in (group.cells, every):
+            took = took or _times(record for each in cells for record in self.runs(each))
+        return statistics.median(took) if took else GUESS_S
+
+    def _is_alike(self, record: Record, cell: TableCell, fields: Sequence[str]) -> bool:
+        spec, resolved = record.spec, record.resolved
+        sizes = RESOLVED_WORK if fields is ALIKE[0] else ()
+        return (
+            resolved.device_label == self.table.hardware
+            and all(getattr(spec, field) == getattr(cell.spec, field) for field in fields)
+            and all(getattr(resolved, field) == getattr(cell.spec, field) for field in sizes)
+        )
 
     @property
     def left_s(self) -> float:
         """All that is missing, as far as is known."""
-        cells = ((cell, group) for group in self.table.groups for cell in group.cells)
-        return sum(self.wanted(cell) * self.expected_s(cell, group) for cell, group in cells if self.wanted(cell))
+        return sum(wanted * self.expected_s(cell, group) for group, cell, wanted in self.waiting)
+
+
+def _times(records: Iterable[Record]) -> list[float]:
+    """Wall times of runs that were begun."""
+    return [record.wall_s for record in records if record.wall_s and record.status not in DECIDED]
 
 
 def table_of(spec: SweepSpec, folder: Path = FOLDER) -> ResultsTable:
@@ -165,12 +209,22 @@ def as_run(turn: Turn, results: str) -> RunSpec:
     return turn.cell.spec.model_copy(update={"results": results})
 
 
-def refused(spec: RunSpec, why: str) -> Record:
-    """What its forecast says does not fit, as a record."""
+def refused(spec: RunSpec, why: str, phase: str) -> Record:
+    """What is refused before there is a process to make its record."""
     now = datetime.now(UTC)
-    told = {"message": f"by its forecast, before any run: {in_flags(why)}", "phase": "plan"}
+    told = {"message": why, "phase": phase}
     run_id = new_run_id(spec.system, spec.model, now)
     return build({"run_id": run_id, "started_at": now.isoformat(), "status": "refused", "reason": told, "spec": spec})
+
+
+def _attempt(turn: Turn, spec: RunSpec, why: str | None, execute: Callable[[RunSpec, int], Record]) -> Record:
+    """why: its forecast refuses it. What a run calls bad input is a refusal too: it would be so again."""
+    if why is not None:
+        return refused(spec, f"by its forecast, before any run: {in_flags(why)}", "plan")
+    try:
+        return execute(spec, turn.replicate)
+    except BadInputError as error:
+        return refused(spec, f"bad input: {error}", "resolve")
 
 
 def as_of(cell: TableCell, record: Record, hardware: str) -> Record:
@@ -187,26 +241,30 @@ def sweep(
     *,
     results: str,
     minutes: float | None,
-    foreseen: Callable[[RunSpec], str | None],
+    foreseen: Callable[[Sequence[RunSpec]], Mapping[RunSpec, str | None]],
     execute: Callable[[RunSpec, int], Record],
     keep: Callable[[Record, RunSpec], bool],
     console: Console,
     stopped: Callable[[], bool],
 ) -> str | None:
     """Until nothing is missing: None; or why it ends before. execute: makes the record of a run; keep: False where it cannot be
-    kept. foreseen: why a run would be refused. Raises BadInputError where the machine is not the table's.
+    kept. foreseen: why a run would be refused, of the first spec and of any others that cost little beside it; a spec is asked
+    about once. Raises BadInputError where the machine is not the table's.
     """
-    began = time.monotonic()
+    ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    verdicts: dict[RunSpec, str | None] = {}
     while (turn := done.next()) is not None:
         if stopped():
             return "it was stopped"
         spec, expected = as_run(turn, results), done.expected_s(turn.cell, turn.group)
-        if minutes is not None and time.monotonic() - began + expected > 60 * minutes:
+        if minutes is not None and time.monotonic() + expected > ends:
             return f"the next run would likely take {expected:.0f} s, and {minutes:g} minutes would be over"
         console.print(printable(f"{done.missing} missing, {_time(done.left_s)} or so: {turn}"), markup=False)
-        why = foreseen(spec) if turn.replicate == 0 else None
-        record = execute(spec, turn.replicate) if why is None else refused(spec, why)
-        record = as_of(turn.cell, record, done.table.hardware)
+        if turn.replicate == 0 and turn.cell.spec not in verdicts:
+            ahead = done.untried(ends - time.monotonic())
+            verdicts |= foreseen(list(dict.fromkeys([turn.cell.spec, *(each for each in ahead if each not in verdicts)])))
+        why = verdicts.get(turn.cell.spec) if turn.replicate == 0 else None
+        record = as_of(turn.cell, _attempt(turn, spec, why, execute), done.table.hardware)
         if not keep(record, spec):
             return "its record could not be kept"
         if here := belongs(record, turn.cell, done.table.hardware):
@@ -231,8 +289,18 @@ def listed(done: Sweep) -> Iterator[str]:
             runs, wanted = done.runs(cell), done.wanted(cell)
             said = ", ".join(f"{sum(r.status == status for r in runs)} {status}" for status in sorted({r.status for r in runs}))
             more = f"{wanted} to run, {_time(wanted * done.expected_s(cell, group))} or so" if wanted else "nothing to run"
+            more = f"cannot be run again: {why}" if (why := done.closed.get(work_of(cell))) else more
             yield f"  {cell.label}: {said or 'no run yet'}; {more}"
     yield f"{done.missing} runs are missing: {_time(done.left_s)} or so"
+
+
+def closed(done: Sweep) -> Iterator[str]:
+    """A line for each of those cells, of the first group that it is in."""
+    left = dict(done.closed)
+    for group in done.table.groups:
+        for cell in group.cells:
+            if why := left.pop(work_of(cell), None):
+                yield f"{group.title}: {cell.label}: cannot be run again: {why}"
 
 
 def write_archive(records: Sequence[Record], path: Path) -> None:
@@ -257,6 +325,7 @@ def told(done: Sweep, why: str | None) -> str:
         "ended": why,
         "ran": [record.run_id for record in done.made],
         "statuses": {record.run_id: record.status for record in done.made},
+        "closed": sorted(closed(done)),
     }
     return json.dumps(found)
 
@@ -274,17 +343,18 @@ def sweep_table(spec: SweepSpec) -> int:
 
 
 def _so_far(table: ResultsTable, folder: Path) -> Sweep:
-    """Raises BadInputError for a cell that wants runs, and cannot have them. One that has its own may be of older options."""
+    """Raises BadInputError for a cell that wants its first run, and cannot have it. One that has runs may be of old options."""
     records, unreadable = store.read_all(folder)
     for one in unreadable:
         complain(f"{one.path} is no record: {one.why}")
     done = Sweep(table, records, boot_id())
-    for group in table.groups:
-        for cell in filter(done.wanted, group.cells):
-            try:
-                names.check_run(cell.spec)
-            except BadInputError as error:
+    for group, cell, _ in done.waiting:
+        try:
+            names.check_run(cell.spec)
+        except BadInputError as error:
+            if not done.runs(cell):
                 raise BadInputError(f"{group.title}: {cell.label}: {error}") from None
+            done.closed[work_of(cell)] = str(error)
     return done
 
 
@@ -310,6 +380,8 @@ def _go_on(spec: SweepSpec, done: Sweep) -> int:
         if Path(spec.archive).exists():
             raise BadInputError(f"--archive {spec.archive} is there already: name another, for nothing is written over")
         write_archive([], Path(spec.archive))  # it can be
+    for line in closed(done):
+        complain(line)
     tracker = tracker_of("off", console)
     with stop_signals() as stop:
         try:

@@ -13,6 +13,7 @@ import sys
 import time
 
 from harness.channel import Channel, WorkerJob
+from harness.collecting import uncollected
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,7 +33,8 @@ def main() -> None:
     channel = Channel(job.descriptor)
     channel.enter("start")
     started_s = time.perf_counter()
-    from harness import running
+    with uncollected():
+        from harness import running
     from harness.output import show_notices
     from harness.spec import BadInputError
 

@@ -38,7 +38,8 @@ def token_loss(
 
     model: called with the objective's inputs; returns logits (batch, seq, vocab) or an output with them as .logits.
     batch: as the dataset makes it; input_ids and labels, both (batch, seq).
-    label_count: of the whole step, over all ranks and micro-batches. objective: the shape's.
+    label_count: of the whole step, over all ranks and micro-batches; of a micro-batch without one the share is 0, and so it is
+    of a step without one. objective: the shape's.
     An output with an .auxiliary_loss, a mean over this micro-batch's tokens, has it added, by its share of the label tokens.
 
     Backward may write the logits' gradient over them, so that they are worth nothing afterwards, and can be done once.
@@ -48,10 +49,10 @@ def token_loss(
     logits = output if isinstance(output, torch.Tensor) else output.logits
     targets = goal.targets(batch)
     losses = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-    auxiliary = getattr(output, "auxiliary_loss", None)
+    auxiliary, divisor = getattr(output, "auxiliary_loss", None), max(label_count, 1)
     if auxiliary is None:
-        return losses.sum() / label_count
-    return (losses.sum() + auxiliary * (targets != IGNORED).sum()) / label_count
+        return losses.sum() / divisor
+    return (losses.sum() + auxiliary * (targets != IGNORED).sum()) / divisor
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -105,9 +105,7 @@ def find(root: Path | None = None, folders: Mapping[str, str] = FOLDERS) -> dict
                 face = _face_of(tree)
             except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
                 broken = one_line(f"{type(error).__name__}: {error}")
-            entries[name] = RegistryEntry(
-                name=name, module=f"{package}.{module}", exposes=exposes, broken=broken, face=face
-            )
+            entries[name] = RegistryEntry(name=name, module=f"{package}.{module}", exposes=exposes, broken=broken, face=face)
     return dict(sorted(entries.items()))
 
 
@@ -122,10 +120,15 @@ def get(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> System
         return _checked(managed.ManagedSystem(_checked(exposed, entry)), entry)
 
 
+def is_planner(entry: RegistryEntry) -> bool:
+    """Its plans are what a run does: every strategy, whatever the folder holds, and resident."""
+    return entry.exposes == "STRATEGY" or entry.name == "resident"
+
+
 def planners() -> Iterator[System]:
-    """Whose plans are what a run does: every strategy, whatever the folder holds, and resident."""
+    """All of those."""
     entries = find()
-    yield from (get(name, entries) for name, entry in entries.items() if entry.exposes == "STRATEGY" or name == "resident")
+    yield from (get(name, entries) for name, entry in entries.items() if is_planner(entry))
 
 
 def face(name: str, entries: Mapping[str, RegistryEntry] | None = None) -> Face:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,6 +186,42 @@ def test_validation_is_in_no_timing() -> None:
     assert measured.step_time_s == pytest.approx([0.1] * 6)
     assert derive.traffic(measured, warmup=2).h2d_bytes == 12
     assert trial.engine.module.training
+
+
+def unlabelled(trial: Trial, which: Callable[[int, int, str], bool]) -> Trial:
+    """The same with labels of -100 alone in the (step, micro-step, split) that `which` names."""
+    given = trial.measurement.work.batch
+
+    def batch(step: int, micro_step: int, split: str) -> dict[str, torch.Tensor]:
+        found = given(step, micro_step, split)
+        return found | {"labels": torch.full_like(found["labels"], -100)} if which(step, micro_step, split) else found
+
+    trial.measurement.work = replace(trial.measurement.work, batch=batch)
+    return trial
+
+
+def test_a_micro_batch_without_a_label_adds_nothing_to_its_step() -> None:
+    trial = Trial(steps=3, warmup=1, accumulate=2)
+    losses = unlabelled(trial, lambda step, micro, split: (step, micro) == (1, 0)).run().micro_batch_loss
+    whole = sum(losses[0])
+    assert losses[1] == [0.0, pytest.approx(whole)] and losses[2] == losses[0] == [whole / 2, whole / 2]
+
+
+def test_a_step_without_a_label_is_an_error_in_a_line() -> None:
+    trial = unlabelled(Trial(steps=3, warmup=1, accumulate=2), lambda step, micro, split: step == 1)
+    with pytest.raises(ValueError, match=r"^step 2: no token of its batches has a label, all are -100") as told:
+        trial.run()
+    assert "\n" not in str(told.value) and len(trial.measurement.measured.step_time_s) == 1
+
+
+def test_validation_counts_only_what_has_labels() -> None:
+    """The loss of each batch weighs as many tokens as it has, and a batch without any says nothing."""
+    whole = Trial(steps=2, warmup=1, eval_every=2).run().eval_loss
+    part = unlabelled(Trial(steps=2, warmup=1, eval_every=2), lambda step, micro, split: split == "validation" and step == 0)
+    assert part.run().eval_loss == pytest.approx(whole) and math.isfinite(whole[0])
+    nothing = unlabelled(Trial(steps=2, warmup=1, eval_every=2), lambda step, micro, split: split == "validation")
+    with pytest.raises(ValueError, match="^validation after step 2: no token of its batches has a label"):
+        nothing.run()
 
 
 def test_checkpoints_are_in_no_timing() -> None:

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def done(folder: Path, text: str = TABLE, **asked: Any) -> Sweep:
 
 
 def run(found: Sweep, device: Device, **given: Any) -> str | None:
-    how: dict[str, Any] = {"minutes": None, "foreseen": lambda spec: None, "stopped": lambda: False, "keep": lambda *_: True}
-    return sweep.sweep(found, results="r", execute=device.execute, console=progress_console(), **(how | given))
+    how: dict[str, Any] = {"minutes": None, "foreseen": lambda specs: {}, "stopped": lambda: False, "keep": lambda *_: True}
+    how["execute"] = device.execute
+    return sweep.sweep(found, results="r", console=progress_console(), **(how | given))
 
 
 def first(found: Sweep) -> list[TableCell]:
@@ -126,19 +128,101 @@ def test_what_ends_badly_is_a_cell_too(status: str, runs: int, tmp_path: Path) -
     assert all((each.device_label, each.batch_size, each.seq_len) == (DEVICE, 2, 16) for each in known)
 
 
-def test_what_a_forecast_refuses_is_not_run(tmp_path: Path) -> None:
-    found, device, asked = done(tmp_path, group="first"), Device(), list[str]()
+class Forecasts:
+    """Of elixir alone a refusal. together: how many specs are answered at once."""
 
-    def foreseen(spec: RunSpec) -> str | None:
-        asked.append(spec.system)
-        return "more `device_memory` is needed" if spec.system == "elixir" else None
+    def __init__(self, together: int) -> None:
+        self.together, self.asked = together, list[list[str]]()
 
-    assert run(found, device, foreseen=foreseen) is None
+    def __call__(self, specs: Sequence[RunSpec]) -> dict[RunSpec, str | None]:
+        answered = specs[: self.together]
+        self.asked.append([spec.system for spec in answered])
+        return {spec: "more `device_memory` is needed" if spec.system == "elixir" else None for spec in answered}
+
+
+@pytest.mark.parametrize("together", [1, 2, 9])
+def test_what_a_forecast_refuses_is_not_run(together: int, tmp_path: Path) -> None:
+    """Whoever forecasts may answer for others that come later; no cell is asked about twice."""
+    found, device, forecasts = done(tmp_path, group="first"), Device(), Forecasts(together)
+    assert run(found, device, foreseen=forecasts) is None
     assert {system for system, _ in device.ran} == {"resident", "dummy"}
     (record,) = found.runs(first(found)[1])
     assert record.status == "refused" and record.reason is not None and record.reason.phase == "plan"
     assert record.reason.message == "by its forecast, before any run: more --device-memory is needed"
-    assert asked == ["resident", "elixir", "dummy"], "once a cell"
+    expected = {1: [["resident"], ["elixir"], ["dummy"]], 2: [["resident", "elixir"], ["dummy"]]}
+    assert forecasts.asked == expected.get(together, [["resident", "elixir", "dummy"]])
+
+
+def test_forecasts_are_asked_for_what_will_likely_run_in_time(tmp_path: Path) -> None:
+    """Two runs of 120 s, by a guess, in five minutes."""
+    found, forecasts = done(tmp_path), Forecasts(9)
+    run(found, Device(), foreseen=forecasts, minutes=5.0, stopped=lambda: bool(forecasts.asked))
+    assert forecasts.asked == [["resident", "elixir"]]
+
+
+def test_a_row_that_a_run_calls_bad_input_is_a_cell_that_says_so(tmp_path: Path) -> None:
+    found, device = done(tmp_path, group="first"), Device()
+
+    def execute(spec: RunSpec, replicate: int) -> Record:
+        record = device.execute(spec, replicate)
+        if spec.system == "elixir":
+            raise BadInputError("--data x.txt: there is no such file")
+        return record
+
+    assert run(found, device, execute=execute) is None and found.missing == 0
+    assert Counter(system for system, _ in device.ran) == {"resident": 3, "elixir": 1, "dummy": 1}, "it would be so again"
+    (record,) = found.runs(first(found)[1])
+    assert record.status == "refused" and record.reason is not None
+    assert record.reason.message == "bad input: --data x.txt: there is no such file"
+
+
+TWICE = """
+title = "A table"
+hardware = "a device"
+work = { model = "opt-tiny", batch_size = 2, seq_len = 16 }
+[[groups]]
+title = "first"
+reference = "resident"
+rows = [{ system = "resident", processes = 2 }, { system = "elixir" }]
+[[groups]]
+title = "second"
+reference = "resident"
+rows = [{ system = "resident", processes = 3, timeout = 60 }, { system = "resident", accumulate = 2 }]
+"""
+
+
+def test_a_cell_of_two_groups_is_missing_once(tmp_path: Path) -> None:
+    """With as many runs as the group that wants more; its time limit makes no other work of it."""
+    found, device = done(tmp_path, TWICE), Device()
+    assert found.missing == 3 + 1 + 1 and found.left_s == 5 * sweep.GUESS_S
+    counted: list[int] = []
+    while (expected := found.missing) and len(counted) < 9:
+        run(found, device, stopped=iter([False, True, True]).__next__)
+        counted.append(expected)
+    assert counted == [5, 4, 3, 2, 1] and len(device.ran) == 5
+
+
+def test_a_cell_without_a_run_likely_takes_what_its_system_took_with_other_options(tmp_path: Path) -> None:
+    """Not what the others of its group did; of the same sizes and steps rather than of any."""
+    found, device = done(tmp_path, group="first"), Device()
+    resident, elixir, dummy = first(found)
+
+    def took(spec: RunSpec, wall_s: float, status: str = "ok") -> None:
+        known = {"device_label": DEVICE, "batch_size": spec.batch_size, "seq_len": 16}
+        device.ran.append((spec.system, 0))
+        found.add(device.record(spec, status=status, resolved=known).model_copy(update={"wall_s": wall_s}))
+
+    group = found.table.groups[0]
+    took(resident.spec, 500.0)
+    assert found.expected_s(elixir, group) == 500.0
+    took(elixir.spec.model_copy(update={"batch_size": 8, "option": ("nonfinite=stop",)}), 70.0)
+    took(elixir.spec.model_copy(update={"ranks": 2}), 1000.0)
+    took(elixir.spec.model_copy(update={"device_memory": 1 << 20}), 2.0, "oom")
+    assert found.expected_s(elixir, group) == 70.0
+    took(elixir.spec.model_copy(update={"option": ("nonfinite=stop",)}), 40.0)
+    assert found.expected_s(elixir, group) == 40.0
+    took(elixir.spec, 30.0)
+    assert found.expected_s(elixir, group) == 30.0 and found.expected_s(dummy, group) == (500.0 + 30.0) / 2
 
 
 def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
@@ -250,6 +334,34 @@ def test_what_options_have_become_since_is_asked_of_cells_that_want_runs(
         store.write(device.execute(first(found)[1].spec, number), tmp_path / "r")
     assert cli.main(asked) == 0
     assert "patrickstar:variant=osc,nonfinite=stop: 3 ok; nothing to run" in capsys.readouterr().out
+
+
+def test_cells_that_cannot_be_run_again_are_named_once_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where one of them is the reference, which on another machine would have the first turn."""
+    text = TABLE.replace('system = "resident" }, { system = "elixir", device_memory = "1GiB"', OLD)
+    text = text.replace(
+        'title = "first"\nreference = "resident"', 'title = "first"\nreference = "patrickstar:variant=osc,nonfinite=stop"'
+    )
+    device = Device(ELSEWHERE)
+    old = done(tmp_path, text).table.groups[0].reference
+    store.write(device.execute(old.spec, 0), tmp_path / "r")
+    monkeypatch.setattr(sweep, "boot_id", lambda: HERE)
+    monkeypatch.setattr(sweep, "foreseen", lambda specs, stopped: {})
+    monkeypatch.setattr(sweep, "launch", lambda spec, *, replicate, **_: device.execute(spec, replicate))
+    asked = ["sweep", str(tmp_path / "t.toml"), "--group", "first", "--results", str(tmp_path / "r")]
+    assert cli.main([*asked, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "patrickstar:variant=osc,nonfinite=stop: 1 ok; cannot be run again: variant=osc has nonfinite=skip" in shown
+    assert shown.splitlines()[-1].startswith("1 runs are missing")
+    assert cli.main(asked) == 0
+    told = capsys.readouterr()
+    line = "first: patrickstar:variant=osc,nonfinite=stop: cannot be run again: variant=osc has nonfinite=skip"
+    assert told.err.count(line) == 1
+    found = json.loads(told.out.splitlines()[-1])
+    assert found["missing"] == 0 and len(found["ran"]) == 1 and [each[: len(line)] for each in found["closed"]] == [line]
+    assert [system for system, _ in device.ran] == ["patrickstar", "dummy"]
 
 
 def test_two_sweeps_do_not_work_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

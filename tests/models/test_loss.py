@@ -49,6 +49,33 @@ def test_micro_batches_add_up_to_the_whole(make_m0: MakeModel) -> None:
     torch.testing.assert_close(total, token_loss(model, whole, labels), rtol=1e-6, atol=0)
 
 
+def test_a_micro_batch_without_a_label_adds_nothing(make_m0: MakeModel) -> None:
+    """As in torch's own recipe, a sum over label tokens divided by their number in the step; also of a step without any, where
+    that is 0 / 0.
+    """
+    model = make_m0("gpt-tiny")
+    batch = open_dataset("text", vocab_size=257, seed=0).batch(0, batch_size=2, seq_len=16)
+    none = {"input_ids": batch["input_ids"].flip(0), "labels": torch.full_like(batch["labels"], IGNORED)}
+    labels = count_labels(batch)
+    assert count_labels(none) == 0
+    alone = gradients(model, token_loss(model, batch, labels))
+    together = gradients(model, token_loss(model, batch, labels) + token_loss(model, none, labels))
+    assert all(torch.equal(alone[name], together[name]) for name in alone)
+    nothing = token_loss(model, none, 0)
+    assert nothing.item() == 0.0
+    assert all(not gradient.any() for gradient in gradients(model, nothing).values()), "zeros, and no nan"
+
+
+def test_an_auxiliary_loss_of_a_micro_batch_without_a_label_adds_nothing() -> None:
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.full((1, 4), IGNORED)}
+    logits, auxiliary = torch.zeros(1, 4, 5, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    for labels in (0, 7):
+        loss = token_loss(lambda **_: SimpleNamespace(logits=logits, auxiliary_loss=auxiliary), batch, labels)
+        loss.backward()
+        assert loss.item() == 0.0
+        assert all(given.grad is not None and not given.grad.any() for given in (logits, auxiliary))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slabs_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -167,6 +167,27 @@ def test_an_evaluation_has_the_value_that_the_model_has_itself(system: str) -> N
             assert loss_of(engine, micro, 30) == expected == loss_of(engine.module, micro, 30)
 
 
+@pytest.mark.parametrize("system", ["resident", *SYSTEMS])
+@pytest.mark.one_in(4)
+def test_a_micro_batch_without_a_label_leaves_its_step_as_it_was(system: str) -> None:
+    """transformers' own loss is a mean over none there and no number; its gradient is 0, so that the step is not skipped."""
+    chosen, options = SYSTEMS.get(system, (RESIDENT, None))
+    found = []
+    for without in (True, False):
+        with start(chosen, build("opt"), settings(accumulate=2), options) as engine:
+            for ids in tokens(STEPS, 1)[:, 0]:
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                if without:
+                    loss = engine(input_ids=ids, labels=torch.full_like(ids, IGNORED)).loss
+                    assert loss.isnan()
+                    engine.backward(loss)
+                engine.step()
+            found.append((engine.state_dict(), engine.outcomes))
+    (weights, outcomes), (expected, alone) = found
+    assert outcomes == alone and not any(outcome.skipped for outcome in outcomes)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(("strategy", "head", "recompute"), in_turn(STRATEGIES, list(product(HEADS, ["none", "full"])), each=2))
 @pytest.mark.one_in(8)
 def test_two_ranks_have_the_bits_of_one_that_accumulates(strategy: str, head: str, recompute: str) -> None:
