@@ -268,7 +268,7 @@ def test_one_rank_has_no_part_of_a_bundle_to_move_or_to_leave() -> None:
 @pytest.mark.one_in(6)
 def test_h3t_rests_as_shards_where_it_does_not_prefetch_lazily(asked: Asked, solver: str) -> None:
     """Moved at a step's end, gathered for forward, and, partitioned, shrunk in between and gathered once more."""
-    for run in trained(STRATEGIES["h3t"], asked, {"solver": solver}):
+    for run in trained(STRATEGIES["h3t"], asked, {"solver": solver, "variant": "global-offload"}):
         plan, layout = plan_of(run), managed(run.engine).layout
         kinds = {kind: set(moved(plan, kind)) for kind in OpKind}
         assert plan.shards_at_start == kinds[OpKind.MOVE] and not kinds[OpKind.MOVE] & plan.resident_at_start
