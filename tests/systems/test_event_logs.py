@@ -22,7 +22,7 @@ LOGGED: dict[str, tuple[str, Setup, str, dict[str, Any]]] = {
     "angel-ptm-accumulate": ("angel-ptm", Setup("gpt2", "full", 2, clip=0.5), "tight", {}),
     "elixir": ("elixir", Setup("opt", "full", sharing="untied"), "half", {"nonfinite": "stop"}),
     "elixir-accumulate": ("elixir", Setup("gpt2", "full", 2, dtype="bf16"), "tight", {"activations": "host"}),
-    "h3t": ("h3t", Setup("opt"), "half", {"solver": "on", "run_ahead": False}),
+    "h3t": ("h3t", Setup("opt"), "half", {"solver": "on", "run_ahead": False, "variant": "global-offload"}),
     "h3t-accumulate": ("h3t", Setup("gpt2", "full", 2, "half-frozen"), "tight", {"solver": "on", "variant": "global-offload"}),
     "h3t-paper": ("h3t", Setup("opt"), "half", {"variant": "paper", "solver": "on", "run_ahead": False}),
     "patrickstar": ("patrickstar", Setup("gpt2"), "tight", {}),
