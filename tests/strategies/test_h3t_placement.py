@@ -14,6 +14,7 @@ from systems import registry
 from systems.planning import hardware
 from systems.planning.allowance import CUDA
 from systems.planning.plan import Tier
+from systems.planning.policy.ahead import weighed_s
 from systems.prediction import forecast as forecasts
 from systems.prediction.forecast import Observations, Question
 from systems.prediction.meta_step import Unfilled
@@ -48,7 +49,7 @@ def on_device(found: forecasts._Planned) -> int:
 
 def as_run_s(found: forecasts._Planned) -> float:
     choice = replace(found.choice, context=replace(found.context, hardware=PROFILE, host_budget=110 << 30))
-    return choice.weighed_s
+    return weighed_s(choice)
 
 
 @pytest.mark.parametrize("more", [{}, {"nonfinite": "stop"}, {"run_ahead": False}], ids=str)

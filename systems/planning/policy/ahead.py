@@ -86,7 +86,7 @@ class AheadChoice:
 
         Without a profile there is no telling, and it is all that fit.
         """
-        fitting = self._fitting_orders(nbytes)
+        fitting = [self._fitting(order, nbytes) for order in _orders(self.eligible)]
         if self.profile is None or not fitting[0]:
             return frozenset(fitting[0])
         weighed_s = self._simulated.weighed_s
@@ -102,14 +102,6 @@ class AheadChoice:
                 found = fewer[: bisect_left(range(len(fewer)), True, key=_prefix_is(weighed_s, fewer, enough))]
         assert found is not None, "the order with the shortest step is enough"
         return frozenset(found)
-
-    @property
-    def weighed_s(self) -> float:
-        """Of the shortest step with what fits the spare memory, on both hosts as `within` weighs it. There is a profile."""
-        return min(self._simulated.weighed_s(frozenset(each)) for each in ([], *self._fitting_orders(self.spare_bytes)))
-
-    def _fitting_orders(self, nbytes: int) -> list[list[int]]:
-        return [self._fitting(order, nbytes) for order in _orders(self.eligible)]
 
     def _fitting(self, order: Sequence[int], nbytes: int) -> list[int]:
         """Of that order all that fit beside those before."""
@@ -168,6 +160,12 @@ class AheadChoice:
         plan = self.plan
         kept = plan.staying
         return Residence.of(self.layout, self.context, plan.optimizer_tier, plan.update_rule, plan.in_place, staying=kept)
+
+
+def weighed_s(choice: AheadChoice) -> float:
+    """Of the shortest step with what fits the spare memory, on both hosts as `within` weighs it. There is a profile."""
+    fitting = [choice._fitting(order, choice.spare_bytes) for order in _orders(choice.eligible)]
+    return min(choice._simulated.weighed_s(frozenset(each)) for each in ([], *fitting))
 
 
 class _Simulated:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from systems.planning.layout import Layout
-from systems.planning.policy.ahead import AheadChoice
+from systems.planning.policy.ahead import AheadChoice, weighed_s
 from systems.planning.step.demand import demand_of
 from systems.planning.step.residence import unmovable
 from systems.planning.trace import Trace
@@ -55,4 +55,4 @@ def fastest_placement(asked: Asked, layout: Layout, found: Sequence[Candidate]) 
 def _as_run_s(asked: Asked, layout: Layout, each: Candidate) -> float:
     context = replace(asked.context, hardware=asked.hardware)
     allowed = None if asked.options.run_ahead else frozenset[int]()
-    return AheadChoice(each.plan, layout, each.trace, context, asked.blocks, allowed).weighed_s
+    return weighed_s(AheadChoice(each.plan, layout, each.trace, context, asked.blocks, allowed))
