@@ -89,7 +89,7 @@ Where variant=paper still departs
 | segment synchronisation on for dp (3.3.2) | as solved | left out by best | - |
 | a shard that rests comes behind its update (figure 3a) | Rules.renews | not in the cost model | - |
 | solver: Algorithm 4, m = 128, by the paper's machine (3.3.2, B.3, C.3) | dp, `costs.PAPER` | best, `costs.SUBSTRATE` | - |
-| optimizer offloaded for all layers (3.2.2) | as far as the host has room | the first on the device, if faster | 0.93x of ps-4b |
+| optimizer of all layers on the host (3.2.2) | as far as there is room | not the first, if faster so | 0.93x of ps-4b |
 | optimize behind the last backward (3.1) | run_ahead=false, nonfinite=skip | run_ahead=true | - |
 | S = 10 steps profiled (C.3) | profile_steps=10 | the same | - |
 | copy and update times from the profiler (3.3.1) | Plan.times_lanes, `rates.py` | option hardware | - |
