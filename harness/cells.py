@@ -7,7 +7,7 @@ its replicates, the runs that nothing known tells from it. How a table looks is 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness import options_in_force
 from harness.likeness import alike
 from harness.record import Record
 from harness.spec import RunSpec, flag
@@ -27,7 +28,7 @@ MOST_GROUPS = 1000  # that one grid makes
 
 # Of a run's flags those that decide which cell its record belongs to. Batch and sequence are looked up as resolved.
 WORK = ("system", "model", "device_memory", "disk", "ranks", "accumulate", "dtype", "recompute", "clip", "optimizer")
-SETS = ("set", "option", "hyper")  # of WORK too, in any order
+SETS = ("set", "hyper")  # of WORK too, in any order; so are options, as they were in force
 RESOLVED_WORK = ("batch_size", "seq_len")
 ASIDE = ("device", "timeout", "results", "tag", "repeat", "wandb")  # name no other work, also where a cell names them
 
@@ -62,11 +63,12 @@ class TableData(_Data):
 
 @dataclass(frozen=True)
 class TableCell:
-    """processes: runs that it wants."""
+    """processes: runs that it wants. options: in force; None: those that the spec means today."""
 
     label: str
     spec: RunSpec
     processes: int = 1
+    options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,10 @@ def made_cell(work: dict[str, Any], processes: int) -> TableCell:
 def cell_of(record: Record) -> TableCell:
     """Its work alone: of any length, seed and host."""
     spec, resolved = record.spec, record.resolved
-    work = {field: getattr(spec, field) for field in (*WORK, *SETS)} | {
+    work = {field: getattr(spec, field) for field in (*WORK, *SETS, "option")} | {
         field: getattr(resolved, field) for field in RESOLVED_WORK
     }
-    return TableCell(spec.system, RunSpec.model_validate(work))
+    return TableCell(spec.system, RunSpec.model_validate(work), options=options_in_force.had(record))
 
 
 def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
@@ -140,8 +142,16 @@ def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
     resolved = record.resolved
     if resolved.device_label != hardware:
         return False
-    asked = all(_comparable(record.spec, field) == _comparable(cell.spec, field) for field in _named(cell))
-    return asked and all(getattr(resolved, field) == getattr(cell.spec, field) for field in RESOLVED_WORK)
+    asked = all(_comparable(record.spec, field) == _comparable(cell.spec, field) for field in _named(cell) - {"option"})
+    asked = asked and all(getattr(resolved, field) == getattr(cell.spec, field) for field in RESOLVED_WORK)
+    return asked and _has_options_of(record, cell)
+
+
+def _has_options_of(record: Record, cell: TableCell) -> bool:
+    """Where today's system does not take them, as they are spelled."""
+    had = options_in_force.had(record)
+    meant = options_in_force.meant(cell.spec) if cell.options is None else cell.options
+    return sorted(record.spec.option) == sorted(cell.spec.option) if had is None or meant is None else had == meant
 
 
 def work_of(cell: TableCell) -> str:

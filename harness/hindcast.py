@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 
 from harness.optimizer import hyperparameters_of
+from harness.options_in_force import otherwise
 from harness.record import Record
 from models import registry as models_registry
 from models.loss import token_loss
@@ -37,7 +38,7 @@ def hindcast(record: Record, profile: HardwareProfile) -> Forecast:
         moments=chosen_by(hyperparameters_of(spec)).moments,
     )
     system = registry.get(spec.system)
-    options = registry.parse_options(system, spec.option)
+    options = registry.parse_options(system, spec.option).model_copy(update=otherwise(record))
     if memory.host_second_version_bytes is None and "run_ahead" in type(options).model_fields:
         options = options.model_copy(update={"run_ahead": False})  # the record is older than updates that run ahead
     return forecast(system, options, question, _observations(spec.model, tuple(spec.set)))

@@ -46,6 +46,7 @@ SHORT_NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "solver=manual": ("manual", "the best of those settings of H3T's switches that all layers share"),
         "solver=on": ("all on", "each of H3T's switches on in every layer, segment synchronisation too"),
         "variant=paper": ("paper", "the rules and constants of the system's own paper"),
+        "variant=global-offload": ("all states on the host", "H3T's default as it was, no layer's states on the device"),
         "variant=base": ("base", "PatrickStar as it is by default, beside its ablations"),
         "variant=static-partition": ("static partition", f"chunks get a fixed share of the device; {ABLATED}"),
         "variant=osc": ("osc", f"the optimizer's chunks stay on the host; {ABLATED}"),

@@ -25,6 +25,7 @@ from rich.table import Table
 from harness import store
 from harness.cells import cell_of, replicates
 from harness.hindcast import hindcast
+from harness.options_in_force import spelled
 from harness.output import counted
 from harness.record import Record
 from harness.spreadsheet import write_csv
@@ -111,7 +112,7 @@ def compare(runs: Sequence[Record], profile: HardwareProfile) -> Compared:
     return Compared(
         system=spec.system,
         model=spec.model,
-        options=",".join(spec.option),
+        options=",".join(spelled(record)),
         device_budget=budget,
         tokens=found.question.tokens,
         runs=len(runs),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.figures import FigureSpec
+from harness.options_in_force import spelled
 from harness.paper_table import FigureCell, FigureColumn, MeasuredCell, PaperTable, SimulatedCell, table
 from harness.record import Record
 from paper_figures import forecast_accuracy
@@ -77,7 +78,7 @@ def _cells(folder: str, names: frozenset[str]) -> dict[str, list[Record]]:
 
 def _work(run: Record) -> tuple[object, ...]:
     spec, resolved = run.spec, run.resolved
-    asked = (spec.system, spec.model, *sorted(spec.option), spec.device_memory, spec.dtype, spec.recompute, spec.clip)
+    asked = (spec.system, spec.model, *sorted(spelled(run)), spec.device_memory, spec.dtype, spec.recompute, spec.clip)
     return (*asked, spec.accumulate, resolved.batch_size, resolved.seq_len)
 
 
@@ -121,7 +122,7 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         run = one.runs[-1]
         budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
         work = f"{run.resolved.batch_size} x {run.resolved.seq_len}"
-        row: list[FigureCell] = [one.whose, run.spec.system, run.spec.model, " ".join(run.spec.option), budget, work]
+        row: list[FigureCell] = [one.whose, run.spec.system, run.spec.model, " ".join(spelled(run)), budget, work]
         measured = MeasuredCell(one.measured_s, tuple(each.run_id for each in one.runs), machine_of(run))
         row += [measured, SimulatedCell(one.forecast_s, PROFILE), SimulatedCell(f"{100 * one.error:+.1f} %", PROFILE)]
         rows.append(row)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from harness.figures import FigureSpec
+from harness.options_in_force import spelled
 from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, Value, table
 from harness.record import Record
 from models import registry as models_registry
@@ -239,7 +240,7 @@ def _figure10(asked: FigureSpec) -> PaperTable:
         run = runs[-1]
         budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
         work = f"{run.resolved.batch_size} x {run.resolved.seq_len}"
-        row: list[FigureCell] = [run.spec.model, run.spec.system, " ".join(run.spec.option), budget, work, None]
+        row: list[FigureCell] = [run.spec.model, run.spec.system, " ".join(spelled(run)), budget, work, None]
         rows.append([*row, measured(runs, _joules), measured(runs, _kwh)])
     columns = [FigureColumn(each) for each in ("model", "system", "options", "device budget", "batch")]
     columns += [FigureColumn("kWh a sequence", "paper"), FigureColumn("J a sequence", "measured")]

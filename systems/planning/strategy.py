@@ -27,7 +27,8 @@ class PlanningContext:
     recompute: what the user asked for, "none", "full" or block numbers. hardware: the machine, where a profile says what it
     is; at run time there is none but what traces tell, and device_name, as CUDA gives it.
     accumulator_itemsize: 4 with several micro-batches (fp32 accumulator), else 0.
-    any_plan: it is only asked whether there is a plan, so one will do as well as another; layout and tiers are as ever.
+    any_plan: it is only asked whether there is a plan, so one will do as well as another; the layout is as ever, and
+    no more bundles are updated on the device.
     allowance: what was left of the device's memory to its allocator; device_budget is what remains.
     moments: names of what the optimizer keeps of a trained parameter in fp32 beside its master weight.
     disk_budget: of files for what the host cannot hold; 0 without a disk.

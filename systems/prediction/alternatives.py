@@ -67,7 +67,7 @@ def _of_options(options: BaseModel, question: Question) -> Iterator[tuple[dict[s
     idle = OF_RANKS if question.ranks == 1 else frozenset[str]()
     idle |= OF_RECOMPUTATION if question.recompute == "none" else frozenset()
     rules = getattr(options, "rules", {}).get(str(getattr(options, "variant", None)), {})
-    idle |= rules.keys() | ({"variant"} if rules else set())  # it sets these itself, and is meant
+    idle |= rules.keys()  # it sets these itself, and is meant
     for name, (value, what) in getattr(options, "may_help", {}).items():
         if getattr(options, name) != value and name not in idle:
             yield {}, {name: value}, what

@@ -20,6 +20,7 @@ from harness.record import Record
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 KEPT = "20261130T144652.831361Z-resident-opt-1-3b-f4ab9c"
+EXPERTS = "20261201T003145.495613Z-resident-mixtral-9b-bf8467"
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -87,6 +88,19 @@ def changed(tree: dict[str, Any], change: Change) -> dict[str, Any]:
 
 def test_a_record_as_its_run_left_it_holds(kept: dict[str, Any]) -> None:
     assert list(rederive.wrong(Record.model_validate(kept))) == []
+
+
+def test_so_does_one_with_experts_and_rotary_embeddings_by_other_versions() -> None:
+    """Parameters are those that a token uses; FLOPs may differ by positions times frequencies, and by no more than that."""
+    tree: dict[str, Any] = json.loads((RESULTS / f"{EXPERTS}.json").read_text())
+    assert list(rederive.wrong(Record.model_validate(tree))) == []
+    for name in ("model_tflops", "hardware_tflops", "mfu"):
+        more = json.loads(json.dumps(tree))
+        more["metrics"][name] *= 1 + 1e-7
+        assert f"metrics.{name} is" in next(rederive.wrong(Record.model_validate(more)))
+    other = json.loads(json.dumps(tree))
+    other["environment"]["versions"] |= {"transformers": "0"}
+    assert list(rederive.wrong(Record.model_validate(other))) == []
 
 
 @pytest.mark.parametrize("name", DERIVED)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from systems.planning.trace import EXIT, Moment, Phase
 from systems.strategies.h3t.barriers import barriers
+from systems.strategies.h3t.candidates import LIKE
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics, Solver
-from systems.strategies.h3t.search import LIKE
 from systems.strategies.h3t.switches import Switches
 from systems.substrate.engine import ManagedEngine
 from tests.planning.synthetic import layout_of, trace_of

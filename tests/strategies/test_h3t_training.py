@@ -117,7 +117,7 @@ def test_micro_batches_frozen_and_tied_parameters(setup: Setup) -> None:
 def test_with_everything_off_the_global_offload_is_all_that_moves() -> None:
     """What moves, to the byte: one gradient down and one updated parameter up for each parameter and step."""
     setup = Setup("opt", dtype="bf16")
-    run = setup.run(H3T, None, options(solver="off"))
+    run = setup.run(H3T, None, options(solver="off", variant="global-offload"))
     assert isinstance(run.engine, ManagedEngine)
     layout = run.engine.layout
     step = run.per_step[-1]
@@ -129,7 +129,7 @@ def test_with_everything_off_the_global_offload_is_all_that_moves() -> None:
 
 def test_the_optimizer_stays_on_the_device_where_it_fits() -> None:
     setup = Setup("opt")
-    run = setup.run(H3T, None, options(variant="resident-optimizer"))
+    run = setup.run(H3T, None, options())
     assert_equal(reference(setup), run)
     assert (told(run).optimizer_share_on_device or 0) > 0
     assert isinstance(run.engine, ManagedEngine) and run.engine.cursor.plan is not None

@@ -29,7 +29,7 @@ from tests.systems.every import STRATEGIES
 from tests.systems.models_small import next_token_loss
 from tests.systems.running import AMPLE, RESIDENT, one_step, settings, start
 
-FILL = ("angel-ptm", "elixir", "patrickstar")  # the device, with states that stay there
+FILL = ("angel-ptm", "elixir", "h3t", "patrickstar")  # the device, with states that stay there
 LEVELS = ("half", "fits")
 WARM_STEPS = 4
 ADAM_BYTES = 28  # a parameter: master and two moments read and written, a bf16 gradient read, a bf16 parameter written

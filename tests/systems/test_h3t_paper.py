@@ -20,7 +20,7 @@ from systems.device.watch.events import LoggedBytes, LoggedOperation
 from systems.planning.plan import COPY_LANES, Plan
 from systems.planning.step.operations import LaneOperation, Work
 from systems.planning.trace import Trace
-from systems.strategies.h3t import search
+from systems.strategies.h3t.candidates import Candidate
 from systems.strategies.h3t.compiling import Compiler
 from systems.strategies.h3t.options import H3TOptions
 from systems.strategies.h3t.search import Search
@@ -253,7 +253,7 @@ def with_updates_ahead_of_the_norm(patch: pytest.MonkeyPatch) -> None:
 def without_barriers(patch: pytest.MonkeyPatch) -> None:
     unchecked = Search.unchecked
 
-    def as_the_best(*given: Any, **more: Any) -> search.Candidate:
+    def as_the_best(*given: Any, **more: Any) -> Candidate:
         found = unchecked(*given, **more)
         return replace(found, plan=replace(found.plan, barriers=frozenset()))
 

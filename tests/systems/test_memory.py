@@ -40,7 +40,7 @@ SETUPS = [
 ]
 
 
-OFFLOADS_ALL = {"random", "random write-back", "h3t"}  # the optimizer of every segment is on the host
+OFFLOADS_ALL = {"random", "random write-back"}  # the optimizer of every segment is on the host
 PLACES_SOME = {name for name in SYSTEMS if name.split()[0] in ("angel-ptm", "elixir", "patrickstar")}  # of some on the device
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from systems.device.watch.events import LoggedBytes
 from systems.planning.layout import space_of
-from systems.planning.plan import LaneKind, OpKind, Plan
+from systems.planning.plan import LaneKind, OpKind, Plan, Tier
 from systems.planning.policy.base import moved
 from systems.planning.policy.division import Division
 from systems.planning.step.operations import LaneOperation, ScheduledOperation, Work
@@ -268,7 +268,7 @@ def test_one_rank_has_no_part_of_a_bundle_to_move_or_to_leave() -> None:
 @pytest.mark.one_in(6)
 def test_h3t_rests_as_shards_where_it_does_not_prefetch_lazily(asked: Asked, solver: str) -> None:
     """Moved at a step's end, gathered for forward, and, partitioned, shrunk in between and gathered once more."""
-    for run in trained(STRATEGIES["h3t"], asked, {"solver": solver}):
+    for run in trained(STRATEGIES["h3t"], asked, {"solver": solver, "variant": "global-offload"}):
         plan, layout = plan_of(run), managed(run.engine).layout
         kinds = {kind: set(moved(plan, kind)) for kind in OpKind}
         assert plan.shards_at_start == kinds[OpKind.MOVE] and not kinds[OpKind.MOVE] & plan.resident_at_start
@@ -277,3 +277,13 @@ def test_h3t_rests_as_shards_where_it_does_not_prefetch_lazily(asked: Asked, sol
             layers = managed(run.engine).strategy.offloaded_inputs  # what becomes of other modules depends on measured times
             mine = {b.index for b in layout.bundles if b.trainable and layers.issuperset(b.units)}
             assert mine and mine <= kinds[OpKind.MOVE] and not kinds[OpKind.SHRINK]
+
+
+@pytest.mark.parametrize("asked", [Asked("stack", 2, clip=0.5), Asked("gpt2", 3, 2, "bf16"), Asked("frozen-middle", 2)])
+@pytest.mark.one_in(3)
+def test_h3t_s_states_are_on_the_devices_of_several_ranks(asked: Asked) -> None:
+    for run in trained(STRATEGIES["h3t"], asked, {"solver": "off"}):
+        plan, layout = plan_of(run), managed(run.engine).layout
+        here = {b.index for b in layout.bundles if b.trainable and plan.optimizer_tier[b.segments[0]] is Tier.DEVICE}
+        assert here, "void: all of them are on the hosts"
+        assert here <= plan.resident_at_start and not here & {b for kind in OpKind for b in moved(plan, kind)}

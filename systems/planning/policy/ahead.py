@@ -162,6 +162,12 @@ class AheadChoice:
         return Residence.of(self.layout, self.context, plan.optimizer_tier, plan.update_rule, plan.in_place, staying=kept)
 
 
+def weighed_s(choice: AheadChoice) -> float:
+    """Of the shortest step with what fits the spare memory, on both hosts as `within` weighs it. There is a profile."""
+    fitting = [choice._fitting(order, choice.spare_bytes) for order in _orders(choice.eligible)]
+    return min(choice._simulated.weighed_s(frozenset(each)) for each in ([], *fitting))
+
+
 class _Simulated:
     """Step times of a plan with some updates ahead, each simulated once: at the profile's rates, and with a slower host."""
 

@@ -14,7 +14,7 @@ from systems.planning import hardware
 from systems.planning.policy.options import StrategyOptions, StrategyStatistics
 from systems.strategies.h3t.profiling import prepare, read_profile
 
-Variant = Literal["global-offload", "resident-optimizer", "paper"]
+Variant = Literal["resident-optimizer", "global-offload", "paper"]
 Solver = Literal["best", "dp", "basic-dp", "greedy", "manual", "random", "on", "off", "drawn"]
 
 
@@ -27,9 +27,9 @@ class H3TOptions(StrategyOptions):
     solver: best is the fastest by simulated time of dp, greedy and manual, without the barriers of segment synchronisation; on
     and off have every switch alike, drawn takes a random setting for each layer (by --seed) without looking at time; basic-dp
     is Algorithm 3, for a few layers and bins. samples: T_rand of random. bins: m of dp and basic-dp.
-    variant: global-offload has gradients and optimizer of every layer on the host; resident-optimizer keeps optimizer state on
-    the device where it fits, first layers first; paper is global-offload by the paper's workflow and cost model, where solver
-    is dp unless given, and never best: on is the paper's "w/o H3T".
+    variant: resident-optimizer keeps optimizer states of the first layers on the device, of as many as make the step shorter;
+    global-offload has gradients and optimizer of every layer on the host; paper is global-offload by the paper's workflow and
+    cost model, where solver is dp unless given, and never best: on is the paper's "w/o H3T".
     """
 
     profile_steps: int = Field(default=10, ge=1)
@@ -38,11 +38,8 @@ class H3TOptions(StrategyOptions):
     solver: Solver = "best"
     samples: int = Field(default=10_000, ge=1)
     bins: int = Field(default=128, ge=1)
-    variant: Variant = "global-offload"
+    variant: Variant = "resident-optimizer"
 
-    may_help: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
-        {**StrategyOptions.may_help, "variant": ("resident-optimizer", "optimizer states take device memory")}
-    )
     rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {"paper": {"run_ahead": False, "nonfinite": "skip"}}  # updates are behind the last backward (section 3.1)
     )

@@ -3,87 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from systems.errors import BudgetError
 from systems.planning.clock.simulator import step_time_of
-from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
-from systems.planning.plan import OpKind, Plan, UpdateRule
 from systems.planning.policy.refusal import refusal
 from systems.planning.policy.windows import under
-from systems.planning.step.demand import demand_of
 from systems.planning.step.residence import unmovable
-from systems.planning.step.schedule import Schedule, expand
-from systems.planning.step.timeline import MemTimeline, excess_bytes, timeline_of
-from systems.planning.strategy import PlanningContext
-from systems.planning.trace import NO_UNIT, Trace
+from systems.planning.step.schedule import expand
+from systems.planning.step.timeline import excess_bytes, timeline_of
+from systems.planning.trace import NO_UNIT
 from systems.sizes import format_size
 from systems.strategies.h3t.basic import basic_dp
+from systems.strategies.h3t.candidates import Asked, Candidate, fastest
 from systems.strategies.h3t.compiling import OTHERS, Compiler
 from systems.strategies.h3t.costs import ModelCosts
 from systems.strategies.h3t.dynamic import pruned_dp
 from systems.strategies.h3t.evaluation import allowed
 from systems.strategies.h3t.modelling import Modeller
-from systems.strategies.h3t.options import H3TOptions
+from systems.strategies.h3t.placement import fastest_placement, placements
 from systems.strategies.h3t.profiling import MeasuredLayers
-from systems.strategies.h3t.segments import PaperCompiler
 from systems.strategies.h3t.solvers import greedy_solver, manual_solver, random_solver
 from systems.strategies.h3t.switches import ALL_ON, EVERY, SYNCHRONISED, Switches
 
 ROUNDS = 4  # of solving with a smaller budget, where the cost model was too hopeful
-LIKE = 1e-3  # relative difference of simulated times that are taken as equal
-SHARES = (1.0, 0.5, 0.25, 0.0)  # of bundles whose optimizer state a resident-optimizer plan may have on the device
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What holds for the whole run. blocks: units that are layers. forced: those of them that are always rematerialised."""
-
-    context: PlanningContext
-    options: H3TOptions
-    rule: UpdateRule
-    hardware: HardwareProfile
-    blocks: frozenset[int]
-    forced: frozenset[int]
-    unit_name: Callable[[int], str]
-
-    @property
-    def paper(self) -> bool:
-        """By the paper's workflow and cost model."""
-        return self.options.variant == "paper"
-
-    @property
-    def compiles(self) -> type[Compiler]:
-        return PaperCompiler if self.paper else Compiler
-
-
-@dataclass(frozen=True)
-class Candidate:
-    plan: Plan
-    trace: Trace
-    schedule: Schedule
-    memory: MemTimeline
-    switches: Mapping[int, Switches]
-    others: str
-    solver: str
-    step_time_s: float = 0.0
-
-    def fits(self, context: PlanningContext) -> bool:
-        return self.memory.total_peak <= context.device_budget
-
-
-def fastest(layout: Layout, found: list[Candidate]) -> Candidate:
-    """Of those as fast as the fastest, to a thousandth, the one that moves the fewest bytes."""
-
-    def moved(each: Candidate) -> int:
-        fetches = [p.operation.bundle for p in each.plan.operations if p.operation.kind is OpKind.FETCH]
-        sizes = dict(each.trace.input_bytes)
-        return sum(map(layout.bundle_bytes, fetches)) + 2 * sum(sizes.get(unit, 0) for unit in each.trace.offloaded)
-
-    limit = min(each.step_time_s for each in found) * (1 + LIKE)
-    return min((each for each in found if each.step_time_s <= limit), key=lambda each: (moved(each), each.step_time_s))
+CHEAP = ("greedy", "manual")  # of best's solvers those that are asked for every placement
 
 
 class Search:
@@ -97,21 +43,35 @@ class Search:
         base = under(base, measured.kept, recomputed=base.recomputed, offloaded=leaving)
         self._measured = replace(measured, base=base)
 
-    def candidates(self) -> list[Candidate]:
-        """Those that fit, of every solver asked for; where pool and activations of none fit side by side, what passes the
-        budget least. BudgetError if there is none."""
-        found: list[Candidate] = []
-        shares = SHARES if self._options.variant == "resident-optimizer" else (0.0,)
-        for others in OTHERS:
-            for share in shares:
-                found += self._solved(others, self._first_bundles(share))
+    def fastest(self) -> tuple[Candidate, list[Candidate]]:
+        """And all that fit, of every solver asked for; where pool and activations of none fit side by side, what passes the
+        budget least. BudgetError if there is none.
+
+        best looks at states on the device with its quick solvers first, and with dp under the placement that is fastest then.
+        """
+        least, *others = placements(self._asked, self._layout, self._measured.base)
+        best = self._options.solver == "best"
+        found = self._placed(least, ("dp", *CHEAP) if best else (self._options.solver,))
+        for on_device in others:
+            found += self._placed(on_device, CHEAP if best else (self._options.solver,))
         if not found:
-            least = self.unchecked(dict.fromkeys(self._measured.layers, ALL_ON), "held", "on")
-            if not least.fits(self._context):
-                raise self.refusal(least)
-            found = [self._simulated(least)]
+            on = self.unchecked(dict.fromkeys(self._measured.layers, ALL_ON), "held", "on")
+            if not on.fits(self._context):
+                raise self.refusal(on)
+            found = [self._simulated(on)]
+        found = self._side_by_side(found)
+        chosen = fastest_placement(self._asked, self._layout, found)
+        if best and chosen.on_device != least:
+            found = self._side_by_side([*found, *self._solved(chosen.others, chosen.on_device, ("dp",))])
+            chosen = fastest(self._layout, [each for each in found if each.on_device == chosen.on_device])
+        return chosen, found
+
+    def _side_by_side(self, found: Sequence[Candidate]) -> list[Candidate]:
         excess = [excess_bytes(each.memory, self._layout, self._context) for each in found]
         return [each for each, over in zip(found, excess, strict=True) if over <= max(min(excess), 0)]
+
+    def _placed(self, on_device: frozenset[int], names: Sequence[str]) -> list[Candidate]:
+        return [each for others in OTHERS for each in self._solved(others, on_device, names)]
 
     def refusal(self, least: Candidate) -> BudgetError:
         """What the least plan, with every switch on, needs, and the unit that sets it. It does not fit."""
@@ -124,19 +84,7 @@ class Search:
         advice = "raise `device_memory`, or lower the batch or the sequence length"
         return refusal(memory.total_peak, owner, parts, advice, self._context, "h3t", self._asked.unit_name)
 
-    def _first_bundles(self, share: float) -> frozenset[int]:
-        """The bundles used first, with this share of all parameters, and those that never move."""
-        demand = demand_of(self._layout, self._measured.base, self._context)
-        left, found = share * self._layout.param_bytes, set(unmovable(self._layout))
-        order = sorted(demand.gradient_spans, key=lambda bundle: (demand.next_use.after(bundle, -1), bundle))
-        for bundle in order:
-            left -= self._layout.bundle_bytes(bundle)
-            if left < 0:
-                break
-            found.add(bundle)
-        return frozenset(found)
-
-    def _solved(self, others: str, on_device: frozenset[int]) -> Iterator[Candidate]:
+    def _solved(self, others: str, on_device: frozenset[int], names: Sequence[str]) -> Iterator[Candidate]:
         everything = dict.fromkeys(self._measured.layers, ALL_ON)
         least = self.candidate(everything, others, "on", on_device)
         if least is None:
@@ -152,7 +100,6 @@ class Search:
         modeller = Modeller(self._layout, self._context, asked.hardware, asked.blocks, asked.unit_name, asked.paper)
         bare = self.unchecked(everything, others, "on", on_device, Compiler) if asked.paper else least
         costs = modeller.costs(self._measured, bare.memory, on_device)
-        names = ("dp", "greedy", "manual") if options.solver == "best" else (options.solver,)
         for name in names:
             found = self._fitting(name, costs, others, on_device)
             if found is not None:
@@ -234,7 +181,7 @@ class Search:
         assert plan.rematerialise is not None and plan.offload_inputs is not None
         trace = under(base, self._measured.kept, recomputed=plan.rematerialise, offloaded=plan.offload_inputs)
         schedule = expand(self._layout, trace, plan, self._context)
-        return Candidate(plan, trace, schedule, timeline_of(schedule, trace), dict(switches), others, solver)
+        return Candidate(plan, trace, schedule, timeline_of(schedule, trace), dict(switches), others, solver, staying)
 
     def _simulated(self, found: Candidate) -> Candidate:
         return replace(found, step_time_s=step_time_of(found.schedule, self._asked.hardware))

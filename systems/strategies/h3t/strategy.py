@@ -22,10 +22,11 @@ from systems.planning.step.validator import validate
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import Trace
 from systems.strategies.h3t.basic import check_size
+from systems.strategies.h3t.candidates import Asked, Candidate
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import MeasuredLayers, Profiler
 from systems.strategies.h3t.rates import bytes_per_s, with_measured
-from systems.strategies.h3t.search import Asked, Candidate, Search, fastest
+from systems.strategies.h3t.search import Search
 from systems.strategies.h3t.switches import ALL_ON, Assignment
 
 DEFAULT_HARDWARE = "h100-80g-x1"  # of devices that no shipped profile is of
@@ -41,7 +42,7 @@ class H3T(StrategyBase):
     _options: H3TOptions
 
     def __init__(self, options: H3TOptions, context: PlanningContext) -> None:
-        if context.any_plan and options.variant != "resident-optimizer":
+        if context.any_plan:
             options = options.model_copy(update={"solver": "on"})  # fits wherever anything does
         super().__init__(options, context)
         self.rematerialised = frozenset()
@@ -79,8 +80,7 @@ class H3T(StrategyBase):
         if self._profiler.wants_more(measured):
             return self._provisional(search, layout, measured)
         began = time.perf_counter()
-        found = search.candidates()
-        best = fastest(layout, found)
+        best, found = search.fastest()
         self._tell_solved(layout, best, found, measured.steps, time.perf_counter() - began)
         memory = validate(layout, best.trace, best.plan, self._context)
         plan = with_peaks(best.plan, memory, layout, self._context)
