@@ -149,6 +149,9 @@ def asked(
     return ForecastFound(made.simulation.step_time_s if made.fits else None, made.why_not, numbers)
 
 
+_Forecast = TypeVar("_Forecast", bound=ForecastCase)
+
+
 def shape_of(model: str, changed: Sequence[str] = ()) -> ModelShape:
     return models_registry.resolve(model, registry.split_assignments("set", changed))
 
@@ -160,8 +163,8 @@ def observations(model: str, changed: Sequence[str] = ()) -> Observations:
 
 
 def ask_all(
-    cases: Sequence[ForecastCase], statistics: Sequence[str] = STATISTICS, *, lanes: bool = False
-) -> Iterator[tuple[ForecastCase, ForecastFound]]:
+    cases: Sequence[_Forecast], statistics: Sequence[str] = STATISTICS, *, lanes: bool = False
+) -> Iterator[tuple[_Forecast, ForecastFound]]:
     """Model by model, each of which is observed once for a batch."""
     built, seen = None, None
     for case in sorted(cases, key=lambda case: (case.model, case.changed)):

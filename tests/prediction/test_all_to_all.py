@@ -45,16 +45,9 @@ def seen(model: str, expert_ranks: int) -> Observations:
 
 
 def asked(profile: HardwareProfile, ranks: int, expert_ranks: int, recompute: Recompute, **given: Any) -> Question:
-    given = {"batch_size": 2, "seq_len": 16, "dtype": "fp32"} | given
-    return Question(
-        profile=profile,
-        device_memory=DEVICE,
-        host_memory=HOST,
-        ranks=ranks,
-        recompute=recompute,
-        expert_ranks=expert_ranks,
-        **given,
-    )
+    work: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "dtype": "fp32"} | given
+    where: dict[str, Any] = {"profile": profile, "device_memory": DEVICE, "host_memory": HOST}
+    return Question(ranks=ranks, recompute=recompute, expert_ranks=expert_ranks, **where, **work)
 
 
 def planned(model: str, question: Question, strategy: str = "elixir") -> Forecast:
@@ -134,7 +127,7 @@ def test_between_nodes_all_devices_of_one_share_its_network(expert_ranks: int, n
 
 def test_it_is_time_of_compute() -> None:
     profile = hardware.load("h100-80g-x4")
-    work = {"matmul_flops": 10**12, "matmul_bytes": 10}
+    work: dict[str, Any] = {"matmul_flops": 10**12, "matmul_bytes": 10}
     alone, seconds = (interval_seconds(profile, "bf16", ranks=4, expert_ranks=shared) for shared in (1, 4))
     link = Rates(profile, 4).link_of(4)
     swaps = (SIZE, SIZE // 7)
