@@ -71,7 +71,8 @@ class _ClaimsData(BaseModel):
 class PartData(_ClaimsData):
     """ours, reference: flags of a run each, over those of the claim. figure: of ratio and same one of those that are known, of
     count the dotted name of a record's field. low, high: what the paper prints, the same twice where it is one number; a count
-    without low has no lower bound. sizes: models, smallest first; largest: the one that the paper trains. ranks: of scaling.
+    without low has no lower bound. sizes: models, smallest first; largest: the one that the paper trains. ranks: of scaling,
+    whose sizes are the model on each, where there are two.
     profile: of hardware, where forecasts decide, with {ranks} in the place of the number of ranks. beside: how the work
     differs from the claim's, where it does.
     """
@@ -100,6 +101,8 @@ class PartData(_ClaimsData):
             raise ValueError(f"{self.what}: largest is none of sizes")
         if self.kind == "scaling" and (len(self.ranks) != 2 or self.low is None):
             raise ValueError(f"{self.what}: scaling needs two ranks and low")
+        if self.kind == "scaling" and self.sizes and len(self.sizes) != len(self.ranks):
+            raise ValueError(f"{self.what}: scaling needs as many sizes as ranks, or none where the model is the same")
         if self.profile is not None and self.figure not in _MORE_IS_BETTER:
             raise ValueError(f"{self.what}: a forecast has no {self.figure}: use one of {', '.join(_MORE_IS_BETTER)}")
         if self.kind == "count" and (self.high is None or self.profile is not None):
@@ -213,6 +216,7 @@ def cells_of(data: LedgerData, claim: ClaimData, part: PartData) -> Iterator[tup
             steps = [{"model": model} for model in part.sizes]
         elif part.kind == "scaling":
             steps = [{"ranks": ranks} for ranks in part.ranks]
+            steps = [step | {"model": model} for step, model in zip(steps, part.sizes, strict=True)] if part.sizes else steps
         for step in steps:
             yield side, made_cell({**work, **step}, ENOUGH_PROCESSES)
 

@@ -226,7 +226,7 @@ def _told(found: Forecast, spec: PlanSpec, helpful: list[Remedy]) -> dict[str, A
         "bytes": dict(simulation.bytes),
         "tiers": {tier: _need(need) for tier, need in found.tiers.items()},
         "assumed": list(found.question.profile.assumed),
-        "left_out": list(left_out(found.system, found.question.ranks, found.question.expert_ranks)),
+        "left_out": list(left_out(found.system, found.question.ranks)),
         "ahead": None if found.ahead is None else asdict(found.ahead),
         "statistics": dict(found.statistics),
         "remedies": [

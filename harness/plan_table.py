@@ -29,6 +29,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "d2h": "to the host",
         "gather": "gathered through the link",
         "reduce": "reduced through it",
+        "exchange": "of tokens to experts of other ranks and back",
         "disk-read": "read from the disk",
         "disk-write": "written to it",
     }
@@ -62,7 +63,7 @@ def show(found: Forecast, helpful: Sequence[Remedy], better: Sequence[Alternativ
             console.print(line, markup=False)
     if found.question.profile.assumed:
         console.print(f"assumed by the profile: {', '.join(found.question.profile.assumed)}", markup=False)
-    for what in left_out(found.system, found.question.ranks, found.question.expert_ranks):
+    for what in left_out(found.system, found.question.ranks):
         console.print(f"left out: {what}", markup=False)
     _show_improved(found, better, helpful, console)
 

@@ -75,6 +75,7 @@ SIZES = (
         "10.4b", each=18, ranks=1, notes="two GPUs' share of figure 9: 18 experts a mixture, --set expert_ranks=2 divides them"
     ),
     _angel("0.31t", each=9, ranks=64, label="Angel-PTM figure 9, 64 GPUs"),
+    _angel("0.62t", each=9, ranks=128, label="Angel-PTM figure 9, 128 GPUs"),
     _angel("1.24t", each=9, ranks=256, label="Angel-PTM T5-MoE-1.2T"),
     _angel(
         "1t",

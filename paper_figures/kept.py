@@ -19,12 +19,15 @@ from harness.output import counted
 from harness.plan import Unfilled
 from models import registry as models_registry
 from models.loss import token_loss
+from models.mixture_shape import divided_among
+from models.shape import ModelShape
 from systems import registry
 from systems.errors import UnsupportedError
 from systems.machine.durable import write_whole
 from systems.machine.reading import read_json
 from systems.planning import hardware
 from systems.planning.allowance import CUDA
+from systems.planning.hardware import HardwareProfile
 from systems.prediction.forecast import Observations, Question, forecast
 from systems.settings import DType
 
@@ -55,6 +58,32 @@ class ForecastCase:
 
     def __str__(self) -> str:
         return f"{self.system} {self.model} {self.profile} x{self.ranks}, batch {self.batch_size}"
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Of the model's shape, field=value each."""
+        return ()
+
+    def disk_memory(self, profile: HardwareProfile) -> int:
+        """Bytes of a node; 0: none is used."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureCase(ForecastCase):
+    """Of a model with experts. expert_ranks: that divide them; None: as the model's own shape says. disk: all of the profile's
+    may hold states.
+    """
+
+    expert_ranks: int | None = None
+    disk: bool = False
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        return () if self.expert_ranks is None else (f"expert_ranks={self.expert_ranks}",)
+
+    def disk_memory(self, profile: HardwareProfile) -> int:
+        return profile.disk_bytes.value if self.disk and profile.disk_bytes is not None else 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +136,8 @@ def asked(
         dtype=case.dtype,
         recompute="full",
         allowance=CUDA,
+        disk_memory=case.disk_memory(profile),
+        expert_ranks=divided_among(shape_of(case.model, case.changed)),
     )
     try:
         made = forecast(system, registry.parse_options(system, case.option), question, seen)
@@ -118,20 +149,27 @@ def asked(
     return ForecastFound(made.simulation.step_time_s if made.fits else None, made.why_not, numbers)
 
 
-def observations(model: str) -> Observations:
-    shape = models_registry.resolve(model)
+_Forecast = TypeVar("_Forecast", bound=ForecastCase)
+
+
+def shape_of(model: str, changed: Sequence[str] = ()) -> ModelShape:
+    return models_registry.resolve(model, registry.split_assignments("set", changed))
+
+
+def observations(model: str, changed: Sequence[str] = ()) -> Observations:
+    shape = shape_of(model, changed)
     with Unfilled():
         return Observations(models_registry.build(shape), partial(token_loss, objective=shape.objective))
 
 
 def ask_all(
-    cases: Sequence[ForecastCase], statistics: Sequence[str] = STATISTICS, *, lanes: bool = False
-) -> Iterator[tuple[ForecastCase, ForecastFound]]:
+    cases: Sequence[_Forecast], statistics: Sequence[str] = STATISTICS, *, lanes: bool = False
+) -> Iterator[tuple[_Forecast, ForecastFound]]:
     """Model by model, each of which is observed once for a batch."""
-    name, seen = "", None
-    for case in sorted(cases, key=lambda case: case.model):
-        if seen is None or name != case.model:
-            name, seen = case.model, observations(case.model)
+    built, seen = None, None
+    for case in sorted(cases, key=lambda case: (case.model, case.changed)):
+        if seen is None or built != (case.model, case.changed):
+            built, seen = (case.model, case.changed), observations(case.model, case.changed)
         yield case, asked(case, seen, statistics, lanes=lanes)
 
 

@@ -62,6 +62,8 @@ class Trace:
     chooses). input_bytes: (unit, bytes of its hidden state) of units that may be.
     inputs_left: per moment the units whose inputs left for the host before the next; empty where that was not seen.
     lane_times: of copies and of the host's updates that ended in the step; empty unless its plan asked for them.
+    exchange_bytes: of tokens, to experts of other ranks and back, that pass a port in the interval; their time is in compute's.
+    Empty where none do, and where only their time is known.
     """
 
     moments: tuple[Moment, ...]
@@ -75,6 +77,7 @@ class Trace:
     input_bytes: tuple[tuple[int, int], ...] = ()
     inputs_left: tuple[tuple[int, ...], ...] = ()
     lane_times: tuple[LaneTime, ...] = ()
+    exchange_bytes: tuple[int, ...] = ()
 
     @cached_property
     def signature(self) -> tuple[Moment, ...]:

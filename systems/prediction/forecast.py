@@ -100,7 +100,7 @@ class Observations:
 
     def of(self, question: Question) -> tuple[ModelIndex, MicroStepWork]:
         alone = question.ranks == 1
-        key = (question.batch_size, question.seq_len, question.dtype, question.recompute, alone)
+        key = (question.batch_size, question.seq_len, question.dtype, question.recompute, alone, question.expert_ranks)
         if key not in self._known:
             self._known[key] = observe(
                 self.model,
@@ -110,6 +110,7 @@ class Observations:
                 dtype=TORCH_DTYPE[question.dtype],
                 recompute=question.recompute,
                 by_gradients=alone,
+                expert_ranks=question.expert_ranks,
             )
         return self._known[key]
 
@@ -355,7 +356,7 @@ class _PlansByBudget:
         return slab + max(trace.non_model_bytes)
 
     def _trace(self, question: Question, layout: Layout, work: MicroStepWork) -> Trace:
-        seconds = interval_seconds(question.profile, question.dtype)
+        seconds = interval_seconds(question.profile, question.dtype, ranks=question.ranks, expert_ranks=question.expert_ranks)
         return trace_of_work(work, layout, accumulate=question.accumulate, seconds=seconds)
 
     def _layout(self, strategy: Any, index: ModelIndex, context: PlanningContext) -> Layout:

@@ -28,6 +28,7 @@ from systems.planning.trace import NO_UNIT, Phase
 from systems.prediction.attention import FusedAttention
 from systems.prediction.meta_copy import on_meta
 from systems.prediction.products import PRODUCTS, STAND_INS
+from systems.ranks.expert_exchange import observe_exchange
 from systems.recipe.model.calls import Calls
 from systems.recipe.model.units import COMPUTED, find_units
 from systems.recipe.recomputation.recompute import Recomputation, recomputed_units
@@ -49,8 +50,10 @@ def observe(
     dtype: torch.dtype,
     recompute: Literal["none", "full"] | tuple[int, ...] = "none",
     by_gradients: bool = True,
+    expert_ranks: int = 1,
 ) -> tuple[ModelIndex, MicroStepWork]:
-    """A micro-step on token ids (batch_size, seq_len). `model` is left as it is. by_gradients: as in UnitHooks.
+    """A micro-step on token ids (batch_size, seq_len). `model` is left as it is, with the experts of one of `expert_ranks`.
+    by_gradients: as in UnitHooks.
 
     loss: called with (model, batch of input_ids and labels, label_count), as in Engine.forward_backward.
     Raises UnsupportedError, one line, if the model cannot run on the meta device.
@@ -73,6 +76,7 @@ def observe(
         found, observer, progress=observer.progress, calls=Calls(), bundle_of=lambda p: p, by_gradients=by_gradients
     )
     hooks.watch(found.parameters)
+    observe_exchange(module, expert_ranks, observer.meter.swap)
     try:
         with observer.meter, FusedAttention(observer.meter.attend):
             value = loss(module, {"input_ids": ids, "labels": ids}, batch_size * seq_len)
@@ -185,6 +189,7 @@ class _ObservedMemory(TorchDispatchMode):
         self._handed_over = self._flops = self._matmul = self._other = self._kernels = 0
         self._attention: dict[int, int] = {}
         self._fired: list[int] = []
+        self._swaps: list[int] = []
 
     def interval(self) -> Interval:
         """What was since the last call."""
@@ -197,11 +202,15 @@ class _ObservedMemory(TorchDispatchMode):
             peak_bytes=self._peak,
             kept_peak_bytes=max(self._peak, self._kept),
             fired=tuple(self._fired),
+            swaps=tuple(self._swaps),
         )
         self._peak = self._kept = self._live
         self._handed_over = self._flops = self._matmul = self._other = self._kernels = 0
-        self._attention, self._fired = {}, []
+        self._attention, self._fired, self._swaps = {}, [], []
         return found
+
+    def swap(self, _: str, nbytes: int) -> None:
+        self._swaps.append(nbytes)
 
     def gradient(self, parameter: int, nbytes: int) -> None:
         self._handed_over += nbytes

@@ -43,14 +43,12 @@ def runs_as_planned(system: System) -> bool:
     return isinstance(system, ManagedSystem) or system.name == RESIDENT
 
 
-def left_out(system: str, ranks: int, expert_ranks: int = 1) -> tuple[str, ...]:
+def left_out(system: str, ranks: int) -> tuple[str, ...]:
     """What a forecast of this system does not know, in words; nothing of what is planned and run here on one rank."""
     found = []
     if ranks > 1:
         found.append("what collectives take from compute on a device, and in staging and buffers of their library")
         found.append("waits for a rank that is slower than the others")
-    if expert_ranks > 1:
-        found.append("what tokens take on their way to experts of other ranks, and back")
     if system in BASELINES and system != RESIDENT:
         found.append(f"what {system} takes in time and memory beyond its rules: a run may be slower")
     return tuple(found)

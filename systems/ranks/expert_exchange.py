@@ -20,6 +20,7 @@ from torch import nn
 from systems.errors import UnsupportedError
 from systems.ranks.group_names import EXPERTS
 from systems.ranks.groups import RankGroup
+from systems.ranks.link import Alone
 from systems.ranks.ranks import Ranks
 
 ATTRIBUTE = "exchange"  # of a layer of experts: what has the methods of ExpertExchange
@@ -102,11 +103,29 @@ def reached(model: nn.Module) -> dict[str, nn.Module]:
 
 def exchange_experts(model: nn.Module, ranks: Ranks, count: Callable[[str, int], None]) -> Callable[[], None]:
     """Layers of experts reach those of other ranks from here on, where ranks share them. Returns what undoes it."""
+    return exchange_among(model, ranks.group(EXPERTS), count) if ranks.expert_ranks > 1 else lambda: None
+
+
+def observe_exchange(model: nn.Module, expert_ranks: int, count: Callable[[str, int], None]) -> None:
+    """Layers of experts of a model on the meta device have fellows that are not there, and tell what they would swap."""
+    if expert_ranks > 1:
+        exchange_among(model, RankGroup(tuple(range(expert_ranks)), 0, _NobodyThere()), count)
+
+
+class _NobodyThere(Alone):
+    """Of tensors without values, into which nothing comes."""
+
+    def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        return
+
+
+def exchange_among(model: nn.Module, group: RankGroup, count: Callable[[str, int], None]) -> Callable[[], None]:
+    """The same, given the group of ranks that share one set of experts."""
     before: list[tuple[dict[str, Any], Any]] = []
-    for name, module in reached(model).items() if ranks.expert_ranks > 1 else ():
+    for name, module in reached(model).items():
         own = vars(module)  # which is looked in before a module's class and submodules are
         before.append((own, own.get(ATTRIBUTE)))
-        own[ATTRIBUTE] = ExpertExchange(name, ranks.group(EXPERTS), count)
+        own[ATTRIBUTE] = ExpertExchange(name, group, count)
 
     def undo() -> None:
         for own, exchange in before:

@@ -189,6 +189,16 @@ def test_scaling_is_an_exponent(rate: float, told: str) -> None:
     assert finding.value is not None and 4**finding.value == pytest.approx(rate)
 
 
+def test_scaling_may_have_another_model_on_each_number_of_devices() -> None:
+    one = part("scaling", sizes=("opt-125m", "opt-1.3b"), profile=PROFILE)
+    data = LedgerData(hardware="a device", claims=(claim(one),))
+    cells = [cell for _, cell in claims.cells_of(data, data.claims[0], one)]
+    assert [(cell.spec.model, cell.spec.ranks) for cell in cells] == [("opt-125m", 1), ("opt-1.3b", 4)]
+    steps = [ForecastStep(rate, 1.0, None) for rate in (1.0, 4.1)]
+    names = [claims.cell_name(cell, PROFILE) for cell in cells]
+    assert found(one, [], dict(zip(names, steps, strict=True))).verdict == "reproduced"
+
+
 def test_only_runs_on_a_machine_that_both_were_on_are_compared() -> None:
     def on(boot_id: str, records: list[Record]) -> list[Record]:
         there = {"hardware": {"boot_id": boot_id, "device_uuid": "a"}}
@@ -312,6 +322,7 @@ def test_the_least_of_the_deciding_parts_is_the_claims() -> None:
         ("ratio", {"figure": "joules_per_sample", "profile": "a"}, "a forecast has no joules_per_sample"),
         ("capacity", {"largest": "opt-66b"}, "largest is none of sizes"),
         ("scaling", {"ranks": (1,)}, "scaling needs two ranks"),
+        ("scaling", {"sizes": ("opt-125m",)}, "as many sizes as ranks"),
         ("count", {"figure": "a"}, "count needs high"),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
 import pytest
 
+from harness import cli
 from harness.plan import question_of
 from harness.plan_spec import PlanSpec
 from harness.request import of_rank
@@ -74,3 +76,12 @@ def test_who_has_no_forecast_of_them_says_so() -> None:
     for system in ("resident", "torch-ddp", "deepspeed-zero3-offload"):
         with pytest.raises(UnsupportedError, match="no baseline has a forecast for experts that ranks share: leave"):
             planned(system, 2)
+
+
+def test_a_plan_says_what_tokens_move_and_leaves_out_nothing_of_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    work = ("--model", "pr-moe-tiny", "--hardware", "h100-80g-x4", "--ranks", "4")
+    assert cli.main(["plan", "--system", "elixir", *work, "--set", "expert_ranks=2"]) == 0
+    told = capsys.readouterr()
+    shown, found = " ".join((told.out + told.err).split()), json.loads(told.out.splitlines()[-1])
+    assert found["bytes"]["exchange"] > 0 and "of tokens to experts of other ranks and back" in shown
+    assert not any("expert" in what for what in found["left_out"])

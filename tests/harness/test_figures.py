@@ -59,7 +59,7 @@ def test_one_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert text.read_text().startswith("### Angel-PTM table 6")
     with rows.open() as file:
         read = list(csv.DictReader(file))
-    assert {each["origin"] for each in read} == {"paper", "computed", "measured"}
+    assert {each["origin"] for each in read} == {"paper", "computed", "measured", "simulated"}
     assert all(each["value"] == each["runs"] == "" for each in read if each["origin"] == "measured")
     assert capsys.readouterr() == ("", "")
 

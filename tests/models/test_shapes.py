@@ -43,8 +43,12 @@ PUBLISHED = {
     "t5-11b": 11_307_321_344,
     "albert-base": 11_221_680,
     "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
-TINY = ("opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny", "pr-moe-tiny", "t5-moe-tiny", "mixtral-tiny")
+TINY = (
+    *("opt-tiny", "gpt-tiny", "bert-tiny", "t5-tiny", "albert-tiny"),
+    *("pr-moe-tiny", "t5-moe-tiny", "mixtral-tiny", "qwen3-moe-tiny"),
+)
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
@@ -99,12 +103,13 @@ def test_a_familys_formula_counts_what_it_builds(name: str, draw: st.DataObject)
         "t5": {"decoder_layers": _SOME, "head_size": _SOME, "gated": st.booleans(), "relative_buckets": st.integers(4, 9)},
         "pr-moe": {"experts": _SOME},
         "mixtral": {"experts": st.integers(2, 4)},
+        "qwen3-moe": {"experts": st.integers(2, 4), "head_size": _SOME.map(lambda half: 2 * half)},
     }
     own["t5-moe"] = own["t5"] | own["pr-moe"]
     for field, values in own.get(tiny.family, {}).items():
         if draw.draw(st.booleans()):
             changes[field] = draw.draw(values)
-    if tiny.family == "mixtral":
+    if tiny.family in ("mixtral", "qwen3-moe"):
         changes["key_value_heads"] = 1
     if tiny.family == "albert":
         changes["num_layers"] = 3

@@ -92,6 +92,7 @@ T5_ODD = {"gated": True, "tied": False, "head_size": 48, "ffn_size": 320, "init_
         ("t5-tiny", {"relative_buckets": 300}),
         ("t5-tiny", T5_ODD),
         ("mixtral-tiny", {"experts": 16}),
+        ("qwen3-moe-tiny", {"experts": 64}),
     ],
 )
 def test_families_follow_transformers_law(name: str, overrides: dict[str, object]) -> None:

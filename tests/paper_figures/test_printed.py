@@ -139,6 +139,7 @@ HOLES = {
     "patrickstar-figure16": "points",
     "elixir-figure6": "bars, batches, sequence length",
     "elixir-figure8": "bars",
+    "elixir-figure9": "sizes, bars",
 }
 
 

@@ -25,6 +25,7 @@ ASKED_FOR = {
     "hai-pcie-a100-40g-x8": 8,
     "elixir-a100-80g-pcie": 1,
     "angel-a100-40g-x8": 8,
+    "angel-a100-40g-x576": 576,
     "angel-a100-40g-x768": 768,
 }
 

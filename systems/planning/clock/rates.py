@@ -12,6 +12,13 @@ Note [Collectives]
     they are no faster than the node's network. Without a link they share the host link with copies, in both directions at once,
     and pass through the host's DRAM twice.
 
+Note [All-to-alls]
+    Of E ranks that share experts, each sends every other one a part of the tokens' slots, and waits for what comes before it
+    goes on: so it is time of compute, in the intervals that have `swaps`. Neighbours share experts. Of the E - 1 parts those
+    for the own node go at a gather's rate, the others beside them at a device's share of the node's network, through which all
+    of its devices send at once (a gather's bytes pass it once a node); the slower counts, of the rank that has the fewest of
+    its fellows near. The fixed time is a gather's. Without a link of the devices they share the host's with copies.
+
 Note [Exchanges]
     What ranks tell each other once a step (substrate/agreement.py) is the host's: it hears which gradients came when it has
     issued the step, and then the norm's parts, for which it has waited for the device. Where no update waits for the norm,
@@ -33,6 +40,7 @@ from systems.planning.strategy import PlanningContext
 
 HOST_DRAM, HOST_LINK, DISK = "host-dram", "host-link", "disk"
 TO_DEVICE, FROM_DEVICE = "to-device", "from-device"  # the host link's two directions
+THROUGH_HOST = Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK, units=2.0), Claim(TO_DEVICE), Claim(FROM_DEVICE)
 HOST_QUEUE = "host"
 UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bundles' next uses
 
@@ -51,14 +59,37 @@ class LinkRates:
 
     def rate(self, lane: LaneKind) -> float:
         """Bytes a second that pass a port."""
+        rate, network = self._within(lane), self._network
+        return rate if network is None else min(rate, network)
+
+    def _within(self, lane: LaneKind) -> float:
+        """The same on one node."""
         profile, measured = self.profile, self._measured(lane)
         if measured is not None:
-            rate = measured.best
-        else:
-            rate = self.host if profile.device_link_bytes_per_s is None else profile.device_link_bytes_per_s.value
-        if self.among > profile.devices_per_node.value and profile.network_bytes_per_s is not None:
-            rate = min(rate, profile.network_bytes_per_s.value)
-        return rate
+            return measured.best
+        return self.host if profile.device_link_bytes_per_s is None else profile.device_link_bytes_per_s.value
+
+    @property
+    def _network(self) -> float | None:
+        """Of a node; None where there is one."""
+        profile = self.profile
+        several = self.among > profile.devices_per_node.value and profile.network_bytes_per_s is not None
+        return profile.network_bytes_per_s.value if several and profile.network_bytes_per_s is not None else None
+
+    @property
+    def swap_rate(self) -> float:
+        """Bytes a second that pass a port in an all-to-all: see Note [All-to-alls]."""
+        within, network, others = self._within(LaneKind.GATHER), self._network, self.ranks - 1
+        if network is None or not others:
+            return within
+        devices = self.profile.devices_per_node.value
+        near = math.gcd(self.ranks, devices) - 1
+        far = (others - near) * devices / network
+        return others / max(near / within, far)
+
+    def swap_s(self, size: float) -> float:
+        """Of an all-to-all in which so many bytes pass a port."""
+        return self.overhead_s(LaneKind.GATHER, size) + size / self.swap_rate
 
     def overhead_s(self, lane: LaneKind, size: float) -> float:
         """Seconds of a collective of so many bytes a port beside them at that rate."""
@@ -207,6 +238,8 @@ class Costs:
             claims = (Claim(HOST_DRAM, favoured=True, measured_as=Flow.CPU_ADAM),)
             nbytes, priority = self.host_bytes(operation), self._priority(operation)
             return TimedJob(queue, waits, self.rates.update_s, nbytes, self.rates.cpu_adam, claims, priority)
+        if operation.kind is Work.COMPUTE and operation.bytes and self.rates.link.through_host:
+            return self._swapping(operation, queue, waits)
         if operation.lane is LaneKind.COMPUTE or operation.kind is Work.SQUARES:
             return TimedJob(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
         if operation.lane in COLLECTIVE:
@@ -268,6 +301,12 @@ class Costs:
             return self.updates.get(operation.bundle, operation.bundle)
         return before_updates(self.layout, -1 if operation.kind is Work.SQUARES else operation.bundle)
 
+    def _swapping(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
+        """Compute whose tokens go through the host link."""
+        rate = self.rates.link_of(self.context.expert_ranks).swap_rate
+        own = max(operation.seconds - operation.bytes / rate, 0.0)
+        return TimedJob(queue, waits, own, operation.bytes, rate, THROUGH_HOST)
+
     def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
@@ -283,7 +322,6 @@ class Costs:
     def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
         link, size = self.rates.link_of(self._together(operation)), self.payload(operation)
-        through = Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK, units=2.0), Claim(TO_DEVICE), Claim(FROM_DEVICE)
-        claims = through if link.through_host else ()
+        claims = THROUGH_HOST if link.through_host else ()
         fixed = link.overhead_s(operation.lane, size)
         return TimedJob(queue, waits, fixed, size, link.rate(operation.lane), claims)

@@ -10,11 +10,12 @@ Note [The host]
     Of several ranks it waits for the others too: Note [Exchanges] in rates.py.
 
 Note [Bounds]
-    No order of work can beat these. compute: what the compute lane does. host-dram: what CPU Adam and copies take of it;
-    cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and both together, or one after the other if
-    they are one queue. disk: reads, or writes. link: all collectives. issue: unit events on the host. norm: updates that
-    wait for the norm lie between one backward and the next forward's end, so a step is at least the backward and all of
-    these host updates; those that run ahead, and accumulators that are cleared for them, are no part of it.
+    No order of work can beat these. compute: what the compute lane does, tokens' way to experts of other ranks with it.
+    host-dram: what CPU Adam and copies take of it; cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and
+    both together, or one after the other if they are one queue. disk: reads, or writes. link: all collectives. issue: unit
+    events on the host. norm: updates that wait for the norm lie between one backward and the next forward's end, so a step is
+    at least the backward and all of these host updates; those that run ahead, and accumulators that are cleared for them, are
+    no part of it.
     Updates that run K steps behind (Strategy.max_staleness) take the gradients of K + 1 steps at most. Their step is the longer
     of two, neither of which it beats: one whose updates on the host take no time, and the synchronous one over K + 1. So are
     disk and cpu-adam, and what the host's memory does for them is left out of host-dram. Events are the synchronous step's.
@@ -40,6 +41,7 @@ from systems.planning.trace import Phase, Trace
 
 STEPS = (3, 6, 12)  # in a row, until the last two take equally long
 EXCHANGES = 2  # a step
+EXCHANGE = "exchange"  # of tokens, in `Simulation.bytes`: they go in compute's time
 STEADY = 1e-6  # relative difference of two steps that are equally long
 
 
@@ -48,7 +50,7 @@ class Simulation:
     """One steady step of one rank.
 
     events: of that step, from its begin; what it leaves for the next is there with its own times.
-    busy_s, bytes: per lane; of a collective the bytes that pass a device's port. bounds_s: see Note [Bounds].
+    busy_s, bytes: per lane, and EXCHANGE; of a collective the bytes that pass a device's port. bounds_s: see Note [Bounds].
     memory: of the plan's timeline.
     """
 
@@ -254,7 +256,7 @@ def _moved(work: Sequence[tuple[ScheduledOperation, TimedJob]], costs: Costs) ->
     moved: dict[str, int] = {}
     for operation, _ in work:
         if operation.bytes:
-            lane = _lane(operation)
+            lane = EXCHANGE if operation.kind is Work.COMPUTE else _lane(operation)
             moved[lane] = moved.get(lane, 0) + costs.payload(operation)
     return moved
 
@@ -268,11 +270,11 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
     updated = after_norm = collected = 0.0
     for operation, job in work:
         lane = operation.lane
+        alone_s = job.flow_bytes / job.rate if job.rate else 0.0
         if lane is LaneKind.COMPUTE:
-            compute[operation.moment] += job.fixed_s
+            compute[operation.moment] += job.fixed_s + alone_s
         for claim in job.claims:
             claimed[claim.resource] = claimed.get(claim.resource, 0.0) + job.flow_bytes * claim.units
-        alone_s = job.flow_bytes / job.rate if job.rate else 0.0
         if lane in COLLECTIVE:
             collected += job.fixed_s + alone_s
         elif lane in (LaneKind.H2D, LaneKind.D2H):

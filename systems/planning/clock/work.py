@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from systems.planning.clock.rates import Rates
 from systems.planning.hardware import HardwareProfile
 from systems.planning.layout import Layout
 from systems.planning.trace import Moment, Phase, Trace
@@ -23,6 +24,7 @@ class Interval:
     kernels: operations that are launched.
     peak_bytes: highest of activations, temporaries and gradients in autograd's buffers; kept_peak_bytes: the same had the
     gradients made in the interval stayed there. fired: parameters whose gradient came.
+    swaps: bytes that pass a port of this rank in each all-to-all of ranks that share experts.
     """
 
     matmul_flops: int = 0
@@ -33,6 +35,7 @@ class Interval:
     peak_bytes: int = 0
     kept_peak_bytes: int = 0
     fired: tuple[int, ...] = ()
+    swaps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,13 @@ class MicroStepWork:
     input_bytes: tuple[tuple[int, int], ...] = ()
 
 
-def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval], float]:
+def interval_seconds(
+    profile: HardwareProfile, dtype: str, *, ranks: int = 1, expert_ranks: int = 1
+) -> Callable[[Interval], float]:
     """Time of compute: products and attention at their rates or at the device's DRAM's, whichever is slower, and the rest at
-    what other operations reach of the DRAM's.
+    what other operations reach of the DRAM's. And what tokens take to other ranks' experts: see Note [All-to-alls] in rates.py.
     """
+    fellows = Rates(profile, ranks).link_of(expert_ranks)
     rate, dram = profile.matmul_rate(dtype), profile.device_dram_bytes_per_s.value
     other = dram * (profile.device_dram_efficiency.value if profile.device_dram_efficiency is not None else 1.0)
     launch = profile.kernel_launch_s.value if profile.kernel_launch_s is not None else 0.0
@@ -65,7 +71,8 @@ def interval_seconds(profile: HardwareProfile, dtype: str) -> Callable[[Interval
     def seconds(interval: Interval) -> float:
         attention = sum(flops / attention_rate(width) for width, flops in interval.attention)
         products = max(interval.matmul_flops / rate + attention, interval.matmul_bytes / dram)
-        return max(products + interval.other_bytes / other, interval.kernels * launch)
+        here = max(products + interval.other_bytes / other, interval.kernels * launch)
+        return here + sum(map(fellows.swap_s, interval.swaps)) if interval.swaps else here
 
     return seconds
 
@@ -96,6 +103,7 @@ def trace_of_work(work: MicroStepWork, layout: Layout, *, accumulate: int, secon
         adopted_peak_bytes=tuple(interval.kept_peak_bytes for interval in intervals),
         gradient_bytes=tuple(_produced(work, intervals)),
         input_bytes=work.input_bytes,
+        exchange_bytes=tuple(sum(interval.swaps) for interval in intervals) if any(i.swaps for i in intervals) else (),
     )
 
 
@@ -110,6 +118,7 @@ def _joined(one: Interval, other: Interval) -> Interval:
         peak_bytes=max(one.peak_bytes, other.peak_bytes),
         kept_peak_bytes=max(one.kept_peak_bytes, other.kept_peak_bytes),
         fired=one.fired + other.fired,
+        swaps=one.swaps + other.swaps,
     )
 
 

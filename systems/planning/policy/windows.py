@@ -55,11 +55,13 @@ def under(trace: Trace, kept: Mapping[int, int], *, recomputed: frozenset[int], 
     assert recomputed <= trace.recomputed, "what was not recomputed gives no measure of what is freed"
     sizes = dict(trace.input_bytes)
     added = [0] * len(trace)
-    seconds = list(trace.compute_time_s)
+    seconds, exchanged = list(trace.compute_time_s), list(trace.exchange_bytes)
     for unit in trace.recomputed - recomputed:
         for w in windows(trace, unit):
             _add(added, w.enter, w.back, kept[unit])
             seconds[w.back] = max(seconds[w.back] - sum(seconds[w.enter : w.exit]), 0.0)
+            if exchanged:
+                exchanged[w.back] = max(exchanged[w.back] - sum(exchanged[w.enter : w.exit]), 0)
     offloaded = offloaded & recomputed
     for unit in trace.offloaded - offloaded:
         for w in windows(trace, unit):
@@ -74,6 +76,7 @@ def under(trace: Trace, kept: Mapping[int, int], *, recomputed: frozenset[int], 
         non_model_bytes=tuple(max(a + b, 0) for a, b in zip(trace.non_model_bytes, added, strict=True)),
         adopted_peak_bytes=tuple(max(a + b, 0) for a, b in zip(trace.adopted_peak_bytes, added, strict=False)),
         compute_time_s=tuple(seconds),
+        exchange_bytes=tuple(exchanged),
         recomputed=recomputed,
         offloaded=offloaded,
     )

@@ -95,7 +95,8 @@ def before_updates(layout: Layout, bundle: int = -1) -> int:
 class ScheduledOperation(NamedTuple):
     """ticket: place in issue order. lane None: bookkeeping. bundle: -1 where none; segment: -1 for all of the bundle's.
 
-    bytes: payload moved by this rank. device_delta: bytes the device pool grows by. seconds: known compute time.
+    bytes: payload moved by this rank; of compute Trace.exchange_bytes. device_delta: bytes the device pool grows by. seconds:
+    known compute time.
     reads, writes: resources; of bookkeeping that frees memory, reads says which, if it is not the bundle's copy or range.
     waits, room_waits: tickets of this step, for data and for memory; previous_waits: the same of the step before.
     planned: False for what the plan should have asked for and did not (an on-demand fetch).

@@ -239,7 +239,8 @@ class _Expansion:
                 reads = (*reads, f"hidden:{now.unit}")
             if then.phase is Phase.FORWARD_ENTER and then.unit in self._inputs.bytes:
                 writes = (*writes, f"hidden:{then.unit}")
-        seconds = self.trace.compute_time_s[moment]
+        seconds, exchanged = self.trace.compute_time_s[moment], self.trace.exchange_bytes
+        nbytes = exchanged[moment] if exchanged else 0
         written = tuple(dict.fromkeys(writes))
         name = _name_of_compute(self.trace.moments[moment], self.layout)
-        self.order.add(Work.COMPUTE, LaneKind.COMPUTE, reads=reads, writes=written, seconds=seconds, name=name)
+        self.order.add(Work.COMPUTE, LaneKind.COMPUTE, bytes=nbytes, reads=reads, writes=written, seconds=seconds, name=name)
