@@ -33,6 +33,7 @@ from systems.planning.strategy import PlanningContext
 
 HOST_DRAM, HOST_LINK, DISK = "host-dram", "host-link", "disk"
 TO_DEVICE, FROM_DEVICE = "to-device", "from-device"  # the host link's two directions
+DISK_WAYS = {LaneKind.DISK_READ: "disk-read", LaneKind.DISK_WRITE: "disk-write"}
 HOST_QUEUE = "host"
 UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bundles' next uses
 
@@ -150,12 +151,16 @@ class Rates:
         return rate.value / self.on_node
 
     @property
-    def disk_both_ways(self) -> float:
-        """Without a figure, or without a disk, as much as each way alone asks for."""
+    def shared_disk(self) -> SharedResource:
+        """One way alone is as fast as it is; both at once have the profile's figure, without one as much as each asks for."""
         profile = self.profile
-        together = profile.disk_both_ways_bytes_per_s
-        each = profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s
-        return (sum(way.value for way in each if way is not None) if together is None else together.value) / self.on_node
+        each = [way.value for way in (profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s) if way is not None]
+        most, together = sum(each), profile.disk_both_ways_bytes_per_s
+        if together is None or not each:
+            return SharedResource(most / self.on_node)
+        kept = dict.fromkeys(DISK_WAYS.values(), min(1.0, together.value / most))
+        most = max(*each, min(most, together.value))
+        return SharedResource(most / self.on_node, beside={frozenset(kept): kept})
 
     def resources(self) -> dict[str, SharedResource]:
         share, measured = self.profile.cpu_adam_dram_share, self._contention
@@ -165,7 +170,7 @@ class Rates:
             HOST_LINK: SharedResource(self.both_ways),
             TO_DEVICE: SharedResource(self.h2d),
             FROM_DEVICE: SharedResource(self.d2h),
-            DISK: SharedResource(self.disk_both_ways),
+            DISK: self.shared_disk,
         }
 
 
@@ -272,7 +277,7 @@ class Costs:
         assert operation.lane is not None
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
         if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
-            claims = Claim(HOST_DRAM), Claim(DISK)
+            claims = Claim(HOST_DRAM), Claim(DISK, measured_as=DISK_WAYS[operation.lane])
             return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), claims)
         down = operation.lane is LaneKind.H2D
         rate, flow = (self.rates.h2d, Flow.H2D) if down else (self.rates.d2h, Flow.D2H)
