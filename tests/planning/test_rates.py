@@ -154,7 +154,10 @@ def test_one_way_of_a_disk_alone_is_not_slowed_by_what_both_at_once_reach(togeth
     assert beside == pytest.approx([ranks * 5 / min(5, together or 5)] * 2)
 
 
-def test_a_machine_without_a_disk_has_the_resource_and_nothing_of_it() -> None:
+def test_a_machine_without_a_disk_has_rates_all_the_same() -> None:
     none: dict[str, Any] = dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s"))
     for together in (None, 2 * GB):
-        assert Rates(machine(**none, disk_both_ways_bytes_per_s=together), 1).resources()[DISK].capacity == 0
+        rates = Rates(machine(**none, disk_both_ways_bytes_per_s=together), 1)
+        assert rates.resources()[DISK].capacity > 0
+        with pytest.raises(ValueError, match="uses a disk, and the hardware profile"):
+            rates.disk(LaneKind.DISK_READ)

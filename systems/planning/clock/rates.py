@@ -152,15 +152,15 @@ class Rates:
 
     @property
     def shared_disk(self) -> SharedResource:
-        """One way alone is as fast as it is; both at once have the profile's figure, without one as much as each asks for."""
+        """In seconds of its own a second, of which either way alone takes one, and both at once as many as the profile's figure
+        leaves each of its rate; without a figure each has all of it.
+        """
         profile = self.profile
         each = [way.value for way in (profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s) if way is not None]
-        most, together = sum(each), profile.disk_both_ways_bytes_per_s
-        if together is None or not each:
-            return SharedResource(most / self.on_node)
-        kept = dict.fromkeys(DISK_WAYS.values(), min(1.0, together.value / most))
-        most = max(*each, min(most, together.value))
-        return SharedResource(most / self.on_node, beside={frozenset(kept): kept})
+        together = profile.disk_both_ways_bytes_per_s
+        part = min(1.0, together.value / sum(each)) if together is not None and each else 1.0
+        kept = dict.fromkeys(DISK_WAYS.values(), part)
+        return SharedResource(max(1.0, 2 * part), beside={frozenset(kept): kept})
 
     def resources(self) -> dict[str, SharedResource]:
         share, measured = self.profile.cpu_adam_dram_share, self._contention
@@ -277,8 +277,9 @@ class Costs:
         assert operation.lane is not None
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
         if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
-            claims = Claim(HOST_DRAM), Claim(DISK, measured_as=DISK_WAYS[operation.lane])
-            return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), claims)
+            alone = self.rates.disk(operation.lane)
+            claims = Claim(HOST_DRAM), Claim(DISK, 1 / alone, measured_as=DISK_WAYS[operation.lane])
+            return TimedJob(queue, waits, fixed, operation.bytes, alone, claims)
         down = operation.lane is LaneKind.H2D
         rate, flow = (self.rates.h2d, Flow.H2D) if down else (self.rates.d2h, Flow.D2H)
         way = (Claim(TO_DEVICE if down else FROM_DEVICE),) if self.rates.link.through_host else ()
