@@ -149,14 +149,20 @@ def belongs(record: Record, cell: TableCell, hardware: str) -> bool:
 
 def _has_options_of(record: Record, cell: TableCell) -> bool:
     """Where today's system does not take them, as they are spelled."""
-    had = options_in_force.had(record)
-    meant = options_in_force.meant(cell.spec) if cell.options is None else cell.options
+    had, meant = options_in_force.had(record), _meant(cell)
     return sorted(record.spec.option) == sorted(cell.spec.option) if had is None or meant is None else had == meant
 
 
 def work_of(cell: TableCell) -> str:
     """Equal for cells that the same records belong to, in whichever groups they are."""
-    return repr([(field, _comparable(cell.spec, field)) for field in sorted({*_named(cell), *RESOLVED_WORK})])
+    meant = _meant(cell)
+    options = sorted(cell.spec.option) if meant is None else sorted(meant.items())
+    named = sorted({*_named(cell), *RESOLVED_WORK} - {"option"})
+    return repr([options, *((field, _comparable(cell.spec, field)) for field in named)])
+
+
+def _meant(cell: TableCell) -> Mapping[str, Any] | None:
+    return options_in_force.meant(cell.spec) if cell.options is None else cell.options
 
 
 def _named(cell: TableCell) -> set[str]:

@@ -218,15 +218,16 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     """The same without the simulation."""
     planner = _PlansByBudget(system, options, question, observations)
     planned = planner.at(question.device_memory, any_plan=True)
+    if isinstance(planned, _Planned) and planned.inputs_away and not planner.host_need(planned, planned.schedule()).fits:
+        planned = planner.at(question.device_memory)  # the one that a run has may leave fewer inputs on the host
     if not isinstance(planned, _Planned):
         return False
     host = planner.host_need(planned, planned.schedule())
     if not host.fits or question.shared_memory is None:
         return host.fits
     left = question.shared_memory - planner.at_first(planned)
-    return left > 0 and fits(
-        system, options, replace(question, device_memory=min(question.device_memory, left), shared_memory=None), observations
-    )
+    smaller = replace(question, device_memory=min(question.device_memory, max(left, 1)), shared_memory=None)
+    return left > 0 and fits(system, options, smaller, observations)
 
 
 def simulated(system: System, options: BaseModel, question: Question, observations: Observations) -> Simulation | None:

@@ -90,6 +90,32 @@ def test_a_flag_that_a_grid_varies_makes_other_cells(tmp_path: Path, grid: str) 
     assert len(device.ran) == 2 * 3
 
 
+SPELLED = """
+[[groups]]
+title = "first"
+reference = "h3t"
+rows = [{ system = "h3t" }, { system = "h3t", option = ["nonfinite=stop", "run_ahead=true"] }]
+
+[[groups]]
+title = "second"
+reference = "h3t:solver=best"
+rows = [
+    { system = "h3t", option = ["solver=best"] },
+    { system = "h3t", option = [] },
+    { system = "h3t", option = ["nonfinite=stop"] },
+    { system = "h3t", option = ["no_such=1"] },
+]
+"""
+
+
+def test_a_cell_that_is_spelled_otherwise_elsewhere_is_counted_once(tmp_path: Path) -> None:
+    """A run belongs to cells by the options in force, so what is missing is counted by them too."""
+    found, device = done(tmp_path, TABLE[: TABLE.index("[[groups]]")] + SPELLED), Device()
+    assert found.missing == 3 * 3
+    assert run(found, device) is None and found.missing == 0
+    assert len(device.ran) == 3 * 3
+
+
 def test_systems_take_turns_and_each_cell_gets_what_it_wants(tmp_path: Path) -> None:
     found, device = done(tmp_path), Device()
     assert found.missing == 3 + 3 + 1 + 4 * 3

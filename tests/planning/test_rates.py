@@ -9,7 +9,7 @@ import pytest
 
 from systems.planning import hardware
 from systems.planning.clock.clocks import TimedJob, run
-from systems.planning.clock.rates import HOST_DRAM, Costs, Rates, default_queues
+from systems.planning.clock.rates import DISK, HOST_DRAM, Costs, Rates, default_queues
 from systems.planning.hardware import Contention, Flow, HardwareProfile
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import ScheduledOperation, Work
@@ -136,3 +136,28 @@ def test_a_disk_is_shared_by_the_nodes_ranks_and_may_be_missing() -> None:
     assert read.rate == pytest.approx(3.5e9 / 8)
     with pytest.raises(ValueError, match="the plan uses a disk, and the hardware profile .* has none"):
         costs().job(operation(Work.FETCH, LaneKind.DISK_WRITE, bytes=GB), ())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("together", [None, 1.0, 2.5, 4.0, 9.0])
+def test_one_way_of_a_disk_alone_is_not_slowed_by_what_both_at_once_reach(together: float | None, ranks: int) -> None:
+    """Reading has 3 GB/s and writing 2: beside each other they have together's, in proportion, and never more than alone."""
+    speeds = {"disk_read_bytes_per_s": 3 * GB, "disk_write_bytes_per_s": 2 * GB}
+    both = None if together is None else together * GB
+    rates = Rates(machine(devices=ranks, **speeds, disk_both_ways_bytes_per_s=both), ranks)
+    made = replace(costs(), rates=rates)
+    read = made.job(operation(Work.FETCH, LaneKind.DISK_READ, bytes=3 * GB), ())._replace(fixed_s=0.0)
+    write = made.job(operation(Work.OFFLOAD, LaneKind.DISK_WRITE, bytes=2 * GB), ())._replace(fixed_s=0.0)
+    alone = [run([job], rates.resources())[0].end_s for job in (read, write)]
+    assert alone == pytest.approx([ranks, ranks])
+    beside = [span.end_s for span in run([read, write], rates.resources())]
+    assert beside == pytest.approx([ranks * 5 / min(5, together or 5)] * 2)
+
+
+def test_a_machine_without_a_disk_has_rates_all_the_same() -> None:
+    none: dict[str, Any] = dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s"))
+    for together in (None, 2 * GB):
+        rates = Rates(machine(**none, disk_both_ways_bytes_per_s=together), 1)
+        assert rates.resources()[DISK].capacity > 0
+        with pytest.raises(ValueError, match="uses a disk, and the hardware profile"):
+            rates.disk(LaneKind.DISK_READ)

@@ -16,7 +16,7 @@ from systems.planning.allowance import CUDA
 from systems.planning.plan import Tier
 from systems.planning.policy.ahead import weighed_s
 from systems.prediction import forecast as forecasts
-from systems.prediction.forecast import Observations, Question
+from systems.prediction.forecast import Observations, Question, fits, forecast
 from systems.prediction.meta_step import Unfilled
 from systems.sizes import parse_size
 from systems.strategies.h3t import search
@@ -102,3 +102,22 @@ def test_a_plan_that_is_only_asked_for_is_made_without_solving(monkeypatch: pyte
     for name in ("pruned_dp", "greedy_solver", "manual_solver"):
         monkeypatch.setattr(search, name, refused)
     assert on_device(planned("13GiB", any_plan=True)) == 0
+
+
+@pytest.mark.parametrize(("device", "host", "enough"), [(7_212_658_921, 2_183_588_314, True), (3 << 30, 1 << 28, False)])
+def test_whether_it_fits_is_what_a_forecast_says_where_inputs_overflow_the_host(device: int, host: int, enough: bool) -> None:
+    """The plan that is quickly made has the inputs of all layers there, and states; the one that runs has neither."""
+    with Unfilled():
+        model = models_registry.build(models_registry.resolve("ps-1b", {"num_layers": "5"}))
+    about = Question(
+        profile=hardware.load("elixir-a100-80g-pcie"),
+        device_memory=device,
+        host_memory=host,
+        ranks=1,
+        batch_size=16,
+        seq_len=512,
+        allowance=CUDA,
+    )
+    system, seen = registry.get("h3t"), Observations(model, partial(token_loss, objective="causal"))
+    found = forecast(system, system.Options(), about, seen)
+    assert fits(system, system.Options(), about, seen) is found.fits is enough

@@ -41,6 +41,7 @@ from systems.planning.strategy import PlanningContext
 HOST_DRAM, HOST_LINK, DISK = "host-dram", "host-link", "disk"
 TO_DEVICE, FROM_DEVICE = "to-device", "from-device"  # the host link's two directions
 THROUGH_HOST = Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK, units=2.0), Claim(TO_DEVICE), Claim(FROM_DEVICE)
+DISK_WAYS = {LaneKind.DISK_READ: "disk-read", LaneKind.DISK_WRITE: "disk-write"}
 HOST_QUEUE = "host"
 UPDATES = (Work.UPDATE, Work.UPDATE_AHEAD, Work.CLEAR)  # in the order of the bundles' next uses
 
@@ -181,12 +182,16 @@ class Rates:
         return rate.value / self.on_node
 
     @property
-    def disk_both_ways(self) -> float:
-        """Without a figure, or without a disk, as much as each way alone asks for."""
+    def shared_disk(self) -> SharedResource:
+        """In seconds of its own a second, of which either way alone takes one, and both at once as many as the profile's figure
+        leaves each of its rate; without a figure each has all of it.
+        """
         profile = self.profile
+        each = [way.value for way in (profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s) if way is not None]
         together = profile.disk_both_ways_bytes_per_s
-        each = profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s
-        return (sum(way.value for way in each if way is not None) if together is None else together.value) / self.on_node
+        part = min(1.0, together.value / sum(each)) if together is not None and each else 1.0
+        kept = dict.fromkeys(DISK_WAYS.values(), part)
+        return SharedResource(max(1.0, 2 * part), beside={frozenset(kept): kept})
 
     def resources(self) -> dict[str, SharedResource]:
         share, measured = self.profile.cpu_adam_dram_share, self._contention
@@ -196,7 +201,7 @@ class Rates:
             HOST_LINK: SharedResource(self.both_ways),
             TO_DEVICE: SharedResource(self.h2d),
             FROM_DEVICE: SharedResource(self.d2h),
-            DISK: SharedResource(self.disk_both_ways),
+            DISK: self.shared_disk,
         }
 
 
@@ -311,8 +316,9 @@ class Costs:
         assert operation.lane is not None
         fixed = self.rates.profile.copy_overhead_s(operation.bytes)
         if operation.lane in (LaneKind.DISK_READ, LaneKind.DISK_WRITE):
-            claims = Claim(HOST_DRAM), Claim(DISK)
-            return TimedJob(queue, waits, fixed, operation.bytes, self.rates.disk(operation.lane), claims)
+            alone = self.rates.disk(operation.lane)
+            claims = Claim(HOST_DRAM), Claim(DISK, 1 / alone, measured_as=DISK_WAYS[operation.lane])
+            return TimedJob(queue, waits, fixed, operation.bytes, alone, claims)
         down = operation.lane is LaneKind.H2D
         rate, flow = (self.rates.h2d, Flow.H2D) if down else (self.rates.d2h, Flow.D2H)
         way = (Claim(TO_DEVICE if down else FROM_DEVICE),) if self.rates.link.through_host else ()
