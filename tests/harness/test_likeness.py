@@ -118,6 +118,11 @@ def test_like_runs_have_no_difference() -> None:
     assert alike(run(), run(run_id="another", metrics__tokens_per_s=5.0))
 
 
+def test_a_disk_that_is_held_to_a_rate_is_another_disk() -> None:
+    (found,) = differences(run(spec__disk="/disk", spec__disk_rate=1 << 20), run(spec__disk="/disk"))
+    assert (found.fact, found.reference, found.refused) == ("disk rate, bytes a second", "no limit", True)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "fact", "refused"),
     [(*case, True) for case in REFUSED] + [(*case, False) for case in MARKED],
