@@ -88,6 +88,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("memory__device_budget_bytes", 2 << 20, "device memory budget in force"),
     ("memory__host_budget_bytes", 2 << 30, "host memory budget"),
     ("spec__disk", "/disk", "disk memory asked for"),
+    ("spec__disk_rate", 1 << 20, "disk rate, bytes a second"),
     ("environment__hardware__cpu_model", "CPU two", "CPU"),
     ("environment__limits__cores", 64, "usable cores"),
     ("spec__ranks", 2, "ranks"),
@@ -118,22 +119,17 @@ def test_like_runs_have_no_difference() -> None:
     assert alike(run(), run(run_id="another", metrics__tokens_per_s=5.0))
 
 
-def test_a_disk_that_is_held_to_a_rate_is_another_disk() -> None:
-    (found,) = differences(run(spec__disk="/disk", spec__disk_rate=1 << 20), run(spec__disk="/disk"))
-    assert (found.fact, found.reference, found.refused) == ("disk rate, bytes a second", "no limit", True)
-
-
 @pytest.mark.parametrize(
     ("path", "value", "fact", "refused"),
     [(*case, True) for case in REFUSED] + [(*case, False) for case in MARKED],
 )
 def test_each_difference_is_named(path: str, value: Any, fact: str, refused: bool) -> None:
-    needs = {"spec__checkpoint": "kept"} if path == "spec__save_every" else {}
-    other = run(**{path: value}, **needs)
-    (found,) = differences(other, run())
+    needs = {"spec__save_every": {"spec__checkpoint": "kept"}, "spec__disk_rate": {"spec__disk": "/disk"}}.get(path, {})
+    reference, other = run(**needs), run(**{path: value}, **needs)
+    (found,) = differences(other, reference)
     assert (found.fact, found.refused) == (fact, refused)
     assert found.ours != found.reference
-    made = compare({"reference": [run()], "other": [other]})
+    made = compare({"reference": [reference], "other": [other]})
     told = made.refusals if refused else made.marks
     assert any("other" in line and fact in line for line in told), told
     assert (made.rows[1].speed_ratio is None) == refused

@@ -1,0 +1,149 @@
+"""How much of a disk's rate updates behind the steps get, beside a plain program that reads and writes the same."""
+
+from __future__ import annotations
+
+import os
+import queue
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from systems.device.memory.disk import DiskPlace, _aligned, _all_of, _bytes
+from systems.planning.disk_layout import BUFFERS
+from systems.strategies.angel_ptm.options import AngelPTMOptions
+from systems.system import Engine
+from tests.systems.running import angel_ptm, managed, settings, start
+
+LEAST = 0.9  # of the plain program's rate
+MIB = 1 << 20
+RATE = 10 * MIB  # bytes a second each way
+
+
+class Stack(nn.Module):
+    """Layers of `width` x `width`: far more bytes of states than work."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers, self.width = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers)), width
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = torch.tanh(layer(values))
+        return values
+
+
+class Running:
+    """Steps of a stack with all its states on the disk, at most 4 ahead of their updates."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.disk = engine, managed(engine).disk
+        self.steps(4)  # the first has no plan, and is synchronous
+
+    def steps(self, count: int) -> float:
+        """Bytes a second of both ways, from rest to rest."""
+        before, began = self._moved(), time.perf_counter()
+        for _ in range(count):
+            values = torch.ones(2, self.engine.module.width, dtype=torch.bfloat16)
+            self.engine.backward(self.engine(values).float().square().mean())
+            self.engine.step()
+        self.engine.drain()
+        return (self._moved() - before) / (time.perf_counter() - began)
+
+    def _moved(self) -> int:
+        totals = self.disk._log.totals
+        return totals["disk_read_bytes"] + totals["disk_write_bytes"]
+
+
+@contextmanager
+def running(folder: Path, layers: int, width: int, **more: Any) -> Iterator[Running]:
+    options = AngelPTMOptions(page=4 * MIB, cache=0, states="disk", nonfinite="stop", max_staleness=4)
+    asked = settings(device_memory=1 << 30, disk=folder, dtype="bf16", **more)
+    with start(angel_ptm(), Stack(layers, width), asked, options) as engine:
+        yield Running(engine)
+
+
+class PlainProgram:
+    """Reads and writes the same pieces of as many files, past the page cache: one thread reads while another writes, each a
+    piece of all files at once.
+    """
+
+    def __init__(self, folder: Path, places: list[DiskPlace]) -> None:
+        self._places, size = places, sum(place.nbytes for place in places)
+        self._files = [self._file(folder / f"plain-{part}", size) for part in range(places[0].parts)]
+        longest = max(place.nbytes for place in places)
+        self._buffers = [[_bytes(_aligned(longest)) for _ in self._files] for _ in range(BUFFERS)]
+
+    def _file(self, name: Path, size: int) -> int:
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        os.posix_fallocate(file, 0, size)
+        return file
+
+    def rate(self, passes: int) -> float:
+        """Bytes a second of both ways."""
+        order, free, full = self._places * passes, queue.Queue[int](), queue.Queue[int]()
+        for number in range(BUFFERS):
+            free.put(number)
+        with ThreadPoolExecutor(2) as ways, ThreadPoolExecutor(2 * len(self._files)) as pieces:
+
+            def move(how: Any, number: int, place: DiskPlace) -> None:
+                both = zip(self._files, self._buffers[number], strict=True)
+                wait([pieces.submit(_all_of, how, file, data[: place.nbytes], place.offset) for file, data in both])
+
+            def go(how: Any, taken: queue.Queue[int], given: queue.Queue[int]) -> None:
+                for place in order:
+                    number = taken.get()
+                    move(how, number, place)
+                    given.put(number)
+
+            began = time.perf_counter()
+            for way in [ways.submit(go, os.preadv, free, full), ways.submit(go, os.pwritev, full, free)]:
+                way.result()
+            return 2 * sum(place.parts * place.nbytes for place in order) / (time.perf_counter() - began)
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+
+def test_a_disk_held_to_a_rate_is_busy_while_updates_run_behind(tmp_path: Path) -> None:
+    """Of three measurements the best: whoever sleeps on a busy machine wakes late."""
+    with running(tmp_path, 12, 256, disk_rate=RATE) as ours:
+        reached = 0.0
+        for _ in range(3):
+            reached = max(reached, ours.steps(15) / (2 * RATE))
+            if reached >= LEAST:
+                break
+    assert LEAST <= reached <= 1
+
+
+@pytest.mark.slow
+def test_updates_behind_the_steps_have_the_rate_of_a_plain_program(tmp_path: Path) -> None:
+    """Each is measured between two measurements of the other, for a disk that others use too changes its rate by the second;
+    of all pairs the median, and of three medians the best, where the first is not enough.
+    """
+    with running(tmp_path, 12, 1024) as ours:
+        if not ours.disk.direct:
+            pytest.skip("this file system cannot do without its page cache")
+        program = PlainProgram(tmp_path, list(ours.disk.places.values()))
+        program.rate(1)  # so that no request is the first to a block of the disk
+        for _ in range(3):
+            ratios, before = list[float](), program.rate(4)
+            for _ in range(9):
+                mine = ours.steps(10)
+                after = program.rate(4)
+                ratios.append(mine / ((before + after) / 2))
+                before = after
+            median = statistics.median(ratios)
+            print(f"of a plain program's rate {median:.3f}: {min(ratios):.3f} to {max(ratios):.3f}, {before / 1e9:.2f} GB/s")
+            if median >= LEAST:
+                break
+        program.close()
+    assert median >= LEAST
