@@ -74,7 +74,7 @@ def _device_memory_asked(record: Record) -> str:
 
 
 def _disk_memory_asked(record: Record) -> str:
-    if record.spec.disk is None:
+    if record.spec.disk is None and not any(option.startswith("nvme_path=") for option in record.spec.option):
         return "none"
     return "what is free" if record.spec.disk_memory is None else format_size(record.spec.disk_memory)
 

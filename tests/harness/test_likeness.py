@@ -135,6 +135,13 @@ def test_each_difference_is_named(path: str, value: Any, fact: str, refused: boo
     assert (made.rows[1].speed_ratio is None) == refused
 
 
+def test_a_package_s_folder_is_a_disk_too() -> None:
+    """DeepSpeed's ZeRO-Infinity takes it as an option of its own."""
+    package = run(spec__option=("nvme_path=/disk",))
+    assert not [one for one in differences(package, run(spec__disk="/disk")) if "disk" in one.fact]
+    assert [one.fact for one in differences(package, run()) if "disk" in one.fact] == ["disk memory asked for"]
+
+
 def test_every_fact_of_the_table_is_tested() -> None:
     assert {fact.name for fact in FACTS} - {case[2] for case in REFUSED + MARKED} == set()
     assert all(fact.refuses == (fact.name in {case[2] for case in REFUSED}) for fact in FACTS)
