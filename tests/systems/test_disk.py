@@ -410,10 +410,6 @@ def test_settings_that_make_no_sense() -> None:
         Settings(disk_memory=5)
     with pytest.raises(ValueError, match="disk_memory is -1"):
         Settings(disk="x", disk_memory=-1)
-    with pytest.raises(ValueError, match="disk_rate is of files in a folder: name it with disk"):
-        Settings(disk_rate=5)
-    with pytest.raises(ValueError, match="disk_rate is 0"):
-        Settings(disk="x", disk_rate=0)
 
 
 def test_buffers_are_of_the_largest_segment(tmp_path: Path) -> None:

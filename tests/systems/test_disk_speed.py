@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from systems.device.memory.disk import DiskPlace, _aligned, _all_of, _bytes
+from systems.device.memory.disk import Disk, DiskPlace, _aligned, _all_of, _bytes
 from systems.planning.disk_layout import BUFFERS
+from systems.settings import Settings
 from systems.strategies.angel_ptm.options import AngelPTMOptions
 from systems.system import Engine
 from tests.systems.running import angel_ptm, managed, settings, start
@@ -123,6 +125,13 @@ class PlainProgram:
             os.close(file)
 
 
+def test_rates_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="disk_rate is of files in a folder: name it with disk"):
+        Settings(disk_rate=5)
+    with pytest.raises(ValueError, match="disk_rate is 0"):
+        Settings(disk="x", disk_rate=0)
+
+
 def test_a_disk_held_to_a_rate_is_busy_while_updates_run_behind(tmp_path: Path) -> None:
     """Of three measurements the best: whoever sleeps on a busy machine wakes late."""
     with running(tmp_path, 12, 256, rate=RATE) as ours:
@@ -132,6 +141,21 @@ def test_a_disk_held_to_a_rate_is_busy_while_updates_run_behind(tmp_path: Path) 
             if reached >= LEAST:
                 break
     assert LEAST <= reached <= 1
+
+
+def test_updates_one_after_another_have_a_buffer_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their order is: else the second's read waits for the first's write."""
+    taken, read = list[int](), Disk.read
+
+    def reading(disk: Disk, place: DiskPlace, transfers: Any) -> Any:
+        taken.append(place.buffer)
+        return read(disk, place, transfers)
+
+    with running(tmp_path, BUFFERS + 1, 64) as ours:  # the last layer's buffer is the first's, where a segment has its own
+        monkeypatch.setattr(Disk, "read", reading)
+        ours.seconds(10)
+    assert len(taken) > BUFFERS
+    assert all(one != other for one, other in pairwise(taken))
 
 
 @pytest.mark.slow
