@@ -83,9 +83,7 @@ def running(
 
 
 class PlainProgram:
-    """Reads and writes the same pieces of as many files, past the page cache: one thread reads while another writes, each a
-    piece of all files at once.
-    """
+    """Reads and writes the same pieces of as many files, past the page cache, and nothing else."""
 
     def __init__(self, folder: Path, places: list[DiskPlace]) -> None:
         self._places, size = places, sum(place.nbytes for place in places)
@@ -99,8 +97,17 @@ class PlainProgram:
         return file
 
     def rate(self, passes: int) -> float:
-        """Bytes a second of both ways."""
-        order, free, full = self._places * passes, queue.Queue[int](), queue.Queue[int]()
+        """Bytes a second of both ways, by the faster of two programs."""
+        nbytes, best = 2 * passes * sum(place.parts * place.nbytes for place in self._places), 0.0
+        for program in (self._both_ways_at_once, self._in_turn):
+            began = time.perf_counter()
+            program(self._places * passes)
+            best = max(best, nbytes / (time.perf_counter() - began))
+        return best
+
+    def _both_ways_at_once(self, order: list[DiskPlace]) -> None:
+        """One thread reads while another writes, each a piece of all files at once."""
+        free, full = queue.Queue[int](), queue.Queue[int]()
         for number in range(BUFFERS):
             free.put(number)
         with ThreadPoolExecutor(2) as ways, ThreadPoolExecutor(2 * len(self._files)) as pieces:
@@ -115,10 +122,20 @@ class PlainProgram:
                     move(how, number, place)
                     given.put(number)
 
-            began = time.perf_counter()
             for way in [ways.submit(go, os.preadv, free, full), ways.submit(go, os.pwritev, full, free)]:
                 way.result()
-            return 2 * sum(place.parts * place.nbytes for place in order) / (time.perf_counter() - began)
+
+    def _in_turn(self, order: list[DiskPlace]) -> None:
+        """A thread a file, which reads a piece and writes it."""
+
+        def go(file: int, data: memoryview) -> None:
+            for place in order:
+                for how in (os.preadv, os.pwritev):
+                    _all_of(how, file, data[: place.nbytes], place.offset)
+
+        with ThreadPoolExecutor(len(self._files)) as threads:
+            for done in threads.map(go, self._files, self._buffers[0]):
+                assert done is None
 
     def close(self) -> None:
         for file in self._files:
@@ -181,7 +198,7 @@ def test_thirty_steps_are_nearly_as_fast_as_they_may_be(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_updates_behind_the_steps_have_the_rate_of_a_plain_program(tmp_path: Path) -> None:
     """Each is measured between two measurements of the other, for a disk that others use too changes its rate by the second;
-    of all pairs the median, and of three medians the best, where the first is not enough.
+    of all pairs the median, and of five medians the best, where the first is not enough.
     """
     with running(tmp_path, 12, 1024) as ours:
         if not ours.disk.direct:
@@ -189,7 +206,7 @@ def test_updates_behind_the_steps_have_the_rate_of_a_plain_program(tmp_path: Pat
         program = PlainProgram(tmp_path, list(ours.disk.places.values()))
         told = list[str]()
         program.rate(1)  # so that no request is the first to a block of the disk
-        for _ in range(3):
+        for _ in range(5):
             ratios, before = list[float](), program.rate(4)
             for _ in range(9):
                 mine = ours.steps(10)

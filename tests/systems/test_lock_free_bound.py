@@ -73,6 +73,13 @@ def test_the_order_of_updates_leaves_enough(most: int) -> None:
     assert share(PS_1B, 4, 5) < 0.9
 
 
+@pytest.mark.parametrize(("layers", "lost"), [(23, 0.04), (5, 0.17)])
+def test_in_the_long_run_an_update_a_turn_takes_few_gradients(layers: int, lost: float) -> None:
+    compute_s, disk_s, _ = PS_1B
+    found = seconds(compute_s, disk_s, layers, most=4, steps=300)
+    assert 1 - disk_s * 60 / found == pytest.approx(lost, abs=0.005)
+
+
 @pytest.mark.parametrize(("case", "most", "steps"), [(PS_1B, 4, 7), (PS_1B, 2, 9), (SMALL, 1, 8)])
 def test_no_order_beats_the_bound(case: tuple[float, float, int], most: int, steps: int) -> None:
     assert seconds(*case, most=most, steps=steps) >= case[1] * math.ceil(steps / (most + 1))
