@@ -30,24 +30,42 @@ MIB = 1 << 20
 RATE = 10 * MIB  # bytes a second each way
 
 
-class Stack(nn.Module):
-    """Layers of `width` x `width`: far more bytes of states than work."""
+class Pause(torch.autograd.Function):
+    """Work that takes no core: a third of it forward, the rest backward."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, work_s: float) -> torch.Tensor:
+        ctx.work_s = work_s
+        time.sleep(work_s / 3)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(2 * ctx.work_s / 3)
+        return gradients[0], None
+
+
+class Stack(nn.Module):
+    """Layers of `width` x `width`, which take `work_s` seconds each beside: far more bytes of states than work."""
+
+    def __init__(self, layers: int, width: int, work_s: float) -> None:
         super().__init__()
-        self.layers, self.width = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers)), width
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self._work_s = work_s
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             values = torch.tanh(layer(values))
+            if self._work_s:
+                values = Pause.apply(values, self._work_s)
         return values
 
 
 class Running:
     """Steps of a stack with all its states on the disk."""
 
-    def __init__(self, engine: Engine, width: int, batch: int) -> None:
-        self.engine, self._shape = engine, (batch, width)
+    def __init__(self, engine: Engine, width: int) -> None:
+        self.engine, self._shape = engine, (2, width)
         self.disk = managed(engine).disk
         self.steps(4)  # the first has no plan, and is synchronous
 
@@ -73,13 +91,13 @@ class Running:
 
 @contextmanager
 def running(
-    folder: Path, layers: int, width: int, *, most: int | None = 4, batch: int = 2, rate: int | None = None
+    folder: Path, layers: int, width: int, *, most: int | None = 4, work_s: float = 0.0, rate: int | None = None
 ) -> Iterator[Running]:
     """most: steps that updates may be behind; None: synchronous. rate: that the disk is held to."""
     options = AngelPTMOptions(page=4 * MIB, cache=0, states="disk", nonfinite="stop", max_staleness=most)
     asked = settings(device_memory=1 << 30, disk=folder, dtype="bf16", disk_rate=rate)
-    with start(angel_ptm(), Stack(layers, width), asked, options) as engine:
-        yield Running(engine, width, batch)
+    with start(angel_ptm(), Stack(layers, width, work_s), asked, options) as engine:
+        yield Running(engine, width)
 
 
 class PlainProgram:
@@ -176,21 +194,21 @@ def test_updates_one_after_another_have_a_buffer_each(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_thirty_steps_are_nearly_as_fast_as_they_may_be(tmp_path: Path) -> None:
+def test_steps_ahead_are_nearly_as_fast_as_they_may_be(tmp_path: Path) -> None:
     """Samples a second are 0.9 x min(K + 1, disk step / compute step) of the synchronous ones, where a step's compute takes
-    a tenth of what the disk does, and nearly what the order of updates can reach at all.
+    a tenth of what the disk does or less, and nearly what the order of updates can reach at all.
     """
-    layers, width, rate = 12, 512, 36 * MIB
+    layers, width, work_s = 12, 256, 0.004
 
     def step_s(most: int | None, count: int, *, held: bool = True) -> float:
-        with running(tmp_path, layers, width, most=most, batch=1500, rate=rate if held else None) as ours:
+        with running(tmp_path, layers, width, most=most, work_s=work_s, rate=RATE if held else None) as ours:
             return ours.seconds(count) / count
 
     compute, synchronous = step_s(16, 12, held=False), step_s(None, 6)
-    disk = layers * width * width * 12 / rate
-    for most in (1, 2, 4):
-        possible = seconds(compute, disk, layers, most=most, steps=30) / 30
-        found = step_s(most, 30)
+    disk = layers * width * width * 12 / RATE
+    for most, steps in ((1, 30), (2, 30), (4, 60)):
+        possible = seconds(compute, disk, layers, most=most, steps=steps) / steps
+        found = min(step_s(most, steps) for _ in range(2))
         assert synchronous / found >= LEAST * min(most + 1, synchronous / compute), (most, compute, synchronous, found)
         assert possible / found >= LEAST, (most, possible, found)
 
