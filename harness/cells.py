@@ -27,7 +27,19 @@ TEXT_LIMIT = 16 << 20  # bytes
 MOST_GROUPS = 1000  # that one grid makes
 
 # Of a run's flags those that decide which cell its record belongs to. Batch and sequence are looked up as resolved.
-WORK = ("system", "model", "device_memory", "disk", "ranks", "accumulate", "dtype", "recompute", "clip", "optimizer")
+WORK = (
+    "system",
+    "model",
+    "device_memory",
+    "disk",
+    "disk_rate",
+    "ranks",
+    "accumulate",
+    "dtype",
+    "recompute",
+    "clip",
+    "optimizer",
+)
 SETS = ("set", "hyper")  # of WORK too, in any order; so are options, as they were in force
 RESOLVED_WORK = ("batch_size", "seq_len")
 ASIDE = ("device", "timeout", "results", "tag", "repeat", "wandb")  # name no other work, also where a cell names them

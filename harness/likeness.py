@@ -74,7 +74,7 @@ def _device_memory_asked(record: Record) -> str:
 
 
 def _disk_memory_asked(record: Record) -> str:
-    if record.spec.disk is None:
+    if record.spec.disk is None and not any(option.startswith("nvme_path=") for option in record.spec.option):
         return "none"
     return "what is free" if record.spec.disk_memory is None else format_size(record.spec.disk_memory)
 
@@ -121,6 +121,7 @@ FACTS: tuple[Fact, ...] = (
     Fact("device memory budget in force", lambda r: r.memory.device_budget_bytes, show=format_size),
     Fact("host memory budget", _host_budget, show=format_size),
     Fact("disk memory asked for", _disk_memory_asked),
+    Fact("disk rate, bytes a second", lambda r: r.spec.disk_rate or "no limit"),
     Fact("CPU", lambda r: r.environment.hardware.cpu_model),
     Fact("usable cores", lambda r: r.environment.limits.cores if r.environment.limits else None),
     Fact("optimizer", lambda r: " ".join((r.spec.optimizer, *sorted(r.spec.hyper)))),

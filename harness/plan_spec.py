@@ -21,7 +21,7 @@ class PlanSpec(RunSpec):
 
     left_out: ClassVar[frozenset[str]] = frozenset(
         {"steps", "warmup", "lr", "weight_decay", "schedule", "data", "eval_every", "repeat", "timeout", "results", "tag"}
-        | {"checkpoint", "save_every", "resume", "weights", "phases", "wandb"}
+        | {"disk_rate", "checkpoint", "save_every", "resume", "weights", "phases", "wandb"}
     )
     """Flags of a run that would change nothing here."""
 

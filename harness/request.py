@@ -148,6 +148,7 @@ def resolve(job: WorkerJob, device: Device) -> Request:
         host_memory=job.host_budget_bytes if spec.host_memory is None else spec.host_memory,
         disk=spec.disk,
         disk_memory=spec.disk_memory,
+        disk_rate=spec.disk_rate,
         dtype=spec.dtype,
         accumulate=spec.accumulate,
         clip=spec.clip,

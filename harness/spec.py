@@ -72,6 +72,9 @@ class RunSpec(BaseModel):
     host_memory: Size | None = Field(None, description="host budget; default: smallest of cgroup, ulimit and machine")
     disk: str | None = Field(None, min_length=1, description="folder for optimizer states that the host has no room for")
     disk_memory: Size | None = Field(None, description="budget of the files there; default: what is free")
+    disk_rate: Size | None = Field(
+        None, ge=1, description="bytes a second each way that the disk is held to; default: no limit"
+    )
     ranks: int = Field(1, ge=1, description="data-parallel processes, each with a device and batches of its own")
     batch_size: int | None = Field(None, ge=1, description="samples per rank and micro-batch; default: the model's")
     seq_len: int | None = Field(None, ge=1, description="tokens per sample; default: the model's")
@@ -134,6 +137,8 @@ class RunSpec(BaseModel):
     def _disk_has_a_place(self) -> RunSpec:
         if self.disk_memory is not None and self.disk is None:
             raise ValueError(f"--disk-memory {self.disk_memory} needs a folder: name it with --disk")
+        if self.disk_rate is not None and self.disk is None:
+            raise ValueError(f"--disk-rate {self.disk_rate} needs a folder: name it with --disk")
         return self
 
     @model_validator(mode="after")

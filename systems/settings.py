@@ -54,6 +54,7 @@ class Settings:
     device_memory, host_memory: budgets in bytes, of one device and of the whole host; None means the smallest limit of the
     machine.
     disk: folder for optimizer states that the host has no room for; disk_memory: its budget, None means what is free there.
+    disk_rate: bytes a second of each way that steps' reads and writes there are held to, None means no limit.
     recompute: "none", "full" or the block numbers whose activations are recomputed.
     clip: gradient norm to clip to, 0 for off.
     ranks: of them all; local_ranks: of those on this host, whose memory and disk are one; None means all of them.
@@ -69,6 +70,7 @@ class Settings:
     host_memory: int | None = None
     disk: str | os.PathLike[str] | None = None
     disk_memory: int | None = None
+    disk_rate: int | None = None
     dtype: DType = "bf16"
     accumulate: int = 1
     clip: float = 0.0
@@ -93,6 +95,10 @@ class Settings:
             check_whole(name, value, least)
         if self.disk_memory is not None and self.disk is None:
             raise ValueError("disk_memory is a budget of files in a folder: name it with disk")
+        if self.disk_rate is not None:
+            check_whole("disk_rate", self.disk_rate, 1)
+            if self.disk is None:
+                raise ValueError("disk_rate is of files in a folder: name it with disk")
         if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not 0 <= self.clip <= LARGEST:
             raise ValueError(f"clip is {self.clip!r}: give the finite norm to clip gradients to, or 0 for off")
         if isinstance(self.recompute, str):

@@ -225,9 +225,8 @@ def fits(system: System, options: BaseModel, question: Question, observations: O
     host = planner.host_need(planned, planned.schedule())
     if not host.fits or question.shared_memory is None:
         return host.fits
-    left = question.shared_memory - planner.at_first(planned)
-    smaller = replace(question, device_memory=min(question.device_memory, max(left, 1)), shared_memory=None)
-    return left > 0 and fits(system, options, smaller, observations)
+    left = min(question.device_memory, question.shared_memory - planner.at_first(planned))
+    return left > 0 and fits(system, options, replace(question, device_memory=left, shared_memory=None), observations)
 
 
 def simulated(system: System, options: BaseModel, question: Question, observations: Observations) -> Simulation | None:

@@ -219,7 +219,7 @@ class Assembly:
 
     def _make_disk(self) -> Disk:
         assert self._settings.disk is not None
-        disk = Disk(self._settings.disk, self.layout, budget=self._budgets.disk, host=self.host, log=self._log)
+        disk = Disk(self._settings, self.layout, budget=self._budgets.disk, host=self.host, log=self._log)
         self._files.callback(disk.close)
         self.device.meter.exempt(disk.buffers[0].parts[0].untyped_storage())
         self.device.lanes.update(disk_lanes(self.device.jitter))

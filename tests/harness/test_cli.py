@@ -30,8 +30,8 @@ from tests.harness.processes import ROOT
 
 # A flag costs every user a line of help: adding one means deciding so here.
 FLAGS = (
-    "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--disk", "--disk-memory", "--ranks",
-    "--batch-size",
+    "--system", "--model", "--set", "--device", "--device-memory", "--host-memory", "--disk", "--disk-memory", "--disk-rate",
+    "--ranks", "--batch-size",
     "--seq-len", "--accumulate", "--steps", "--warmup", "--dtype", "--recompute", "--clip", "--optimizer", "--hyper",
     "--lr", "--weight-decay",
     "--schedule", "--data", "--eval-every", "--seed", "--option", "--repeat", "--timeout", "--results", "--tag",

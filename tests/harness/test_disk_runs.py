@@ -50,6 +50,11 @@ def test_a_plan_foresees_what_the_disk_holds_and_its_bound(capsys: pytest.Captur
     ("arguments", "said"),
     [
         (("run", "--system", "elixir", "--disk-memory", "1GiB"), "needs a folder: name it with --disk"),
+        (("run", "--system", "elixir", "--disk-rate", "1MiB"), "needs a folder: name it with --disk"),
+        (
+            ("run", "--system", "elixir", "--disk", "x", "--disk-rate", "0"),
+            "--disk-rate 0: input should be greater than or equal to 1",
+        ),
         (("plan", "--system", "resident", "--disk", "x", "--hardware", "h100-80g-x1"), "resident keeps no states on a disk"),
         (("plan", "--system", "elixir", "--disk", "x", "--hardware", "h3t-a100-40g-x8"), "profile h3t-a100-40g-x8 has no disk"),
     ],

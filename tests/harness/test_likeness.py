@@ -88,6 +88,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("memory__device_budget_bytes", 2 << 20, "device memory budget in force"),
     ("memory__host_budget_bytes", 2 << 30, "host memory budget"),
     ("spec__disk", "/disk", "disk memory asked for"),
+    ("spec__disk_rate", 1 << 20, "disk rate, bytes a second"),
     ("environment__hardware__cpu_model", "CPU two", "CPU"),
     ("environment__limits__cores", 64, "usable cores"),
     ("spec__ranks", 2, "ranks"),
@@ -123,15 +124,22 @@ def test_like_runs_have_no_difference() -> None:
     [(*case, True) for case in REFUSED] + [(*case, False) for case in MARKED],
 )
 def test_each_difference_is_named(path: str, value: Any, fact: str, refused: bool) -> None:
-    needs = {"spec__checkpoint": "kept"} if path == "spec__save_every" else {}
-    other = run(**{path: value}, **needs)
-    (found,) = differences(other, run())
+    needs = {"spec__save_every": {"spec__checkpoint": "kept"}, "spec__disk_rate": {"spec__disk": "/disk"}}.get(path, {})
+    reference, other = run(**needs), run(**{path: value}, **needs)
+    (found,) = differences(other, reference)
     assert (found.fact, found.refused) == (fact, refused)
     assert found.ours != found.reference
-    made = compare({"reference": [run()], "other": [other]})
+    made = compare({"reference": [reference], "other": [other]})
     told = made.refusals if refused else made.marks
     assert any("other" in line and fact in line for line in told), told
     assert (made.rows[1].speed_ratio is None) == refused
+
+
+def test_a_package_s_folder_is_a_disk_too() -> None:
+    """DeepSpeed's ZeRO-Infinity takes it as an option of its own."""
+    package = run(spec__option=("nvme_path=/disk",))
+    assert not [one for one in differences(package, run(spec__disk="/disk")) if "disk" in one.fact]
+    assert [one.fact for one in differences(package, run()) if "disk" in one.fact] == ["disk memory asked for"]
 
 
 def test_every_fact_of_the_table_is_tested() -> None:

@@ -120,7 +120,7 @@ def test_measured_numbers_name_runs_that_are_kept(name: str) -> None:
     for each in made(name):
         for cell in (cell for row in each.rows for cell in row if isinstance(cell, MeasuredCell)):
             assert cell.run_ids and cell.machine
-            folder = ROOT / "results" / ("losses" if name == "losses" else "")
+            folder = ROOT / "results" / (name if name in ("losses", "staleness") else "")
             assert all((folder / f"{run_id}.json").is_file() for run_id in cell.run_ids)
 
 

@@ -299,4 +299,4 @@ def check_disk(sizes: Sizes, folder: str | None, system: str, ranks_here: int = 
             need=need,
             have=have,
         )
-    return Path(folder)
+    return Path(folder).absolute()

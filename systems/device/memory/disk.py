@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from systems.planning.disk_layout import BLOCK, BUFFERS, buffer_of, disk_bytes, 
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier
 from systems.planning.step.operations import Work, of_bundle
+from systems.settings import Settings
 from systems.sizes import format_need, format_size
 
 
@@ -70,10 +72,12 @@ class DiskBuffer:
 class Disk:
     """direct: False where the file system's page cache takes part. Raises BudgetError where folder or host lack the room."""
 
-    def __init__(self, folder: str | os.PathLike[str], layout: Layout, *, budget: int, host: Account, log: EventLog) -> None:
+    def __init__(self, settings: Settings, layout: Layout, *, budget: int, host: Account, log: EventLog) -> None:
+        assert settings.disk is not None
         self._roles = ("master", *layout.moments)
         self.account, self._layout, self._log = Account(Tier.DISK, budget, log), layout, log
-        self._folder, self.direct = Path(folder), True
+        self._folder, self.direct = Path(settings.disk), True
+        self._rate = settings.disk_rate
         self._files: list[int] = []
         self._buffers: HostMapping | None = None
         self._threads = ThreadPoolExecutor(2 * len(self._roles), thread_name_prefix="disk")
@@ -160,7 +164,7 @@ class Disk:
 
     def _move(self, move: Callable[..., int], place: DiskPlace) -> None:
         """Its files at once; an error is raised when none of them is being read or written any more."""
-        parts = self.buffers[place.buffer].parts
+        parts, began = self.buffers[place.buffer].parts, time.perf_counter()
         jobs = [
             self._threads.submit(_all_of, move, file, _bytes(part)[: place.nbytes], place.offset)
             for file, part in zip(self._files, parts, strict=True)
@@ -169,6 +173,8 @@ class Disk:
         with self._telling():
             for job in jobs:
                 job.result()
+        if self._rate is not None:
+            time.sleep(max(0.0, began + place.payload_bytes / self._rate - time.perf_counter()))
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

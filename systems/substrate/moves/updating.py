@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from systems.device.lanes.ticket import Ticket
 from systems.device.lanes.transfers import TrackedMemory, Transfers
 from systems.device.memory.disk import Disk, DiskPlace
 from systems.machine.device_thread import DeviceThread
+from systems.planning.disk_layout import BUFFERS
 from systems.planning.layout import Layout, Placement
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
@@ -41,6 +43,7 @@ class UpdatingThread:
         self._own = UpdateLane(LaneKind.CPU, jitter=device.jitter, threads=device.cpu_lane_threads)
         self._transfers = Transfers({**device.lanes, LaneKind.CPU: self._own}, device.compute, device.log)
         self._places: dict[int, DiskPlace] = {}
+        self._buffers = cycle(range(BUFFERS))  # in turn, for updates come in any order
         self._paused = 0
         self._writes: deque[Ticket] = deque()
         self._read: Ticket | None = None  # of the update that was begun last, the last of its reads
@@ -166,7 +169,8 @@ class UpdatingThread:
             state, segment = stored.state, stored.segment.index
             assert isinstance(state, DiskState)
             here, start = slice(start, start + stored.slot.numel()), start + stored.slot.numel()
-            place = self._places.setdefault(segment, replace(state.place, memory=TrackedMemory(state.memory.extent)))
+            mine = self._places.setdefault(segment, replace(state.place, memory=TrackedMemory(state.memory.extent)))
+            place = replace(mine, buffer=next(self._buffers))
             buffer = disk.read(place, self._transfers)
             self._read = buffer.memory.writer
             work = self._update(bundle, taken, buffer.views(place), gradient[here], out[here], stored.placements)
