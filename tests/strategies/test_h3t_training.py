@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,8 @@ from models.loss import count_labels, token_loss
 from models.registry import build, initial_weights, resolve
 from systems.errors import BudgetError
 from systems.planning.plan import Tier
-from systems.strategies.h3t import STRATEGY
+from systems.planning.trace import Trace
+from systems.strategies.h3t import STRATEGY, profiling
 from systems.strategies.h3t.options import H3TOptions, H3TStatistics
 from systems.strategies.h3t.profiling import read_profile
 from systems.strategies.h3t.switches import NAMES
@@ -159,6 +161,10 @@ def test_a_profile_is_kept_and_used_again(tmp_path: Path) -> None:
     path.write_text('{"format": 1}')
     with pytest.raises(ValueError, match="steps: field required: remove the file to measure anew"):
         setup.run(H3T, None, options(profile=str(path)))
+
+
+def test_all_that_a_step_s_trace_has_is_kept() -> None:
+    assert profiling._Base.model_fields.keys() == {field.name for field in fields(Trace)}
 
 
 def test_a_profile_that_cannot_be_written_is_refused_before_any_step(tmp_path: Path) -> None:

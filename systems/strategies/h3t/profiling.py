@@ -168,12 +168,13 @@ class _Base(_Read):
     input_bytes: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
     inputs_left: tuple[tuple[NonNegativeInt, ...], ...] = ()
     lane_times: tuple[tuple[str, NonNegativeInt, _Seconds], ...] = ()
+    exchange_bytes: tuple[NonNegativeInt, ...] = ()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         for name in ("non_model_bytes", "compute_time_s", "flushes"):
             _one_a_moment(name, getattr(self, name), self)
-        for name in ("adopted_peak_bytes", "gradient_bytes", "inputs_left"):
+        for name in ("adopted_peak_bytes", "gradient_bytes", "inputs_left", "exchange_bytes"):
             _one_a_moment(name, getattr(self, name) or self.moments, self)  # empty: not measured
         return self
 
