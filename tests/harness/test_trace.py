@@ -109,7 +109,8 @@ def test_what_befalls_the_traced_step_takes_no_figure_away(
     monkeypatch.setattr(trace, "take", take)
     record = run_here(make_spec(**SMALL | {"system": "elixir", "trace": str(tmp_path / "step.json"), "phases": True}))
     assert record.status == "ok" and record.metrics.mean_step_time_s is not None and record.memory.device_peak_bytes
-    assert record.notes[-2:] == [f"--trace: none was taken: {told}", "--phases: none was taken, for the same reason"]
+    notes = [note for note in record.notes if note.startswith("--")]  # there may be one of how the steps' time is spread
+    assert notes == [f"--trace: none was taken: {told}", "--phases: none was taken, for the same reason"]
     assert record.phases_s["close"] >= 0
 
 
