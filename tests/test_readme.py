@@ -167,7 +167,7 @@ def test_the_results_of_the_readme_are_those_of_its_records() -> None:
         assert (spec["dtype"], spec["recompute"], resolved["tokens_per_step"]) == ("bf16", "full", 16 << 10)
         assert device == f"bf16, 16K tokens a step, recomputation, one {resolved['device_label'].removeprefix('NVIDIA ')}"
         assert f"{record['memory']['device_peak_bytes'] / (1 << 30):.2f}GiB" == peak
-        assert f"{metrics['median_step_time_s']:.3f} s" == step
+        assert f"{metrics['mean_step_time_s']:.3f} s" == step  # with the work behind the last boundary, as in the rate
         assert f"{metrics['tokens_per_s']:,.0f}" == rate
         if given := re.match(r"\d+\.(\d+) billion parameters", what):
             parameters = resolved["parameters"]
@@ -189,7 +189,7 @@ def test_what_two_gpus_do_is_what_its_record_says() -> None:
     assert (record["status"], spec["ranks"], spec["model"], spec["option"]) == ("ok", 2, model, [])
     assert resolved["device_label"] == f"NVIDIA {device}"
     assert round(resolved["host_budget_bytes"] / (1 << 30)) == int(host)
-    assert f"{record['metrics']['median_step_time_s']:.3f}" == step and steps == COUNTED[resolved["timed_steps"]]
+    assert f"{record['metrics']['mean_step_time_s']:.3f}" == step and steps == COUNTED[resolved["timed_steps"]]
 
 
 def results() -> list[list[str]]:
