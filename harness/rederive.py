@@ -100,7 +100,7 @@ def _rotary_share(record: Record, work: derive.StepFlops) -> float:
     if work.flops is None or same or "key_value_heads" not in shape:
         return 0.0
     assert resolved.batch_size is not None and resolved.seq_len is not None
-    head = shape["hidden_size"] / shape["num_heads"]
+    head = shape.get("head_size") or shape["hidden_size"] / shape["num_heads"]
     return float(resolved.batch_size * resolved.seq_len * head / work.flops.forward.causal)
 
 

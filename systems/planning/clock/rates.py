@@ -73,9 +73,8 @@ class LinkRates:
     @property
     def _network(self) -> float | None:
         """Of a node; None where there is one."""
-        profile = self.profile
-        several = self.among > profile.devices_per_node.value and profile.network_bytes_per_s is not None
-        return profile.network_bytes_per_s.value if several and profile.network_bytes_per_s is not None else None
+        network = self.profile.network_bytes_per_s
+        return network.value if network is not None and self.among > self.profile.devices_per_node.value else None
 
     @property
     def swap_rate(self) -> float:

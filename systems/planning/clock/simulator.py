@@ -11,11 +11,11 @@ Note [The host]
 
 Note [Bounds]
     No order of work can beat these. compute: what the compute lane does, tokens' way to experts of other ranks with it.
-    host-dram: what CPU Adam and copies take of it; cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and
-    both together, or one after the other if they are one queue. disk: reads, or writes. link: all collectives. issue: unit
-    events on the host. norm: updates that wait for the norm lie between one backward and the next forward's end, so a step is
-    at least the backward and all of these host updates; those that run ahead, and accumulators that are cleared for them, are
-    no part of it.
+    host-dram: what CPU Adam and copies take of it; cpu-adam: Adam alone at its own rate. pcie: copies in either direction,
+    and both together, or one after the other if they are one queue. disk: reads, writes, or both at once. link: all
+    collectives. issue: unit events on the host. norm: updates that wait for the norm lie between one backward and the next
+    forward's end, so a step is at least the backward and all of these host updates; those that run ahead, and accumulators
+    that are cleared for them, are no part of it.
     Updates that run K steps behind (Strategy.max_staleness) take the gradients of K + 1 steps at most. Their step is the longer
     of two, neither of which it beats: one whose updates on the host take no time, and the synchronous one over K + 1. So are
     disk and cpu-adam, and what the host's memory does for them is left out of host-dram. Events are the synchronous step's.
