@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from systems.errors import UnsupportedError
 from systems.messages import in_words
+from systems.ranks.gloo import with_peers
 from systems.ranks.launchers import launched
 from systems.ranks.meeting import meet, stay_away
 from systems.ranks.processes import TIMEOUT_S, Processes
@@ -89,9 +90,11 @@ def begun(
                 )
             chosen = torch.device("cuda", local_rank)
             torch.cuda.set_device(chosen)
-    _listen_here(where)
+        _listen_here(where)
+        _check_interfaces()
     store = meet(where, rank=rank, size=size, device=device, timeout=WAIT)
-    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=size, device_id=chosen)
+    with with_peers("the start"):
+        dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=size, device_id=chosen)
     try:
         return Processes(
             device,
@@ -116,3 +119,12 @@ def _listen_here(where: str) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACK), None)
     if loopback is not None:
         os.environ.setdefault(INTERFACE, loopback)
+
+
+def _check_interfaces() -> None:
+    """Gloo's own words for one that is not there do not say that it has no other."""
+    here = [name for _, name in socket.if_nameindex()]
+    named = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+    for name in named:
+        if name not in here:
+            raise UnsupportedError(f"{INTERFACE} is {name!r}, which this host has not: name one of {', '.join(here)}, or none")

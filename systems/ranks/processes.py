@@ -52,7 +52,8 @@ def link_of(
 
 def _mine(among: Sequence[Members | None], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """All ranks make all of them, in one order."""
-    made = [dist.new_group(None if m is None else list(m), backend=backend, timeout=timeout) for m in among]
+    with with_peers("the making of groups"):
+        made = [dist.new_group(None if m is None else list(m), backend=backend, timeout=timeout) for m in among]
     return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
 
@@ -115,7 +116,7 @@ class Processes(Ranks):
         timeout = timedelta(seconds=timeout_s)
         number = next(_default.numbers)
         self._waits, self.ends = Waits(), _board(f"ends-{number}", self.rank, self.size)
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._control = _mine((None,), "gloo", timeout)
         own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else str(self.rank)
         places = self.exchange("places", (host_identity(), own))
         hosts = [host for host, _ in places]

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,21 +135,23 @@ def test_a_rank_that_fails_leaves_nobody_waiting() -> None:
         as_threads(3, work)
 
 
-def of_processes(size: int, tmp_path: Path, what: str) -> list[Any]:
-    """What `what`, an expression over `ranks`, is on each of some processes."""
+def of_processes(size: int, tmp_path: Path, what: str, before: str = "", **given: Any) -> list[Any]:
+    """What `what`, an expression over `ranks`, is on each of some processes. before: a statement; given: of Processes."""
     script = f"""
 import pickle, sys, torch, torch.distributed as dist
 from systems.ranks.processes import Processes
 from tests.ranks.test_link import *
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size={size})
-ranks = Processes(stuck_s=0.5)
+{before}
+ranks = None
 try:
+    ranks = Processes(**{ {"stuck_s": 0.5} | given })
     found = {what}
 except RuntimeError as error:
     found = f"{{type(error).__name__}}: {{error}}"
 open(f"{tmp_path}/found-{{rank}}", "wb").write(pickle.dumps(found))
-ranks.close()
+ranks and ranks.close()
 dist.destroy_process_group()
 """
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -238,15 +241,24 @@ def test_processes_that_differ_are_told_by_name(tmp_path: Path) -> None:
     assert all(each.startswith(told) for each in of_processes(2, tmp_path, what))
 
 
-def end(folder: str) -> None:
-    """This process, without a word to the others."""
+def end(folder: str, after: str | None = None) -> None:
+    """This process, without a word to the others. after: a file that another writes first."""
+    while after and not (Path(folder) / after).exists():
+        time.sleep(0.01)
     (Path(folder) / "found-1").write_bytes(pickle.dumps("ended"))
     os._exit(0)
 
 
 def test_a_process_that_is_gone_is_told_as_that(tmp_path: Path) -> None:
-    told, _ = of_processes(2, tmp_path, f"end({str(tmp_path)!r}) if ranks.rank else ranks.exchange('last words', 0)")
+    """Once both have all their groups: making one takes the other too."""
+    last = f"(Path({str(tmp_path)!r}) / 'made').touch() or ranks.exchange('last words', 0)"
+    told, _ = of_processes(2, tmp_path, f"end({str(tmp_path)!r}, 'made') if ranks.rank else {last}")
     assert told.startswith("PeerGoneError: another rank is gone, or has let wait too long, at 'last words': ")
+
+
+def test_a_process_that_is_gone_before_there_are_groups_is_told_as_that(tmp_path: Path) -> None:
+    told, _ = of_processes(2, tmp_path, "'made'", f"rank and end({str(tmp_path)!r})", timeout_s=1)
+    assert told.startswith("PeerGoneError: another rank is gone, or has let wait too long, at 'the making of groups': ")
 
 
 def test_processes_that_wait_for_each_other_for_ever_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

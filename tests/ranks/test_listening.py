@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from systems.errors import UnsupportedError
 from systems.ranks import joining
 from tests.harness.processes import ROOT, command_line, environment, marked
 
@@ -123,3 +124,13 @@ def test_who_is_alone_on_this_host(said: dict[str, str], interface: str | None, 
     monkeypatch.setattr(os, "environ", {**said, **(rest if said else {})})
     joining._listen_here(joining.LAUNCHED if said else "file:///tmp/meet")
     assert os.environ.get(joining.INTERFACE) == interface
+
+
+@pytest.mark.parametrize("named", ["eth7", "lo,eth7"])
+def test_an_interface_that_is_not_here_is_told_by_name(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining.socket, "if_nameindex", lambda: [(1, "eth0"), (2, "lo")])
+    monkeypatch.setenv(joining.INTERFACE, named)
+    with pytest.raises(UnsupportedError, match="GLOO_SOCKET_IFNAME is 'eth7', which this host has not: name one of eth0, lo"):
+        joining._check_interfaces()
+    monkeypatch.setenv(joining.INTERFACE, "eth0,lo")
+    joining._check_interfaces()
