@@ -138,24 +138,30 @@ def elements(buffered: BufferedBundle, tensors: Sequence[torch.Tensor]) -> list[
     return [tensor[p.here].clone() for stretch, tensor in pieces for p in stretch.placements]
 
 
+def key_of(buffered: BufferedBundle) -> tuple[int, int]:
+    return id(buffered._behind), buffered.index
+
+
 class Kept:
-    """Every gradient that was added, by bundle, and every sum that an update took: what each is, element by element."""
+    """Every gradient that was added, by engine and bundle, and every sum that an update took: what each is, element by
+    element.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.added: dict[int, list[list[torch.Tensor]]] = {}
-        self.taken: dict[int, list[tuple[int, list[torch.Tensor]]]] = {}
+        self.added: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+        self.taken: dict[tuple[int, int], list[tuple[int, list[torch.Tensor]]]] = {}
         add, end = BufferedBundle.add, UpdatingThread._end
 
         def adding(buffered: BufferedBundle, *given: Any) -> None:
             gradients = [s.slot if s.accumulator is None else s.accumulator for s in buffered.stretches]
-            self.added.setdefault(buffered.index, []).append(elements(buffered, gradients))
+            self.added.setdefault(key_of(buffered), []).append(elements(buffered, gradients))
             add(buffered, *given)
 
         def ending(thread: UpdatingThread, bundle: Any, taken: Any, tickets: Any) -> None:
             for ticket in tickets:
                 ticket.wait()
             found = taken.steps, elements(bundle, taken.tensors)
-            self.taken.setdefault(bundle.index, []).append(found)
+            self.taken.setdefault(key_of(bundle), []).append(found)
             end(thread, bundle, taken, tickets)
 
         monkeypatch.setattr(BufferedBundle, "add", adding)
@@ -166,9 +172,9 @@ class Kept:
         assert self.added, "void: nothing was added"
         assert self.added.keys() == self.taken.keys()
         most = 0
-        for bundle, gradients in self.added.items():
-            left = iter(gradients)
-            for steps, total in self.taken[bundle]:
+        for key, gradients in self.added.items():
+            left, bundle = iter(gradients), key[1]
+            for steps, total in self.taken[key]:
                 expected = [each.clone() for each in next(left)]
                 for _ in range(steps - 1):
                     for mine, more in zip(expected, next(left), strict=True):

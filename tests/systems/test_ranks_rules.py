@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from systems.device.lanes.lane import LinkLane
+from systems.device.lanes.lane import Lane, LinkLane
 from systems.device.lanes.ticket import DoneTicket, HostTicket
 from systems.device.memory.granule import MANY, Granule
 from systems.errors import OutOfMemoryError, UnsupportedError
@@ -283,6 +283,21 @@ def test_what_waits_for_a_collective_that_nobody_comes_to_is_told_so() -> None:
     thread.join(5)
     with pytest.raises(RuntimeError, match="did not come to a collective"):  # what comes of it later is told nobody
         under_way.wait()
+
+
+@pytest.mark.parametrize("first", ["fails", "is kept away"])
+def test_behind_a_collective_that_was_none_no_other_is_begun(first: str) -> None:
+    """Other ranks, which wait for the first, would take the second for it."""
+    lane, begun, before = LinkLane(LaneKind.GATHER, lambda: None), list[int](), Lane(LaneKind.H2D)
+    copied = before.submit(_fail if first == "is kept away" else lambda: None, [], id=1)
+    failed = lane.submit(_fail if first == "fails" else lambda: begun.append(2), [copied], id=2)
+    behind = lane.submit(lambda: begun.append(3), [], id=3)
+    for ticket in (failed, behind):
+        with pytest.raises(OSError, match="on purpose"):
+            ticket.wait()
+    assert not begun
+    for each in (lane, before):
+        each.close()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -298,7 +298,8 @@ class UpdateLane(Lane):
 
 
 class LinkLane(Lane):
-    """Of several ranks, what their collectives go through. A job in it ends when all ranks have come to it, be it never.
+    """Of several ranks, what their collectives go through. A job in it ends when all ranks have come to it, be it never. Behind
+    one that failed, or that what it waits for kept away, none is begun: other ranks would take it for the one before.
 
     end: ends collectives that are under way on a device. patience_s: seconds that `abandon` waits, for the thread and then for
     the device. in_caller: only of a link that queues (`Link.queues`).
@@ -358,6 +359,8 @@ class LinkLane(Lane):
         work = job.work
 
         def unless_abandoned() -> None:
+            if self.error is not None:
+                raise self.error
             work()
             if self._abandoned:  # who waited was told so, and nobody is to be told otherwise later
                 raise RuntimeError(NOBODY_CAME)

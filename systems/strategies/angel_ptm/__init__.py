@@ -53,13 +53,15 @@ Where this departs from the paper, and why
 * The SSD takes the optimizer states that the host has no memory for (--disk), those of the last layers first; with
   states=disk all of them, as in the paper. It serves every strategy, so it is the substrate's.
 * Layers that host and disk have no memory for are on the device for good, with their states, whatever option cache says.
-* Lock-free updating (Algorithm 2) is an option, max_staleness=K, on one rank: without it a step's updates are done before
-  their parameters are used again. As printed it loses gradients that arrive between lines 5 and 12; here there are two sums,
+* Lock-free updating (Algorithm 2) is an option, max_staleness=K: without it a step's updates are done before their parameters
+  are used again. As printed it loses gradients that arrive between lines 5 and 12; here there are two sums,
   which change places as an update begins. Line 20 may read a layer in backward as another than in forward; here what a step
   has read it reads again, in all its micro-batches. Nothing bounds what is printed; here a fetch waits until the layer lacks
   the gradients of K steps at most. Line 3 goes over the layers in reverse; here that with the most gradients is next, of
   several the one that is used first: steps wait for it first. Sums are added up in 16 bits, as the paper's (in fp32 with
   several micro-batches), and an update is one step of the optimizer at the learning rate of the newest gradient in its sum.
+* Lock-free on several ranks, each updates its shards behind its steps. A gather brings together the versions that each has
+  come to, K steps behind at most: so shards of a layer may be of several, but all ranks compute with the same values.
 * Lock-free, a gradient that is not finite ends the run (nonfinite=stop), for it cannot be taken out of a sum; nothing is
   clipped, and fp16 is refused. With K above 0 the results depend on timing. Who looks at weights (a checkpoint, evaluation,
   the end) waits until all gradients are in them, and steps without a plan are synchronous. 8 bytes a parameter on the host

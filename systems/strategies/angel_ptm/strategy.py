@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from systems.errors import UnsupportedError
 from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import Plan
 from systems.planning.policy.base import FittedStrategy
@@ -38,8 +37,6 @@ class AngelPTM(FittedStrategy):
     _fetched_bytes: int | None = None
 
     def __init__(self, options: AngelPTMOptions, context: PlanningContext) -> None:
-        if options.max_staleness is not None and context.ranks > 1:
-            raise UnsupportedError("`options=dict(max_staleness)` runs on one rank so far: leave it out, or `ranks` at 1")
         super().__init__(options, context)
         self.max_staleness = options.max_staleness
         if self.max_staleness is not None:

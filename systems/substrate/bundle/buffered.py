@@ -11,6 +11,9 @@ Note [Lock-free]
     is pinned is not written to.
     Staleness of a use: the gradients before it that the version it pinned does not hold. A fetch waits until that is `most` at
     most. So a gradient is in one sum, and a sum in one update: none is lost, and none is counted twice.
+
+    On several ranks each has versions and sums of its shards, and all this holds for each shard. A fetch that waits for an
+    update waits for this rank's own gradients, whose reductions all ranks began before: so no two ranks wait for each other.
 """
 
 from __future__ import annotations

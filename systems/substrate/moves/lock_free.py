@@ -1,7 +1,8 @@
 """Lock-free updating, as the step sees it: bundles are buffered while a plan is in force, and at rest when anybody looks.
 
 See Note [Lock-free] in bundle/buffered.py. Bundles whose states are on the device are updated there as ever. At rest, and in
-steps without a plan, all is as without it: slots hold the parameters, and nothing but the masters and them counts.
+steps without a plan, all is as without it: slots hold the parameters, and nothing but the masters and them counts. What was on
+the device leaves as bundles come to rest, and is back as the next step begins: to come to rest takes no collective.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class LockFree:
         self._made: dict[int, BufferedBundle] = {}
         self._before = (0, 0, 0)
         self._behind = Behind()
+        self._left: list[tuple[int, bool]] = []  # bundles that left the device to come to rest; whole, or their shards alone
         self._thread = UpdatingThread(layout, store.disk, store.device, control, self._behind)
 
     def follow(self, order: Sequence[ManagedBundle], *, planned: bool) -> None:
         """Trained bundles in the order in which steps use them first. planned: a plan is in force for the steps to come."""
-        self._order, self._planned = list(order), planned
+        self._order, self._planned, self._left = list(order), planned, []
 
     def begin(self) -> None:
         """A step begins. What is updated on the host is buffered from now on, if it is to be and is not yet."""
@@ -75,12 +77,18 @@ class LockFree:
             buffered.begin({p: updates[p] for p in bundle.gradients.parameters})
             for stretch, version in zip(buffered.stretches, buffered.versions[0], strict=True):
                 kernel.copy(version, stretch.slot)
-            if bundle.block is not None:
+            if bundle.block is not None or bundle.shard.block is not None:
                 buffered.version_of(0)
         self._thread.go_over([self._made[b.index] for b in chosen])
         self.active = True  # first, so that `settle` finds what follows if Ctrl-C breaks it off
         for bundle in chosen:
             bundle.buffering.begin(self._made[bundle.index])
+        left, self._left = self._left, []
+        for index, whole in left:
+            if whole:
+                self._residency.fetch(index)
+            else:
+                self._residency.shards.move(index)
 
     def _make(self, chosen: Sequence[ManagedBundle]) -> None:
         """Raises BudgetError where the host has no room for them."""
@@ -123,9 +131,10 @@ class LockFree:
                 self._raise()
             return
         mine = [bundle for bundle in self._bundles if bundle.buffering.now is not None]
-        there = [bundle.index for bundle in mine if bundle.block is not None and not bundle.pinned]
-        for index in there:
-            self._residency.drop(index)
+        there = [b for b in mine if (b.block is not None or b.shard.block is not None) and not b.pinned]
+        self._left += [(bundle.index, bundle.block is not None) for bundle in there]
+        for bundle in there:
+            self._residency.drop(bundle.index)
         self._device.drain()
         for bundle in mine:
             self._made[bundle.index].unpin()
@@ -145,8 +154,6 @@ class LockFree:
         slots_take_parameters(each for bundle in mine for each in bundle.segments)
         count_updates(self._control, updates)
         self._end()
-        for index in there:
-            self._residency.fetch(index)
 
     def _raise(self) -> None:
         error = self._behind.error
