@@ -298,10 +298,10 @@ def test_a_disk_that_is_slow_holds_steps_up_less(tmp_path: Path, monkeypatch: py
             engine.drain()
             return (time.perf_counter() - began) / steps
 
-    compute, synchronous = step_s(16, 0.0, 20), step_s(None, 0.05, 6)
+    compute, synchronous = step_s(16, 0.0, 20), step_s(None, 0.02, 6)
     for most in (1, 2, 4):
         expected = min(most + 1, synchronous / compute)
-        assert synchronous / step_s(most, 0.05, 12 * (most + 1)) >= 0.9 * expected
+        assert synchronous / step_s(most, 0.02, 12 * (most + 1)) >= 0.9 * expected
 
 
 def test_a_forecast_is_the_longer_of_two_steps_that_none_beats(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class AngelPTMOptions(InputsOptions):
 
     states: with disk all optimizer states have their home there, not only those that the host lacks memory for.
     max_staleness: updates run behind the steps (Algorithm 2), by so many at most, with nonfinite=stop. At 0 each step waits for
-    those before it, with the same results as without. On several ranks `drain` is of all of them, as looking at weights is.
+    those before it, with the same results as without.
     """
 
     page: Annotated[Size, Field(ge=256)] = 4 * MIB

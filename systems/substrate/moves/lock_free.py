@@ -2,7 +2,8 @@
 
 See Note [Lock-free] in bundle/buffered.py. Bundles whose states are on the device are updated there as ever. At rest, and in
 steps without a plan, all is as without it: slots hold the parameters, and nothing but the masters and them counts. What was on
-the device leaves as bundles come to rest, and is back as the next step begins: to come to rest takes no collective.
+the device leaves as bundles come to rest, and is back as the next step begins: to come to rest takes no collective. Where one
+of several ranks has come to rest, by `drain`, so do the others before the next step.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class LockFree:
         """A step begins. What is updated on the host is buffered from now on, if it is to be and is not yet."""
         if self._behind.error is not None:
             self._raise()
+        ranks = self._store.ranks
+        if self._planned and ranks.size > 1 and not all(ranks.exchange("updates are behind the steps", self.active)):
+            self.settle()
         if self.active or not self._planned:
             return
         chosen = [b for b in self._order if b.movable and not b.states_on_device]
