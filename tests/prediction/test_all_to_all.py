@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Literal
 
 import pytest
@@ -15,11 +15,12 @@ from models.loss import token_loss
 from models.objective import OBJECTIVES
 from models.shape import ModelShape
 from systems.planning import hardware
-from systems.planning.clock.clocks import Claim
-from systems.planning.clock.rates import THROUGH_HOST, Rates
-from systems.planning.clock.simulator import EXCHANGE, costs_of, simulation_of
+from systems.planning.clock.clocks import Claim, TimedJob, run
+from systems.planning.clock.rates import DEVICE_LINK, NETWORK, THROUGH_HOST, Rates
+from systems.planning.clock.simulator import EXCHANGE, clocked, costs_of, simulation_of
 from systems.planning.clock.work import Interval, interval_seconds
-from systems.planning.hardware import HardwareProfile, SourcedNumber
+from systems.planning.hardware import Count, HardwareProfile, SourcedNumber
+from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work
 from systems.prediction.forecast import Forecast, Observations, Question, _PlansByBudget, forecast
 from tests.systems.every import STRATEGIES
@@ -169,6 +170,59 @@ def test_without_a_link_they_share_the_host_s_with_copies() -> None:
         assert job.rate == rate and job.fixed_s > 0
     linked = profile.model_copy(update={"device_link_bytes_per_s": SourcedNumber(value=rate, source="of this test")})
     for operation, _ in swapping:
-        assert costs_of(schedule, linked).job(operation, ()).fixed_s == operation.seconds
+        job = costs_of(schedule, linked).job(operation, ())
+        assert job.fixed_s + job.flow_bytes / job.rate == pytest.approx(operation.seconds)
+        assert job.claims == (Claim(DEVICE_LINK),), "nothing of the host's"
     made = simulation_of(schedule, plan.trace, plan.plan, profile)  # type: ignore[union-attr]
     assert made.bounds_s["compute"] == pytest.approx(sum(plan.trace.compute_time_s), rel=0.01)  # type: ignore[union-attr]
+
+
+# ---- beside collectives
+
+
+def passing(question: Question, strategy: str, resource: str) -> list[tuple[float, float, float]]:
+    """Of a step's jobs that claim it: begin, end, and what they take of it in all."""
+    system, known = STRATEGIES[strategy], seen("t5-moe-tiny", question.expert_ranks)
+    plan = _PlansByBudget(system, system.Options(), question, known).at(question.device_memory)
+    schedule = plan.schedule()  # type: ignore[union-attr]
+    timed = clocked(schedule.operations, len(schedule.demand), costs_of(schedule, question.profile))
+    claimed = {o.ticket: sum(j.flow_bytes * c.units for c in j.claims if c.resource == resource) for o, j in timed.work}
+    return [(span.start_s, span.end_s, claimed[o.ticket]) for o, span in timed.operations if claimed[o.ticket]]
+
+
+def overlap(jobs: list[tuple[float, float, float]]) -> bool:
+    ordered = sorted(jobs)
+    return any(later[0] < earlier[1] for earlier, later in pairwise(ordered))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("nodes", "resource"), [(1, DEVICE_LINK), (2, NETWORK)])
+@pytest.mark.one_in(4)
+def test_no_more_passes_in_a_time_than_the_rate_allows(strategy: str, nodes: int, resource: str) -> None:
+    """Collectives go on while tokens are on their way; what lies within any time is at most what fits into it."""
+    field = "device_link_bytes_per_s" if resource is DEVICE_LINK else "network_bytes_per_s"
+    rate = 2e6  # so slow that nothing else counts
+    counts = {"nodes": Count(value=nodes, source="of this test"), "devices_per_node": Count(value=2, source="of this test")}
+    slow = {field: SourcedNumber(value=rate, source="of this test")}
+    profile = hardware.load("angel-a100-40g-x16").model_copy(update=counts | slow)
+    jobs = passing(asked(profile, 2 * nodes, 2 * nodes, "full"), strategy, resource)
+    assert overlap(jobs), "void: nothing runs beside anything"
+    for begin, _, _ in jobs:
+        within, last = 0.0, begin
+        for first, end, size in sorted(jobs, key=lambda job: job[1]):
+            if first >= begin:
+                within, last = within + size, end
+                assert within <= rate * (last - begin) * (1 + 1e-9)
+
+
+def test_what_collectives_take_beside_each_other_s_tokens_by_hand() -> None:
+    """A gather and an all-to-all that each have a port's measured rate take, both at once, as long as their bytes over what the
+    port can; alone, as long as ever."""
+    profile = hardware.load("h200-141g-x2")
+    assert profile.device_link_bytes_per_s is not None
+    link, port = Rates(profile, 2).link, profile.device_link_bytes_per_s.value
+    gather = TimedJob("link", flow_bytes=SIZE, rate=link.rate(LaneKind.GATHER), claims=link.claims)
+    swap = TimedJob("compute", flow_bytes=SIZE, rate=link.swap_rate, claims=link.swap_claims)
+    resources = Rates(profile, 2).resources()
+    assert [run([one], resources)[0].end_s for one in (gather, swap)] == [SIZE / gather.rate, SIZE / swap.rate]
+    assert [span.end_s for span in run([gather, swap], resources)] == pytest.approx([2 * SIZE / port] * 2)

@@ -18,6 +18,8 @@ Note [All-to-alls]
     for the own node go at a gather's rate, the others beside them at a device's share of the node's network, through which all
     of its devices send at once (a gather's bytes pass it once a node); the slower counts, of the rank that has the fewest of
     its fellows near. The fixed time is a gather's. Without a link of the devices they share the host's with copies.
+    They have a stream and communicators of their own (ranks/expert_exchange.py), so a collective may run beside them: both then
+    share what a port passes one way, by the fastest of all that was measured of it, and a node's network, in proportion.
 
 Note [Exchanges]
     What ranks tell each other once a step (substrate/agreement.py) is the host's: it hears which gradients came when it has
@@ -39,6 +41,7 @@ from systems.planning.step.operations import ScheduledOperation, Work, before_up
 from systems.planning.strategy import PlanningContext
 
 HOST_DRAM, HOST_LINK, DISK = "host-dram", "host-link", "disk"
+DEVICE_LINK, NETWORK = "device-link", "network"
 TO_DEVICE, FROM_DEVICE = "to-device", "from-device"  # the host link's two directions
 THROUGH_HOST = Claim(HOST_DRAM, units=2.0), Claim(HOST_LINK, units=2.0), Claim(TO_DEVICE), Claim(FROM_DEVICE)
 DISK_WAYS = {LaneKind.DISK_READ: "disk-read", LaneKind.DISK_WRITE: "disk-write"}
@@ -82,10 +85,15 @@ class LinkRates:
         within, network, others = self._within(LaneKind.GATHER), self._network, self.ranks - 1
         if network is None or not others:
             return within
+        near, far = self._parts
+        return others / max(near / within, far / network)
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        """Of those that a rank sends: to its own node, and to others, of all devices of the node."""
         devices = self.profile.devices_per_node.value
         near = math.gcd(self.ranks, devices) - 1
-        far = (others - near) * devices / network
-        return others / max(near / within, far)
+        return near, (self.ranks - 1 - near) * devices
 
     def swap_s(self, size: float) -> float:
         """Of an all-to-all in which so many bytes pass a port."""
@@ -113,6 +121,28 @@ class LinkRates:
     def through_host(self) -> bool:
         """Collectives share the host link with copies."""
         return self.ranks > 1 and self.profile.device_link_bytes_per_s is None
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Of each byte of a collective that passes a port."""
+        if self.through_host or self.ranks == 1:
+            return THROUGH_HOST if self.through_host else ()
+        return Claim(DEVICE_LINK), *((Claim(NETWORK),) if self._network is not None else ())
+
+    @property
+    def swap_claims(self) -> tuple[Claim, ...]:
+        """The same of an all-to-all."""
+        if self.through_host or self._network is None:
+            return self.claims
+        near, far = self._parts
+        return Claim(DEVICE_LINK, near / (self.ranks - 1)), Claim(NETWORK, far / (self.ranks - 1))
+
+    def resources(self) -> dict[str, SharedResource]:
+        """That claims are of: a port one way, and a node's network."""
+        port, network = self.profile.device_link_bytes_per_s, self._network
+        measured = [self._within(lane) for lane in COLLECTIVE]
+        found = {} if port is None else {DEVICE_LINK: SharedResource(max(port.value, *measured))}
+        return found if network is None else found | {NETWORK: SharedResource(network)}
 
 
 @dataclass(frozen=True)
@@ -201,6 +231,7 @@ class Rates:
             TO_DEVICE: SharedResource(self.h2d),
             FROM_DEVICE: SharedResource(self.d2h),
             DISK: self.shared_disk,
+            **self.link.resources(),
         }
 
 
@@ -242,7 +273,7 @@ class Costs:
             claims = (Claim(HOST_DRAM, favoured=True, measured_as=Flow.CPU_ADAM),)
             nbytes, priority = self.host_bytes(operation), self._priority(operation)
             return TimedJob(queue, waits, self.rates.update_s, nbytes, self.rates.cpu_adam, claims, priority)
-        if operation.kind is Work.COMPUTE and operation.bytes and self.rates.link.through_host:
+        if operation.kind is Work.COMPUTE and operation.bytes:
             return self._swapping(operation, queue, waits)
         if operation.lane is LaneKind.COMPUTE or operation.kind is Work.SQUARES:
             return TimedJob(queue, waits, operation.seconds + self.device_bytes(operation) / self.rates.device_dram)
@@ -306,10 +337,10 @@ class Costs:
         return before_updates(self.layout, -1 if operation.kind is Work.SQUARES else operation.bundle)
 
     def _swapping(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
-        """Compute whose tokens go through the host link."""
-        rate = self.rates.link_of(self.context.expert_ranks).swap_rate
-        own = max(operation.seconds - operation.bytes / rate, 0.0)
-        return TimedJob(queue, waits, own, operation.bytes, rate, THROUGH_HOST)
+        """Compute and the way of its tokens, which shares what that goes through."""
+        link = self.rates.link_of(self.context.expert_ranks)
+        own = max(operation.seconds - operation.bytes / link.swap_rate, 0.0)
+        return TimedJob(queue, waits, own, operation.bytes, link.swap_rate, link.swap_claims)
 
     def _copy(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
@@ -327,6 +358,5 @@ class Costs:
     def _collective(self, operation: ScheduledOperation, queue: str, waits: tuple[int, ...]) -> TimedJob:
         assert operation.lane is not None
         link, size = self.rates.link_of(self._together(operation)), self.payload(operation)
-        claims = THROUGH_HOST if link.through_host else ()
         fixed = link.overhead_s(operation.lane, size)
-        return TimedJob(queue, waits, fixed, size, link.rate(operation.lane), claims)
+        return TimedJob(queue, waits, fixed, size, link.rate(operation.lane), link.claims)

@@ -11,11 +11,11 @@ Note [The host]
 
 Note [Bounds]
     No order of work can beat these. compute: what the compute lane does, tokens' way to experts of other ranks with it.
-    host-dram: what CPU Adam and copies take of it; cpu-adam: Adam alone at its own rate. pcie: copies in either direction,
-    and both together, or one after the other if they are one queue. disk: reads, writes, or both at once. link: all
-    collectives. issue: unit events on the host. norm: updates that wait for the norm lie between one backward and the next
-    forward's end, so a step is at least the backward and all of these host updates; those that run ahead, and accumulators
-    that are cleared for them, are no part of it.
+    host-dram: what CPU Adam and copies take of it; cpu-adam: Adam alone at its own rate. pcie: copies in either direction, and
+    both together, or one after the other if they are one queue. disk: reads, writes, or both at once. link: all collectives,
+    and what passes a port or a node's network beside them. issue: unit events on the host. norm: updates that wait for the
+    norm lie between one backward and the next forward's end, so a step is at least the backward and all of these host updates;
+    those that run ahead, and accumulators that are cleared for them, are no part of it.
     Updates that run K steps behind (Strategy.max_staleness) take the gradients of K + 1 steps at most. Their step is the longer
     of two, neither of which it beats: one whose updates on the host take no time, and the synchronous one over K + 1. So are
     disk and cpu-adam, and what the host's memory does for them is left out of host-dram. Events are the synchronous step's.
@@ -30,7 +30,17 @@ from itertools import pairwise
 
 from systems.planning.clock.clocks import BusySpan, TimedJob, run
 from systems.planning.clock.perfetto import TimedEvent
-from systems.planning.clock.rates import DISK, HOST_DRAM, HOST_LINK, HOST_QUEUE, Costs, Rates, default_queues
+from systems.planning.clock.rates import (
+    DEVICE_LINK,
+    DISK,
+    HOST_DRAM,
+    HOST_LINK,
+    HOST_QUEUE,
+    NETWORK,
+    Costs,
+    Rates,
+    default_queues,
+)
 from systems.planning.hardware import HardwareProfile
 from systems.planning.plan import COLLECTIVE, LaneKind, Plan, UpdateRule
 from systems.planning.step.demand import in_order_of_use
@@ -292,7 +302,7 @@ def _bounds(work: Sequence[tuple[ScheduledOperation, TimedJob]], trace: Trace, p
         "cpu-adam": updated,
         "pcie": max([shared.get(HOST_LINK, 0.0), *([sum(copied.values())] if plan.one_copy_queue else copied.values())]),
         "disk": max([shared.get(DISK, 0.0), *stored.values()]),
-        "link": collected,
+        "link": max(collected, shared.get(DEVICE_LINK, 0.0), shared.get(NETWORK, 0.0)),
         "issue": len(trace) * costs.rates.profile.unit_event_s.value + EXCHANGES * costs.rates.link.exchange_s,
     }
     if plan.update_rule is UpdateRule.AFTER_NORM and after_norm:
