@@ -29,7 +29,7 @@ from systems.sizes import format_size
 MODEL_COLUMNS = (
     "model", "family", "label", "size", "parameters", "layers", "width", "heads", "vocabulary", "positions", "tokens", "notes",
 )  # fmt: skip
-RUN_COLUMNS = ("run", "status", "device", "step s", "tokens/s", "tag", "folder")
+RUN_COLUMNS = ("run", "status", "device", "mean step s", "tokens/s", "tag", "folder")
 Row = tuple[str, ...]
 Told = tuple[list[Row], Any]  # lines of cells for a person (a single one is a line of text), and the same as JSON
 

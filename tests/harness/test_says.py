@@ -33,7 +33,8 @@ FULL = {
         "device": "cpu", "device_label": "cpu-emulated", "parameters": 1255680, "tokens_per_step": 32, "timed_steps": 3,
     },
     "metrics": {
-        "step_time_s": [0.2, 0.1, 0.4], "median_step_time_s": 0.2, "tokens_per_s": 137.5, "loss": [6.0, None, 5.25],
+        "step_time_s": [0.2, 0.1, 0.4], "median_step_time_s": 0.2,
+        "mean_step_time_s": 0.25, "tokens_per_s": 137.5, "loss": [6.0, None, 5.25],
     },
     "memory": {
         "device_peak_bytes": 5 << 20, "device_budget_bytes": 6 << 20, "host_peak_bytes": 1 << 30,
@@ -163,7 +164,8 @@ def test_a_summary_has_what_a_person_asks_for(tmp_path: Path) -> None:
     record = make_record(**FULL)
     told = shown(lambda console: summary.show(record, tmp_path / "x.json", console))
     for part in (
-        "ok", "opt-tiny, 1,255,680 parameters", "dummy", "on cpu-emulated", "0.2 s (median, 0.1 to 0.4 s in 3 timed steps)",
+        "ok", "opt-tiny, 1,255,680 parameters", "dummy", "on cpu-emulated",
+        "0.25 s (mean; median 0.2 s, 0.1 to 0.4 s in 3 timed steps)",
         "137.5 tokens/s", "6.0000 to 5.2500", "5MiB at most of 6MiB", "1GiB at most of 2GiB", "7MiB at most",
         "3MiB to the device, a step", "0.15 s a step by simulation", "step_time_spread: 0.1 to 0.4 s", "x.json",
     ):  # fmt: skip

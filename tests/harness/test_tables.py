@@ -141,6 +141,41 @@ def test_rows_are_medians_over_processes_with_their_range(table: cells.ResultsTa
     assert shown["elixir 1GiB"][-1] == "0.8x (0.143 to 4.48)"  # budgets differ, as the table asks
 
 
+def test_columns_of_a_row_are_of_one_quantity_and_agree(table: cells.ResultsTable) -> None:
+    """A step that leaves much behind its last boundary: by their medians the two would be in the other order."""
+
+    def ran(system: str, number: int, step_s: float, median_s: float, **changes: Any) -> Record:
+        made = record(system, number, step_s, **changes)
+        return made.model_copy(update={"metrics": made.metrics.model_copy(update={"median_step_time_s": median_s})})
+
+    records = [ran("resident", 1, 0.2, 0.19), ran("elixir", 2, 0.4, 0.1, device_memory=GIB)]
+    by_name = [dict(zip(results_page.COLUMNS[2:], row, strict=True)) for row in rows(table, records).values()]
+    assert [row["mean step s"] for row in by_name] == ["0.2", "0.4"]
+    assert [row["speed"] for row in by_name] == ["1", "0.5x"]
+    for row in by_name:
+        assert float(row["mean step s"]) * float(row["tokens/s"]) == pytest.approx(32)
+
+
+def test_what_makes_columns_disagree_is_said(table: cells.ResultsTable) -> None:
+    """Steps that were skipped, and runs on a machine that the other row has not."""
+
+    def on(machine: str, useful: int = 10) -> dict[str, Any]:
+        return {
+            "environment": {"hardware": {"boot_id": machine}},
+            "resolved": {"device_label": DEVICE, "batch_size": 2, "seq_len": 16, "clock": "a", "timed_steps": 10},
+            "metrics": {"mean_step_time_s": 0.2, "tokens_per_s": 16.0 * useful, "useful_steps": useful},
+        }
+
+    ran = [record("resident", 1, 0.2, record=on("here")), record("resident", 2, 0.2, record=on("there"))]
+    ran += [record("elixir", 3, 0.2, device_memory=GIB, record=on("here", useful=7))]
+    told = [line for line in page(table, ran) if line.startswith("elixir:")]
+    assert [line.partition(":")[2].strip()[:40] for line in told] == [
+        "3 of the timed steps were skipped: the m",
+        "speed leaves out 1 of the two rows' runs",
+    ]
+    assert not [line for line in page(table, ran[:1]) if "skipped" in line or "leaves out" in line]
+
+
 def test_other_work_other_devices_and_older_code_do_not_mix_in(table: cells.ResultsTable) -> None:
     def code(sha: str) -> dict[str, Any]:
         return {"record": {"environment": {"code": {"source_sha256": sha}}}}
