@@ -168,9 +168,12 @@ def _defaults(shown: ShownGroup, strategies: Collection[str]) -> int:
 
 
 def short_label(cell: TableCell) -> str:
-    """elixir (2 ranks, stop): the system, its ranks where there are several, and its options by their short names."""
+    """elixir (2 ranks, stop, dtype fp32): the system, its ranks where there are several, its options by their short names, and
+    in what else it differs from other rows of its group but for the budget, which has a column.
+    """
     told = [f"{cell.spec.ranks} ranks"] if cell.spec.ranks > 1 else []
     told += [SHORT_NAMES[option][0] if option in SHORT_NAMES else option for option in cell.spec.option]
+    told += [text for field, text in cell.apart.items() if field not in ("ranks", "device_memory")]
     return f"{cell.spec.system} ({', '.join(told)})" if told else cell.spec.system
 
 

@@ -74,7 +74,7 @@ class Turn:
     replicate: int
 
     def __str__(self) -> str:
-        return f"{self.group.title}: {self.cell.label}, run {self.replicate + 1}"
+        return f"{self.group.title}: {self.cell.name}, run {self.replicate + 1}"
 
 
 @dataclass
@@ -290,7 +290,7 @@ def listed(done: Sweep) -> Iterator[str]:
             said = ", ".join(f"{sum(r.status == status for r in runs)} {status}" for status in sorted({r.status for r in runs}))
             more = f"{wanted} to run, {_time(wanted * done.expected_s(cell, group))} or so" if wanted else "nothing to run"
             more = f"cannot be run again: {why}" if (why := done.closed.get(work_of(cell))) else more
-            yield f"  {cell.label}: {said or 'no run yet'}; {more}"
+            yield f"  {cell.name}: {said or 'no run yet'}; {more}"
     yield f"{done.missing} runs are missing: {_time(done.left_s)} or so"
 
 
@@ -300,7 +300,7 @@ def closed(done: Sweep) -> Iterator[str]:
     for group in done.table.groups:
         for cell in group.cells:
             if why := left.pop(work_of(cell), None):
-                yield f"{group.title}: {cell.label}: cannot be run again: {why}"
+                yield f"{group.title}: {cell.name}: cannot be run again: {why}"
 
 
 def write_archive(records: Sequence[Record], path: Path) -> None:
@@ -353,7 +353,7 @@ def _so_far(table: ResultsTable, folder: Path) -> Sweep:
             names.check_run(cell.spec)
         except BadInputError as error:
             if not done.runs(cell):
-                raise BadInputError(f"{group.title}: {cell.label}: {error}") from None
+                raise BadInputError(f"{group.title}: {cell.name}: {error}") from None
             done.closed[work_of(cell)] = str(error)
     return done
 

@@ -176,6 +176,42 @@ def test_what_makes_columns_disagree_is_said(table: cells.ResultsTable) -> None:
     assert not [line for line in page(table, ran[:1]) if "skipped" in line or "leaves out" in line]
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ('dtype = "fp32"', "dtype fp32"), ('recompute = "full"', "recompute full"), ("recompute = [0, 2]", "recompute 0,2"),
+        ('optimizer = "sgd"', "optimizer sgd"),
+        ('hyper = ["eps=1e-6"]', "eps=1e-6"), ('set = ["num_layers=2"]', "num_layers=2"),
+        ("clip = 1.0", "clip 1.0"), ("accumulate = 2", "accumulate 2"), ("batch_size = 4", "batch size 4"),
+        ('disk = "there"', "disk"), ("seed = 7", "seed 7"), ("steps = 9", "steps 9"),
+        ('host_memory = "4GiB"', "host memory 4GiB"),
+        ("phases = true", "phases"), ('data = "synthetic"', "data synthetic"),
+    ],
+)  # fmt: skip
+def test_rows_that_differ_in_one_setting_say_so(row: str, told: str, tmp_path: Path) -> None:
+    """What no column has stands behind the name, in the page and in what a sweep lists."""
+    table = with_groups(tmp_path, one='{ system = "resident" }, { system = "elixir" }, { system = "elixir", ' + row + " }")
+    plain, other = table.groups[0].cells[1:]
+    assert told in results_page.short_label(other) and told in other.name
+    assert results_page.short_label(plain) != results_page.short_label(other) and plain.name != other.name
+
+
+def test_rows_that_differ_in_budget_or_ranks_alone_have_names_of_their_own(tmp_path: Path) -> None:
+    rows = '{ system = "resident" }, { system = "elixir", device_memory = "1GiB" }, { system = "elixir", ranks = 2 }'
+    cells = with_groups(tmp_path, one=rows).groups[0].cells
+    assert [cell.name for cell in cells] == ["resident", "elixir (device memory 1GiB)", "elixir (ranks 2)"]
+    assert [results_page.short_label(cell) for cell in cells] == ["resident", "elixir", "elixir (2 ranks)"]
+
+
+def test_a_row_can_be_the_reference_by_its_full_name(tmp_path: Path) -> None:
+    (tmp_path / "table.toml").write_text(
+        TABLE.replace('{ system = "dummy" }', '{ system = "resident", dtype = "fp32" }').replace(
+            'reference = "resident"', 'reference = "resident (dtype fp32)"'
+        )
+    )
+    assert cells.read_table(tmp_path / "table.toml").groups[0].reference.spec.dtype == "fp32"
+
+
 def test_other_work_other_devices_and_older_code_do_not_mix_in(table: cells.ResultsTable) -> None:
     def code(sha: str) -> dict[str, Any]:
         return {"record": {"environment": {"code": {"source_sha256": sha}}}}
