@@ -296,7 +296,9 @@ def runs(spec: RunsSpec) -> Told:
         shown = [record for record in records if _wanted(spec, record)]
         found += [(record, folder) for record in shown]
         if folder.is_dir():
-            progress_console().print(printable(f"{len(shown)} of {len(records)} runs in {folder}"), markup=False)
+            below = store.said_below(store.counts_below(folder))
+            told = f"{len(shown)} of {len(records)} runs in {folder}{f'; {below}: --results lists them' if below else ''}"
+            progress_console().print(printable(told), markup=False)
     rows: list[Row] = [RUN_COLUMNS]
     tree = []
     for record, folder in sorted(found, key=ORDERS[spec.sort]):
