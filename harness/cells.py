@@ -43,6 +43,7 @@ WORK = (
 )
 SETS = ("set", "hyper")  # of WORK too, in any order; so are options, as they were in force
 RESOLVED_WORK = ("batch_size", "seq_len")
+WHERE = "give it in the row, or in `work` of its group or of the table"
 SIZES = ("device_memory", "host_memory", "disk_memory", "disk_rate")
 ASIDE = ("device", "timeout", "results", "tag", "repeat", "wandb")  # name no other work, also where a cell names them
 
@@ -116,10 +117,18 @@ def read_table(path: Path) -> ResultsTable:
         groups = (made for group in data.groups for made in _groups(data, group))
         return ResultsTable(data.title, data.hardware, tuple(groups))
     except ValidationError as error:
-        where = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
-        raise ValueError(f"{path.name}: {invalid_value(error, lambda *_: where)}") from None
+        raise ValueError(f"{path.name}: {_misread(error)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {one_line(str(error))}") from None
+
+
+def _misread(error: ValidationError) -> str:
+    """Of the table's own keys, or of the flags of a row, whose place in the file may be the row or a work."""
+    first = error.errors(include_url=False)[0]
+    where, of_row = ".".join(map(str, first["loc"])), error.title == RunSpec.__name__
+    if first["type"] == "missing":
+        return f"a row names no {where}: {WHERE}" if of_row else f"{where} is missing: see Sweeps in docs/harness.md"
+    return ("a row: " if of_row else "") + invalid_value(error, lambda *_: where)
 
 
 def _groups(table: TableData, group: GroupData) -> Iterator[Group]:
@@ -181,7 +190,7 @@ def made_cell(work: dict[str, Any], processes: int) -> TableCell:
     spec = RunSpec.model_validate(work)
     for name in RESOLVED_WORK:
         if getattr(spec, name) is None:
-            raise ValueError(f"a row of {spec.system} names no {name}")
+            raise ValueError(f"a row of {spec.system} names no {name}: {WHERE}")
     return TableCell(":".join(filter(None, [spec.system, ",".join(spec.option)])), spec, given)
 
 

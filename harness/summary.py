@@ -29,14 +29,22 @@ def show(record: Record, path: Path, console: Console) -> None:
     """A few lines; what a run does not know has none."""
     console.print(f"[bold {STYLES.get(record.status, 'red')}]{record.status}[/]{_plain(_why(record))}")
     grid = Table.grid(padding=(0, 2))
-    for name, text in _rows(record):
+    for name, text in facts(record, path):
         grid.add_row(name, _plain(text))
-    for line in record.reason.advice if record.reason else ():
-        grid.add_row("try", _plain(line))
-    for doubt in record.doubts:
-        grid.add_row("doubt", _plain(f"{doubt.code}: {doubt.seen}; may be {doubt.cause}; {doubt.advice}"))
-    grid.add_row("record", _plain(str(path)))
     console.print(grid)
+
+
+def facts(record: Record, path: Path) -> Iterator[tuple[str, str]]:
+    """All but how it ended: what each line is of, and the line."""
+    yield from _rows(record)
+    yield from (("try", line) for line in (record.reason.advice if record.reason else ()))
+    yield from (("doubt", f"{each.code}: {each.seen}; may be {each.cause}; {each.advice}") for each in record.doubts)
+    yield "record", str(path)
+
+
+def ended(record: Record) -> str:
+    """ok, or oom: why."""
+    return f"{record.status}: {record.reason.message}" if record.reason else record.status
 
 
 def _plain(text: str) -> str:

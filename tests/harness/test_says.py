@@ -424,3 +424,27 @@ def test_json_asked_for_holds_within_alone(capsys: pytest.CaptureFixture[str], t
         say_json("1")
     say_json("2")
     assert capsys.readouterr().out == "1\n"
+
+
+def test_one_run_is_told_by_a_part_of_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As at its end; with --json its record. The page on the harness says of every list that a name tells all of one."""
+    for run_id in ("20261128T101530.123456Z-dummy-opt-tiny-9f3a61", "20261128T101530.123456Z-dummy-opt-tiny-77aa77"):
+        store.write(make_record(run_id=run_id, **FULL), tmp_path)
+    asked = ["ls", "runs", "--results", str(tmp_path)]
+    assert cli.main([*asked, "9f3a61"]) == 0
+    told = capsys.readouterr().out
+    for part in ("20261128T101530.123456Z-dummy-opt-tiny-9f3a61", "ok", "137.5 tokens/s", "step_time_spread", "9f3a61.json"):
+        assert part in told, part
+    assert cli.main([*asked, "9f3a61", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["tokens_per_s"] == 137.5
+    unlike = {"opt-tiny": "fits 2 runs", "none": "is not there", "9f3a61 --tag x": "--tag is of a list"}
+    for more, said in ((words.split(), said) for words, said in unlike.items()):
+        assert cli.main([*asked, *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_one_figure_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", "figures", "staleness"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert cli.main(["ls", "figures", "stalenes"]) == 2
+    assert "did you mean staleness?" in capsys.readouterr().err

@@ -328,7 +328,9 @@ def test_it_writes_between_the_marks_and_checks(
     ("text", "said"),
     [
         (TABLE.replace('"resident"\nrows', '"residnt"\nrows'), "table.toml: group 'A group': no row is called 'residnt'"),
-        (TABLE.replace("batch_size = 2, ", ""), "table.toml: a row of resident names no batch_size"),
+        (TABLE.replace("batch_size = 2, ", ""), "table.toml: a row of resident names no batch_size: give it in"),
+        (TABLE.replace('model = "opt-tiny", ', ""), "table.toml: a row names no model: give it in the row, or in `work`"),
+        (TABLE.replace('hardware = "a device"', ""), "table.toml: hardware is missing: see Sweeps in docs/harness.md"),
         (TABLE.replace('system = "dummy"', 'sistem = "dummy"'), "table.toml: "),
         (TABLE.replace("hardware", "hardwear"), "table.toml: "),
         (TABLE + "=", "table.toml: "),
