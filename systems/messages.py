@@ -29,6 +29,9 @@ CALLED_ELSEWHERE: Mapping[str, str] = MappingProxyType(
 )
 """What others call a choice that there is here, or what is nearest to it; in lower case."""
 ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+ESTIMATE = "`systems.estimate`"  # a command line says which of its commands does that
+LEAST_OF_A_BATCH = f"{ESTIMATE} tells the least that a batch fits in"
+"""Of refusals before there was a step, and in the first: what its activations take is known to neither."""
 
 
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
