@@ -36,6 +36,7 @@ from harness.likely import foreseen
 from harness.output import complain, progress_console, result_console, say, say_json
 from harness.record import Record, build, to_json
 from harness.results_page import shown
+from harness.run_times import guessed_s
 from harness.spec import KEPT, BadInputError, RunSpec, in_flags
 from harness.stopping import stop_signals
 from harness.store import new_run_id
@@ -47,7 +48,6 @@ from systems.messages import printable, unknown_name
 OF_ONE_RUN = ("trace", "checkpoint", "save_every", "resume", "results", "repeat")  # flags that no row may have
 COMPLETE, FAILED, MISSING = 0, 1, 3  # exit codes
 DECIDED = ("refused", "unavailable")  # before any training, and so again
-GUESS_S = 120.0  # of a run, where none was made yet
 ALIKE = (("system", "model", "ranks", "accumulate", "steps"), ("system", "model", "ranks"))  # in time; those of one size first
 
 
@@ -148,7 +148,7 @@ class Sweep:
 
     def expected_s(self, cell: TableCell, group: Group) -> float:
         """Of one run: as this cell's took, else as those of its system and model with other options, else as its group's, else
-        as any of the table's.
+        as any of the table's; where none was made, as its model and work say.
         """
         every = [each for one in self.table.groups for each in one.cells]
         took = _times(self.runs(cell))
@@ -156,7 +156,7 @@ class Sweep:
             took = took or _times(r for r in self.records if r.status == "ok" and self._is_alike(r, cell, fields))
         for cells in (group.cells, every):
             took = took or _times(record for each in cells for record in self.runs(each))
-        return statistics.median(took) if took else GUESS_S
+        return statistics.median(took) if took else guessed_s(cell.spec, self.table.hardware)
 
     def _is_alike(self, record: Record, cell: TableCell, fields: Sequence[str]) -> bool:
         spec, resolved = record.spec, record.resolved
