@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from harness.record import SCHEMA_VERSION, Record, to_json
-from harness.spec import KEPT, TRIALS, BadInputError, RunSpec
+from harness.spec import KEPT, TRIALS, BadInputError, Device, RunSpec
 from systems.machine.durable import flush, prove_folder, write_whole
 from systems.machine.reading import read_json
 from systems.messages import invalid_value, one_line
@@ -61,8 +61,12 @@ def folder_of(spec: RunSpec, device: str | None = None) -> Path:
     """
     if spec.results is not None:
         return Path(spec.results)
-    here = "cuda" if spec.device != "cpu" and DRIVER.exists() else "cpu"
-    return Path(KEPT if (device or here) == "cuda" else TRIALS)
+    return Path(KEPT if (device or likely_device(spec)) == "cuda" else TRIALS)
+
+
+def likely_device(spec: RunSpec) -> Device:
+    """Of a run that has not begun: what it asks for, else whatever this machine seems to have."""
+    return "cuda" if spec.device != "cpu" and DRIVER.exists() else "cpu"
 
 
 def folders_of(asked: str | None) -> list[Path]:
