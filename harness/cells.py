@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from harness.record import Record
 from harness.spec import RunSpec, flag
 from systems.machine.reading import read_text
 from systems.messages import invalid_value, one_line
+from systems.sizes import format_size
 
 TEXT_LIMIT = 16 << 20  # bytes
 MOST_GROUPS = 1000  # that one grid makes
@@ -42,6 +43,8 @@ WORK = (
 )
 SETS = ("set", "hyper")  # of WORK too, in any order; so are options, as they were in force
 RESOLVED_WORK = ("batch_size", "seq_len")
+WHERE = "give it in the row, or in `work` of its group or of the table"
+SIZES = ("device_memory", "host_memory", "disk_memory", "disk_rate")
 ASIDE = ("device", "timeout", "results", "tag", "repeat", "wandb")  # name no other work, also where a cell names them
 
 
@@ -75,12 +78,20 @@ class TableData(_Data):
 
 @dataclass(frozen=True)
 class TableCell:
-    """processes: runs that it wants. options: in force; None: those that the spec means today."""
+    """processes: runs that it wants. options: in force; None: those that the spec means today. apart: by field, in words, what
+    else tells it from other rows of its group.
+    """
 
     label: str
     spec: RunSpec
     processes: int = 1
     options: Mapping[str, Any] | None = None
+    apart: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Which no other row of its group has, unless the two are one: elixir (dtype fp32)."""
+        return f"{self.label} ({', '.join(self.apart.values())})" if self.apart else self.label
 
 
 @dataclass(frozen=True)
@@ -106,10 +117,18 @@ def read_table(path: Path) -> ResultsTable:
         groups = (made for group in data.groups for made in _groups(data, group))
         return ResultsTable(data.title, data.hardware, tuple(groups))
     except ValidationError as error:
-        where = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
-        raise ValueError(f"{path.name}: {invalid_value(error, lambda *_: where)}") from None
+        raise ValueError(f"{path.name}: {_misread(error)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {one_line(str(error))}") from None
+
+
+def _misread(error: ValidationError) -> str:
+    """Of the table's own keys, or of the flags of a row, whose place in the file may be the row or a work."""
+    first = error.errors(include_url=False)[0]
+    where, of_row = ".".join(map(str, first["loc"])), error.title == RunSpec.__name__
+    if first["type"] == "missing":
+        return f"a row names no {where}: {WHERE}" if of_row else f"{where} is missing: see Sweeps in docs/harness.md"
+    return ("a row: " if of_row else "") + invalid_value(error, lambda *_: where)
 
 
 def _groups(table: TableData, group: GroupData) -> Iterator[Group]:
@@ -121,11 +140,46 @@ def _groups(table: TableData, group: GroupData) -> Iterator[Group]:
     for values in product(*group.grid.values()):
         chosen = dict(zip(group.grid, values, strict=True))
         title = ", ".join([group.title, *(f"{flag(name)} {value}" for name, value in chosen.items())])
-        cells = tuple(made_cell(table.work | group.work | chosen | row, table.processes) for row in group.rows)
-        by_label = {cell.label: cell for cell in reversed(cells)}
+        cells = told_apart([made_cell(table.work | group.work | chosen | row, table.processes) for row in group.rows])
+        by_label = {name: cell for cell in reversed(cells) for name in (cell.label, cell.name)}
         if group.reference not in by_label:
             raise ValueError(f"group {group.title!r}: no row is called {group.reference!r}: {', '.join(by_label)}")
         yield Group(title, by_label[group.reference], cells)
+
+
+def told_apart(cells: Sequence[TableCell]) -> tuple[TableCell, ...]:
+    """The rows of a group, with what they differ in beside system and options: what makes other work always, all else where
+    two would look alike without. A default is not told, as no option is.
+    """
+    work = [name for name in (*WORK, *SETS, *RESOLVED_WORK) if name != "system"]
+    apart = _differing(cells, work)
+    looks = {(cell.label, *texts.values()) for cell, texts in zip(cells, apart, strict=True)}
+    if len(looks) < len(cells):
+        others = [name for name in RunSpec.model_fields if name not in (*work, *ASIDE, "system", "option")]
+        apart = _differing(cells, [*work, *others])
+    return tuple(replace(cell, apart=texts) for cell, texts in zip(cells, apart, strict=True))
+
+
+def _differing(cells: Sequence[TableCell], flags: Sequence[str]) -> list[dict[str, str]]:
+    """Of each cell, by flag, in words, those of the flags in which the cells are not all alike."""
+    unlike = [name for name in flags if len({repr(_comparable(cell.spec, name)) for cell in cells}) > 1]
+    given = [{name: getattr(cell.spec, name) for name in unlike} for cell in cells]
+    return [
+        {name: _in_words(name, value) for name, value in each.items() if value != RunSpec.model_fields[name].default}
+        for each in given
+    ]
+
+
+def _in_words(flag: str, value: Any) -> str:
+    """device memory 10GiB, ranks 2, dtype fp32, eps=1e-6; of a folder that there is one."""
+    if flag in SETS:
+        return " ".join(value)
+    name = flag.replace("_", " ")
+    if value is True or flag == "disk":
+        return name
+    if flag in SIZES:
+        return f"{name} {format_size(value)}"
+    return f"{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def made_cell(work: dict[str, Any], processes: int) -> TableCell:
@@ -134,9 +188,9 @@ def made_cell(work: dict[str, Any], processes: int) -> TableCell:
     if type(given) is not int or given < 1:
         raise ValueError(f"processes = {given!r} of a row: write a whole number from 1 on")
     spec = RunSpec.model_validate(work)
-    for field in RESOLVED_WORK:
-        if getattr(spec, field) is None:
-            raise ValueError(f"a row of {spec.system} names no {field}")
+    for name in RESOLVED_WORK:
+        if getattr(spec, name) is None:
+            raise ValueError(f"a row of {spec.system} names no {name}: {WHERE}")
     return TableCell(":".join(filter(None, [spec.system, ",".join(spec.option)])), spec, given)
 
 

@@ -116,7 +116,9 @@ def _records(kept: KeptRecords) -> CheckedPart:
     records = [*kept.own, *kept.below]
     names = {path.stem for path in kept.folder.rglob("*.json")}
     found += [KeptFinding(r.run_id, "its file has another name than its run id") for r in records if r.run_id not in names]
-    return CheckedPart("records", "files that are records, under the names of their runs", len(records), tuple(found))
+    where = f"{len(kept.own)} in {kept.folder} itself, of which pages and claims are, {len(kept.below)} in folders below it"
+    of = f"files that are records, under the names of their runs: {where}"
+    return CheckedPart("records", of, len(records), tuple(found))
 
 
 def _derived(kept: KeptRecords) -> CheckedPart:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -59,11 +59,13 @@ class ComparisonRow(Part):
     runs: list[str] = Field([], description="run ids, failed ones included")
     median_step_time_s: MedianFigure | None = Field(None, description="of the processes' median step times")
     mean_step_time_s: MedianFigure | None = Field(None, description="of the processes' timed regions over their steps")
-    tokens_per_s: MedianFigure | None = None
+    skipped_steps: int = Field(0, description="timed steps of the processes that updated nothing")
+    tokens_per_s: MedianFigure | None = Field(None, description="of the timed regions' steps that updated the model")
     relative_tflops: MedianFigure | None = None
     speed_ratio: Ratio | None = Field(
         None, description="tokens/s, of the whole region, over the reference's; null: refused, or nothing to compare"
     )
+    left_out: int = Field(0, description="runs of either side that the speed leaves out, of machines that the other has not")
     losses: Losses = Losses()
     peaks: Peaks = Peaks()
     configuration: Configuration = Configuration()
@@ -126,7 +128,7 @@ def _row(
     bad = next((record for record in records if record.status != "ok"), None)
     rates = _figures(good, "tokens_per_s")
     there, theirs = of_one_machine(good, reference)
-    comparable = not is_reference and not any(difference.refused for difference in unlike)
+    ratio = None if is_reference or any(difference.refused for difference in unlike) else _ratio(there, theirs)
     shown = good[0] if good else bad
     return ComparisonRow(
         label=label,
@@ -137,15 +139,30 @@ def _row(
         runs=[record.run_id for record in records],
         median_step_time_s=summarize(_figures(good, "median_step_time_s")),
         mean_step_time_s=summarize(_figures(good, "mean_step_time_s")),
+        skipped_steps=sum(map(_skipped, good)),
         tokens_per_s=summarize(rates),
         relative_tflops=summarize(_figures(good, "relative_tflops")),
-        speed_ratio=_ratio(there, theirs) if comparable else None,
+        speed_ratio=ratio,
+        left_out=0 if ratio is None else len(good) - len(there) + len(reference) - len(theirs),
         losses=_losses(good, reference),
         peaks=_peaks(records),
         configuration=_configuration(shown),
         differences=unlike,
         doubts=list(dict.fromkeys(doubt.code for record in good for doubt in record.doubts)),
     )
+
+
+def _skipped(record: Record) -> int:
+    timed, useful = record.resolved.timed_steps, record.metrics.useful_steps
+    return 0 if timed is None or useful is None else max(0, timed - useful)
+
+
+def asides(row: ComparisonRow) -> Iterator[str]:
+    """What keeps a row's columns from being of the same steps of the same runs, a line each."""
+    if row.skipped_steps:
+        yield f"{row.skipped_steps} of the timed steps were skipped: the mean step time counts them, tokens/s and speed do not"
+    if row.left_out:
+        yield f"speed leaves out {row.left_out} of the two rows' runs: their machines have none of the other row"
 
 
 def _ratio(records: Sequence[Record], reference: Sequence[Record]) -> Ratio | None:
@@ -240,8 +257,9 @@ def _marks(rows: Sequence[ComparisonRow], reference: Sequence[Record]) -> list[s
         if median is not None and mean is not None and abs(mean.median - median.median) > REGION_SHARE * median.median:
             found.append(
                 f"{row.label}: its timed region comes to {mean.median:.4g} s a step, its median step takes "
-                f"{median.median:.4g} s: tokens/s and speed are of the whole region"
+                f"{median.median:.4g} s: step time, tokens/s and speed are of the whole region"
             )
+        found += [f"{row.label}: {aside}" for aside in asides(row)]
         found += [f"{row.label}: {note}" for note in (row.configuration.statistics or {}).get("notes") or []]
         if row.doubts:
             found.append(f"{row.label}: doubts in its records: {', '.join(row.doubts)}")

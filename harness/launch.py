@@ -41,7 +41,7 @@ from harness.record import Doubt, Record, build
 from harness.redaction import without_secrets
 from harness.spec import BadInputError, RunSpec
 from harness.stopping import Stop
-from harness.store import new_run_id
+from harness.store import likely_device, new_run_id
 from systems.machine.limits import CGROUP_ROOT, oom_kills, process_memory, read_limits
 from systems.messages import printable
 from systems.ranks.launchers import launched
@@ -87,7 +87,7 @@ class Worker:
         self._held_back: list[str] | None = []  # until the input is known to be good: bad input is one line
         read_end, write_end = os.pipe()
         try:
-            self.process = _start(write_end, group)
+            self.process = _start(write_end, group, environment_of(job.spec))
         except OSError:
             os.close(read_end)
             raise
@@ -254,12 +254,21 @@ class Crew:
         return codes
 
 
-def _start(write_end: int, group: int) -> subprocess.Popen[bytes]:
-    """A worker, with one end of the pipe for its messages."""
+def environment_of(spec: RunSpec) -> dict[str, str]:
+    """Of a worker. On the emulated device threads that wait for each other sleep, unless the user says how they shall: where
+    others use the cores, each one that spins keeps from its core the one that it waits for, at every operation.
+    """
     root = str(Path(__file__).resolve().parents[1])
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")]), os.curdir])
     environment["PYTHONUNBUFFERED"] = "1"
+    if likely_device(spec) == "cpu" and not environment.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    return environment
+
+
+def _start(write_end: int, group: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A worker, with one end of the pipe for its messages."""
     return subprocess.Popen(
         [sys.executable, *WORKER],
         stdin=subprocess.PIPE,

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness import figures, names, store
+from harness import figures, names, store, summary
 from harness.availability import faces, why_unavailable
 from harness.flags import metavar, parse
 from harness.option_texts import option_texts
 from harness.output import complain, gives_json, progress_console, say
 from harness.record import Record, Status
-from harness.spec import KEPT, TRIALS, BadInputError
+from harness.spec import KEPT, TRIALS, BadInputError, flag
 from systems import registry
 from systems.errors import UnavailableError
 from systems.face import Abilities
@@ -29,7 +29,7 @@ from systems.sizes import format_size
 MODEL_COLUMNS = (
     "model", "family", "label", "size", "parameters", "layers", "width", "heads", "vocabulary", "positions", "tokens", "notes",
 )  # fmt: skip
-RUN_COLUMNS = ("run", "status", "device", "step s", "tokens/s", "tag", "folder")
+RUN_COLUMNS = ("run", "status", "device", "mean step s", "tokens/s", "tag", "folder")
 Row = tuple[str, ...]
 Told = tuple[list[Row], Any]  # lines of cells for a person (a single one is a line of text), and the same as JSON
 
@@ -60,12 +60,15 @@ class HardwareSpec(ListSpec):
 
 
 class FiguresSpec(ListSpec):
-    """List the tables and figures of papers that harness figure shows."""
+    """List the tables and figures of papers that harness figure shows, or tell what one is."""
+
+    name: str | None = Field(None, description="one figure, told in words; harness figure NAME shows it")
 
 
 class RunsSpec(ListSpec):
-    """List the records of runs, the newest first."""
+    """List the records of runs, the newest first, or tell what one came to."""
 
+    name: str | None = Field(None, description="one run, by its id or a part that no other has; with --json its whole record")
     results: str | None = Field(None, description=f"folder of the records; default: {KEPT} and {TRIALS}")
     system: str | None = Field(None, description="only runs of this system")
     model: str | None = Field(None, description="only runs of this model")
@@ -87,8 +90,8 @@ SUMMARIES = {
     "systems": "the systems, or one with its abilities and options",
     "models": "the models, or one with its shape",
     "hardware": "the hardware profiles, or one with all its numbers",
-    "figures": "the tables and figures of papers that can be shown",
-    "runs": "the records of runs, with filters",
+    "figures": "the tables and figures of papers that can be shown, or one in words",
+    "runs": "the records of runs, with filters, or what one came to",
 }
 
 
@@ -117,9 +120,8 @@ def list_asked(arguments: Sequence[str]) -> int:
     if first == "hardware":
         return _tell(hardware(asked(HardwareSpec)))
     if first == "figures":
-        asked(FiguresSpec, None)
-        return _tell(listed_figures())
-    return _tell(runs(asked(RunsSpec, None)))
+        return _tell(listed_figures(asked(FiguresSpec)))
+    return _tell(runs(asked(RunsSpec)))
 
 
 def _tell(told: Told) -> int:
@@ -277,13 +279,31 @@ def _one_profile(found: Any, name: str) -> Told:
     return rows, {"name": name, **tree}
 
 
-def listed_figures() -> Told:
-    found = figures.find().values()
+def listed_figures(spec: FiguresSpec) -> Told:
+    known = figures.find()
+    if spec.name is not None and spec.name not in known:
+        raise BadInputError(unknown_name("figure", spec.name, known))
+    found = list(known.values()) if spec.name is None else [known[spec.name]]
     rows: list[Row] = [("figure", "paper", ""), *((each.name, each.paper, each.summary) for each in found)]
-    return rows, [{"name": each.name, "paper": each.paper, "summary": each.summary} for each in found]
+    tree = [{"name": each.name, "paper": each.paper, "summary": each.summary} for each in found]
+    return rows, tree if spec.name is None else tree[0]
+
+
+def _one_run(spec: RunsSpec, name: str) -> Told:
+    """As at the run's end. What narrows a list has no place beside one run."""
+    filters = sorted(spec.model_fields_set - {"name", "results"})
+    if filters:
+        raise BadInputError(f"{flag(filters[0])} is of a list, and {name} is one run: leave one of the two out")
+    folders = store.folders_of(spec.results)
+    (record,) = store.find(folders, [name])
+    path = next(path for folder in folders if (path := folder / f"{record.run_id}.json").exists())
+    rows: list[Row] = [("run", record.run_id), ("status", summary.ended(record)), ("started", record.started_at)]
+    return [*rows, *summary.facts(record, path)], record.model_dump(mode="json")
 
 
 def runs(spec: RunsSpec) -> Told:
+    if spec.name is not None:
+        return _one_run(spec, spec.name)
     if spec.system is not None:
         _warn_of_name(spec.system)
     found: list[tuple[Record, Path]] = []
@@ -296,7 +316,9 @@ def runs(spec: RunsSpec) -> Told:
         shown = [record for record in records if _wanted(spec, record)]
         found += [(record, folder) for record in shown]
         if folder.is_dir():
-            progress_console().print(printable(f"{len(shown)} of {len(records)} runs in {folder}"), markup=False)
+            below = store.said_below(store.counts_below(folder))
+            told = f"{len(shown)} of {len(records)} runs in {folder}{f'; {below}: --results lists them' if below else ''}"
+            progress_console().print(printable(told), markup=False)
     rows: list[Row] = [RUN_COLUMNS]
     tree = []
     for record, folder in sorted(found, key=ORDERS[spec.sort]):

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from harness import comparison
 from harness.cells import Group, ResultsTable, TableCell, replicates
-from harness.comparison import ComparisonRow
+from harness.comparison import ComparisonRow, asides
 from harness.doubts import CLOSED_LIST
 from harness.record import Reason, Record
 from harness.stats import MedianFigure, Ratio
@@ -29,7 +29,7 @@ COLUMNS = (
     "system",
     "device budget",
     "n",
-    "step s",
+    "mean step s",
     "range",
     "tokens/s",
     "relative TFLOPS",
@@ -168,9 +168,12 @@ def _defaults(shown: ShownGroup, strategies: Collection[str]) -> int:
 
 
 def short_label(cell: TableCell) -> str:
-    """elixir (2 ranks, stop): the system, its ranks where there are several, and its options by their short names."""
+    """elixir (2 ranks, stop, dtype fp32): the system, its ranks where there are several, its options by their short names, and
+    in what else it differs from other rows of its group but for the budget, which has a column.
+    """
     told = [f"{cell.spec.ranks} ranks"] if cell.spec.ranks > 1 else []
     told += [SHORT_NAMES[option][0] if option in SHORT_NAMES else option for option in cell.spec.option]
+    told += [text for field, text in cell.apart.items() if field not in ("ranks", "device_memory")]
     return f"{cell.spec.system} ({', '.join(told)})" if told else cell.spec.system
 
 
@@ -200,7 +203,7 @@ def figures(row: ComparisonRow, *, is_reference: bool) -> list[str]:
     if not row.n:
         failed = [str(len(row.runs)), failure(row.status, row.reason), *[NONE] * 3]
         return [*failed, _size(row.peaks.device_bytes), _size(row.peaks.host_rss_bytes), NONE]
-    step = row.median_step_time_s
+    step = row.mean_step_time_s
     ratio = "1" if is_reference else NONE if row.speed_ratio is None else ratio_text(row.speed_ratio)
     return [
         str(row.n),
@@ -230,11 +233,14 @@ def failure(status: str, reason: Reason | None) -> str:
 
 
 def notes(shown: ShownGroup) -> Iterator[str]:
-    """Replicates that failed, pairs that are not set against each other (one line for all that differ alike), cells not run."""
+    """Replicates that failed, columns that are not of the same steps and runs, pairs that are not set against each other (one
+    line for all that differ alike), cells not run.
+    """
     unlike: dict[str, list[str]] = {}
     for cell, row in shown.run:
         if row.n and row.status != "ok":
             yield f"{short_label(cell)}: {len(row.runs) - row.n} more of its runs: {failure(row.status, row.reason)}."
+        yield from (f"{short_label(cell)}: {aside}." for aside in asides(row))
         if row.refused:
             unlike.setdefault("; ".join(str(difference) for difference in row.refused), []).append(short_label(cell))
     for why, labels in unlike.items():

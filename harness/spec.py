@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from systems.messages import ARGUMENT
+from systems.messages import ARGUMENT, ESTIMATE
 from systems.registry import split_assignments
 from systems.sizes import Size
 
@@ -178,9 +178,9 @@ def in_flags(message: str) -> str:
 
     There an argument of `systems.initialize` stands in backquotes, with a value as it would be written in Python:
     `device_memory` becomes --device-memory, `dtype='bf16'` --dtype bf16, `options=dict(prefetch=4)` --option prefetch=4.
-    What is no flag stays as it is.
+    What is no flag stays as it is, and `systems.estimate` is harness plan.
     """
-    return ARGUMENT.sub(_in_flag, message)
+    return ARGUMENT.sub(_in_flag, message.replace(ESTIMATE, "harness plan"))
 
 
 def _in_flag(found: re.Match[str]) -> str:

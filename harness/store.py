@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from harness.record import SCHEMA_VERSION, Record, to_json
-from harness.spec import KEPT, TRIALS, BadInputError, RunSpec
+from harness.spec import KEPT, TRIALS, BadInputError, Device, RunSpec
 from systems.machine.durable import flush, prove_folder, write_whole
 from systems.machine.reading import read_json
 from systems.messages import invalid_value, one_line
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pandas
 
 DRIVER = Path("/dev/nvidiactl")  # there where the driver of a CUDA device is
+_RUN_FILE = re.compile(r"\d{8}T\d{6}\.\d{6}Z-.+\.json$")  # as `new_run_id` names runs
 _ROOM_BYTES = 1 << 20  # far more than most records
 _MOST_BYTES = 256 << 20  # of a record: over a million steps
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType({})  # version n -> n + 1
@@ -59,8 +61,12 @@ def folder_of(spec: RunSpec, device: str | None = None) -> Path:
     """
     if spec.results is not None:
         return Path(spec.results)
-    here = "cuda" if spec.device != "cpu" and DRIVER.exists() else "cpu"
-    return Path(KEPT if (device or here) == "cuda" else TRIALS)
+    return Path(KEPT if (device or likely_device(spec)) == "cuda" else TRIALS)
+
+
+def likely_device(spec: RunSpec) -> Device:
+    """Of a run that has not begun: what it asks for, else whatever this machine seems to have."""
+    return "cuda" if spec.device != "cpu" and DRIVER.exists() else "cpu"
 
 
 def folders_of(asked: str | None) -> list[Path]:
@@ -171,6 +177,23 @@ def _files(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise StoreError(f"--results {folder} cannot be read: {error.strerror}") from None
+
+
+def counts_below(folder: Path) -> dict[str, int]:
+    """How many records, by their files' names, lie in each of the folders in it, which `read_all` does not look into."""
+    counts = dict[str, int]()
+    with suppress(OSError):  # what cannot be looked into has nothing that could be told
+        for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+            counts[path.name] = sum(bool(_RUN_FILE.match(each.name)) for each in _files(path))
+    return {name: count for name, count in counts.items() if count}
+
+
+def said_below(counts: Mapping[str, int]) -> str:
+    """'97 more are in folders below it (losses 14, ...)', of `counts_below`; "" where there are none."""
+    if not counts:
+        return ""
+    named = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return f"{sum(counts.values())} more are in folders below it ({named})"
 
 
 def read_all(folder: Path) -> tuple[list[Record], list[Unreadable]]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.record import Record
+from harness.record import Metrics, Record
 from systems.messages import printable
 from systems.sizes import format_size
 
@@ -29,14 +29,22 @@ def show(record: Record, path: Path, console: Console) -> None:
     """A few lines; what a run does not know has none."""
     console.print(f"[bold {STYLES.get(record.status, 'red')}]{record.status}[/]{_plain(_why(record))}")
     grid = Table.grid(padding=(0, 2))
-    for name, text in _rows(record):
+    for name, text in facts(record, path):
         grid.add_row(name, _plain(text))
-    for line in record.reason.advice if record.reason else ():
-        grid.add_row("try", _plain(line))
-    for doubt in record.doubts:
-        grid.add_row("doubt", _plain(f"{doubt.code}: {doubt.seen}; may be {doubt.cause}; {doubt.advice}"))
-    grid.add_row("record", _plain(str(path)))
     console.print(grid)
+
+
+def facts(record: Record, path: Path) -> Iterator[tuple[str, str]]:
+    """All but how it ended: what each line is of, and the line."""
+    yield from _rows(record)
+    yield from (("try", line) for line in (record.reason.advice if record.reason else ()))
+    yield from (("doubt", f"{each.code}: {each.seen}; may be {each.cause}; {each.advice}") for each in record.doubts)
+    yield "record", str(path)
+
+
+def ended(record: Record) -> str:
+    """ok, or oom: why."""
+    return f"{record.status}: {record.reason.message}" if record.reason else record.status
 
 
 def _plain(text: str) -> str:
@@ -58,10 +66,8 @@ def _rows(record: Record) -> Iterator[tuple[str, str]]:
     yield "system", f"{spec.system}{options}, {spec.dtype}{ranks}, on {resolved.device_label or 'a device not known'}"
     if spec.tag is not None:
         yield "tag", spec.tag
-    if metrics.median_step_time_s is not None:
-        times = metrics.step_time_s
-        spread = f", {min(times):.4g} to {max(times):.4g} s in {len(times)} timed steps" if times else ""
-        yield "step", f"{metrics.median_step_time_s:.4g} s (median{spread})"
+    if (text := _step(metrics)) is not None:
+        yield "step", text
     if metrics.tokens_per_s is not None:
         yield "speed", f"{metrics.tokens_per_s:,.1f} tokens/s"
     losses = [loss for loss in metrics.loss if loss is not None]
@@ -76,6 +82,15 @@ def _rows(record: Record) -> Iterator[tuple[str, str]]:
         yield "plan", f"{record.plan.predicted_step_time_s:.4g} s a step by simulation"
     for note in record.notes:
         yield "note", note
+
+
+def _step(metrics: Metrics) -> str | None:
+    """The mean, which tokens/s are of too; where the timed region was not completed, the median."""
+    mean, median, times = metrics.mean_step_time_s, metrics.median_step_time_s, metrics.step_time_s
+    if median is None:
+        return None
+    spread = f", {min(times):.4g} to {max(times):.4g} s in {len(times)} timed steps" if times else ""
+    return f"{median:.4g} s (median{spread})" if mean is None else f"{mean:.4g} s (mean; median {median:.4g} s{spread})"
 
 
 def _peaks(record: Record) -> Iterator[tuple[str, str]]:

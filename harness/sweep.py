@@ -36,6 +36,7 @@ from harness.likely import foreseen
 from harness.output import complain, progress_console, result_console, say, say_json
 from harness.record import Record, build, to_json
 from harness.results_page import shown
+from harness.run_times import guessed_s
 from harness.spec import KEPT, BadInputError, RunSpec, in_flags
 from harness.stopping import stop_signals
 from harness.store import new_run_id
@@ -47,7 +48,6 @@ from systems.messages import printable, unknown_name
 OF_ONE_RUN = ("trace", "checkpoint", "save_every", "resume", "results", "repeat")  # flags that no row may have
 COMPLETE, FAILED, MISSING = 0, 1, 3  # exit codes
 DECIDED = ("refused", "unavailable")  # before any training, and so again
-GUESS_S = 120.0  # of a run, where none was made yet
 ALIKE = (("system", "model", "ranks", "accumulate", "steps"), ("system", "model", "ranks"))  # in time; those of one size first
 
 
@@ -74,7 +74,7 @@ class Turn:
     replicate: int
 
     def __str__(self) -> str:
-        return f"{self.group.title}: {self.cell.label}, run {self.replicate + 1}"
+        return f"{self.group.title}: {self.cell.name}, run {self.replicate + 1}"
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Sweep:
 
     def expected_s(self, cell: TableCell, group: Group) -> float:
         """Of one run: as this cell's took, else as those of its system and model with other options, else as its group's, else
-        as any of the table's.
+        as any of the table's; where none was made, as its model and work say.
         """
         every = [each for one in self.table.groups for each in one.cells]
         took = _times(self.runs(cell))
@@ -156,7 +156,7 @@ class Sweep:
             took = took or _times(r for r in self.records if r.status == "ok" and self._is_alike(r, cell, fields))
         for cells in (group.cells, every):
             took = took or _times(record for each in cells for record in self.runs(each))
-        return statistics.median(took) if took else GUESS_S
+        return statistics.median(took) if took else guessed_s(cell.spec, self.table.hardware)
 
     def _is_alike(self, record: Record, cell: TableCell, fields: Sequence[str]) -> bool:
         spec, resolved = record.spec, record.resolved
@@ -290,7 +290,7 @@ def listed(done: Sweep) -> Iterator[str]:
             said = ", ".join(f"{sum(r.status == status for r in runs)} {status}" for status in sorted({r.status for r in runs}))
             more = f"{wanted} to run, {_time(wanted * done.expected_s(cell, group))} or so" if wanted else "nothing to run"
             more = f"cannot be run again: {why}" if (why := done.closed.get(work_of(cell))) else more
-            yield f"  {cell.label}: {said or 'no run yet'}; {more}"
+            yield f"  {cell.name}: {said or 'no run yet'}; {more}"
     yield f"{done.missing} runs are missing: {_time(done.left_s)} or so"
 
 
@@ -300,7 +300,7 @@ def closed(done: Sweep) -> Iterator[str]:
     for group in done.table.groups:
         for cell in group.cells:
             if why := left.pop(work_of(cell), None):
-                yield f"{group.title}: {cell.label}: cannot be run again: {why}"
+                yield f"{group.title}: {cell.name}: cannot be run again: {why}"
 
 
 def write_archive(records: Sequence[Record], path: Path) -> None:
@@ -353,7 +353,7 @@ def _so_far(table: ResultsTable, folder: Path) -> Sweep:
             names.check_run(cell.spec)
         except BadInputError as error:
             if not done.runs(cell):
-                raise BadInputError(f"{group.title}: {cell.label}: {error}") from None
+                raise BadInputError(f"{group.title}: {cell.name}: {error}") from None
             done.closed[work_of(cell)] = str(error)
     return done
 

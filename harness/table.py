@@ -15,7 +15,7 @@ _NONE = "-"
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    speed = Table("system", "status", "n", "step s", "range", "tokens/s", "speed", "interval", "verdict")
+    speed = Table("system", "status", "n", "mean step s", "range", "tokens/s", "speed", "interval", "verdict")
     beside = Table("system", "loss first", "last", "max deviation", "device peak", "host peak", "process RSS", "runs on")
     for row in comparison.rows:
         speed.add_row(*map(_plain, _speed(row, comparison.reference)))
@@ -46,7 +46,7 @@ def _speed(row: ComparisonRow, reference: str) -> list[str]:
         judged = [_NONE, _NONE, "refused: " + ", ".join(difference.fact for difference in row.refused)]
     else:
         judged = [_NONE, _NONE, "nothing to compare"]
-    step = row.median_step_time_s
+    step = row.mean_step_time_s
     return [
         row.label,
         row.status,

@@ -87,4 +87,4 @@ def _tell_runs(tables: Sequence[ResultsTable], records: Sequence[Record]) -> Non
             for cell in group.cells:
                 runs = [record.run_id for record in replicates(records, cell, table.hardware)]
                 if runs:
-                    say(printable(f"{table.hardware}: {group.title}: {cell.label}: {' '.join(runs)}"))
+                    say(printable(f"{table.hardware}: {group.title}: {cell.name}: {' '.join(runs)}"))

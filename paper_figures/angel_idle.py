@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from harness.figures import FigureSpec
 from harness.paper_table import FigureCell, FigureColumn, PaperTable, table
 from harness.record import Record
-from paper_figures.recorded import Keep, cells, last_like, measured, records
+from paper_figures.recorded import Keep, cells, last_like, measured, records, settings
 from paper_figures.sentences import Sentence, sentences
-from systems.sizes import format_size
 
 SHOWS = {"angel-idle": "share of a step in which the device waits, without and with a disk (4.3)"}
 DEVICE = ("forward", "backward", "norm", "adam_device")  # phases in which it computes
@@ -59,13 +58,12 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         "The paper's are of systems before it, no model named; here they are Angel-PTM's own, updates not behind the steps.",
         f"Measured: {MODEL}, runs with --phases of harness/results_tables/15-h200-lock-free.toml.",
     )
+    every = [group for disk in (False, True) for group in cells(found, _of("", disk=disk))]
+    columns, named = settings([runs[-1] for runs in every], ("model", "options", "device budget"))
     rows: list[list[FigureCell]] = []
-    for runs in [group for disk in (False, True) for group in cells(found, _of("", disk=disk))]:
-        run = runs[-1]
-        budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
-        row: list[FigureCell] = [run.spec.model, " ".join(run.spec.option), budget, "yes" if uses_disk(run) else "no"]
+    for row, runs in zip(named, every, strict=True):
         step = measured(runs, lambda each: each.metrics.mean_step_time_s)
-        rows.append([*row, measured(runs, busy_s), step, measured(runs, idle)])
-    columns = [FigureColumn(each) for each in ("model", "options", "device budget", "disk")]
-    columns += [FigureColumn(each, "measured") for each in ("device busy s", "step s", "idle %")]
+        rows.append([*row, "yes" if uses_disk(runs[-1]) else "no", measured(runs, busy_s), step, measured(runs, idle)])
+    columns += [FigureColumn("disk in use")]
+    columns += [FigureColumn(each, "measured") for each in ("device busy s", "mean step s", "idle %")]
     yield table("Angel-PTM: idle time of the device, all runs that told their phases", columns, rows)

@@ -20,9 +20,8 @@ from harness.paper_table import FigureCell, FigureColumn, MeasuredCell, PaperTab
 from harness.record import Record
 from paper_figures import forecast_accuracy
 from paper_figures.kept import ForecastFound, simulated
-from paper_figures.recorded import machine_of, records
+from paper_figures.recorded import machine_of, records, settings
 from systems.planning import hardware
-from systems.sizes import format_size
 
 SHOWS = {"forecast-errors": "what forecasts are off by, beside records of one H200"}
 PROFILE = "h200-141g-x1"
@@ -117,17 +116,14 @@ def error_remark(asked: FigureSpec, *whose: Whose) -> str:
 
 
 def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
+    errors = known_errors(asked, fresh=asked.fresh)
+    names, works = settings([one.runs[-1] for one in errors], ("system", "model", "options", "device budget", "batch"))
     rows: list[list[FigureCell]] = []
-    for one in known_errors(asked, fresh=asked.fresh):
-        run = one.runs[-1]
-        budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
-        work = f"{run.resolved.batch_size} x {run.resolved.seq_len}"
-        row: list[FigureCell] = [one.whose, run.spec.system, run.spec.model, " ".join(spelled(run)), budget, work]
-        measured = MeasuredCell(one.measured_s, tuple(each.run_id for each in one.runs), machine_of(run))
-        row += [measured, SimulatedCell(one.forecast_s, PROFILE), SimulatedCell(f"{100 * one.error:+.1f} %", PROFILE)]
-        rows.append(row)
-    names = ("whose", "system", "model", "options", "device budget", "batch")
-    columns = [*(FigureColumn(each) for each in names), FigureColumn("step s", "measured")]
+    for one, work in zip(errors, works, strict=True):
+        measured = MeasuredCell(one.measured_s, tuple(each.run_id for each in one.runs), machine_of(one.runs[-1]))
+        row: list[FigureCell] = [one.whose, *work, measured]
+        rows.append([*row, SimulatedCell(one.forecast_s, PROFILE), SimulatedCell(f"{100 * one.error:+.1f} %", PROFILE)])
+    columns = [FigureColumn("whose"), *names, FigureColumn("mean step s", "measured")]
     columns += [FigureColumn("step s", "simulated"), FigureColumn("error", "simulated")]
     yield table(
         "What forecasts are off by",

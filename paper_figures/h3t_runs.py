@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from harness.figures import FigureSpec
-from harness.options_in_force import spelled
 from harness.paper_table import ComputedCell, FigureCell, FigureColumn, PaperTable, PrintedCell, SimulatedCell, Value, table
 from harness.record import Record
 from models import registry as models_registry
 from paper_figures.h3t_solvers import GB, SolverCase, model_costs, solved
 from paper_figures.kept import ForecastFound, KeptForecasts, simulated
-from paper_figures.recorded import cells, last_like, measured, records, with_plan_errors, work_table
-from systems.sizes import format_size
+from paper_figures.recorded import cells, last_like, measured, records, settings, with_plan_errors, work_table
 from systems.strategies.h3t.dynamic import pruned_dp
 from systems.strategies.h3t.evaluation import all_on, evaluate
 from systems.strategies.h3t.solvers import greedy_solver, manual_solver
@@ -235,14 +233,9 @@ def _kwh(run: Record) -> float | None:
 
 
 def _figure10(asked: FigureSpec) -> PaperTable:
-    rows: list[list[FigureCell]] = []
-    for runs in energy_cells(records(asked.results)):
-        run = runs[-1]
-        budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
-        work = f"{run.resolved.batch_size} x {run.resolved.seq_len}"
-        row: list[FigureCell] = [run.spec.model, run.spec.system, " ".join(spelled(run)), budget, work, None]
-        rows.append([*row, measured(runs, _joules), measured(runs, _kwh)])
-    columns = [FigureColumn(each) for each in ("model", "system", "options", "device budget", "batch")]
+    kept = energy_cells(records(asked.results))
+    columns, named = settings([runs[-1] for runs in kept], ("model", "system", "options", "device budget", "batch"))
+    rows = [[*row, None, measured(runs, _joules), measured(runs, _kwh)] for row, runs in zip(named, kept, strict=True)]
     columns += [FigureColumn("kWh a sequence", "paper"), FigureColumn("J a sequence", "measured")]
     return table(
         "H3T figure 10: energy of a sequence",

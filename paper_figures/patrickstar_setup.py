@@ -26,8 +26,7 @@ from harness.record import Record
 from models import registry as models_registry
 from paper_figures.kept import ForecastCase, ask_all, simulated
 from paper_figures.patrickstar_chunks import PAPER, found, off_the_grid
-from paper_figures.recorded import cells, machine_of, records
-from systems.sizes import format_size
+from paper_figures.recorded import cells, machine_of, records, settings
 
 SHOWS = {
     "patrickstar-table2": "models: labels against the parameters that their shapes have",
@@ -123,25 +122,23 @@ def _memory(asked: FigureSpec) -> PaperTable:
     kept = simulated("patrickstar-figure2", [FIGURE2], fresh=asked.fresh, ask=ask_all)
     forecast = kept.of(FIGURE2)
     peak = None if forecast is None else forecast.statistics.get("non_model_peak_bytes")
+    runs = curves(asked.results)
+    columns, named = settings(runs, ("model", "options", "batch", "device budget"))
+    blank = [""] * (len(columns) - 3)
     rows: list[list[FigureCell]] = [
         [
-            "6B GPT, PyTorch with checkpointing and offloading", 16, "",
+            "6B GPT, PyTorch with checkpointing and offloading", "", 16, *blank,
             PrintedCell("nearly 5 GB", "section 4, of figure 2"), None, None,
             None if peak is None else SimulatedCell(peak / GB, FIGURE2.profile),
         ]
     ]  # fmt: skip
-    for run in curves(asked.results):
+    for run, row in zip(runs, named, strict=True):
         curve, machine = _curve(run), machine_of(run)
         assert curve is not None
         figures = (len(curve), max(curve) / GB)
-        what = " ".join([run.spec.model, *(each for each in run.spec.option if each.startswith("variant"))])
-        budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
-        row: list[FigureCell] = [what, run.resolved.batch_size, budget, None]
-        rows.append([*row, *(MeasuredCell(each, (run.run_id,), machine) for each in figures), None])
-    columns = (
-        FigureColumn("model"), FigureColumn("batch"), FigureColumn("device budget"), FigureColumn("peak", "paper"),
-        FigureColumn("moments", "measured"), FigureColumn("peak GB", "measured"), FigureColumn("peak GB (ps-6b)", "simulated"),
-    )  # fmt: skip
+        rows.append([*row, None, *(MeasuredCell(each, (run.run_id,), machine) for each in figures), None])
+    columns += [FigureColumn("peak", "paper"), FigureColumn("moments", "measured"), FigureColumn("peak GB", "measured")]
+    columns.append(FigureColumn("peak GB (ps-6b)", "simulated"))
     return table(
         "PatrickStar figure 2: device memory of non-model data",
         columns,

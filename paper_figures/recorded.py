@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from harness import store
 from harness.cells import cell_of, replicates
 from harness.likeness import alike
-from harness.paper_table import FigureCell, FigureColumn, MeasuredCell, PaperTable, table
+from harness.options_in_force import spelled
+from harness.paper_table import FigureCell, FigureColumn, MeasuredCell, PaperTable, Value, table
 from harness.record import Record
 from systems.sizes import format_size
 
 Keep = Callable[[Record], bool]
+
+
+def _budget(run: Record) -> str:
+    return "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
+
+
+def _recomputed(run: Record) -> str:
+    asked = run.spec.recompute
+    return asked if isinstance(asked, str) else "blocks " + ",".join(map(str, asked))
+
+
+SETTINGS: Mapping[str, Callable[[Record], Value]] = MappingProxyType(
+    {
+        "system": lambda run: run.spec.system,
+        "model": lambda run: run.spec.model,
+        "options": lambda run: " ".join(spelled(run)),
+        "device budget": _budget,
+        "GPUs": lambda run: run.spec.ranks,
+        "batch": lambda run: f"{run.resolved.batch_size} x {run.resolved.seq_len}",
+        "device": lambda run: run.resolved.device_label or "",
+        "shape": lambda run: " ".join(sorted(run.spec.set)),
+        "micro-batches": lambda run: run.spec.accumulate,
+        "dtype": lambda run: run.spec.dtype,
+        "recomputed": _recomputed,
+        "clip": lambda run: f"{run.spec.clip:g}",
+        "optimizer": lambda run: " ".join((run.spec.optimizer, *sorted(run.spec.hyper))),
+        "disk": lambda run: "no" if run.spec.disk is None else "yes",
+        "disk rate": lambda run: "" if run.spec.disk_rate is None else f"{format_size(run.spec.disk_rate)}/s",
+    }
+)
+"""What tells one work from another (`harness.cells.WORK`), by the heading of its column."""
 NOT_THE_PAPER_S = "Neither the paper's machine nor its batches: no ratio of the paper follows from rows of different work."
 
 
@@ -65,16 +98,20 @@ def with_plan_errors(made: PaperTable, folder: str, system: str) -> PaperTable:
     return replace(made, remarks=(*made.remarks, f"{said}; elsewhere it is not known."))
 
 
+def settings(
+    runs: Sequence[Record], always: Sequence[str] = ("system", "model", "options", "device budget", "GPUs", "batch")
+) -> tuple[list[FigureColumn], list[list[FigureCell]]]:
+    """Columns that name rows, and of each run its cells: `always`, and each further one of SETTINGS in which they differ."""
+    told = {name: [read(run) for run in runs] for name, read in SETTINGS.items()}
+    names = [*always, *(name for name, values in told.items() if name not in always and len(set(values)) > 1)]
+    return [FigureColumn(name) for name in names], [[told[name][place] for name in names] for place in range(len(runs))]
+
+
 def work_table(title: str, found: Sequence[Record], keep: Keep, *remarks: str) -> PaperTable:
     """A row for each work that is kept: rates and the step."""
-    rows: list[list[FigureCell]] = []
-    for runs in cells(found, keep):
-        run = runs[-1]
-        budget = "" if run.spec.device_memory is None else format_size(run.spec.device_memory)
-        shape = f"{run.resolved.batch_size} x {run.resolved.seq_len}"
-        row: list[FigureCell] = [run.spec.system, run.spec.model, " ".join(run.spec.option), budget, run.spec.ranks, shape]
-        figures = (lambda r: r.metrics.tokens_per_s, lambda r: r.metrics.relative_tflops, lambda r: r.metrics.mean_step_time_s)
-        rows.append([*row, *(measured(runs, figure) for figure in figures)])
-    columns = [FigureColumn(each) for each in ("system", "model", "options", "device budget", "GPUs", "batch")]
-    columns += [FigureColumn(each, "measured") for each in ("tokens/s", "relative TFLOPS a GPU", "step s")]
+    kept = cells(found, keep)
+    columns, named = settings([runs[-1] for runs in kept])
+    figures = (lambda r: r.metrics.tokens_per_s, lambda r: r.metrics.relative_tflops, lambda r: r.metrics.mean_step_time_s)
+    rows = [[*row, *(measured(runs, figure) for figure in figures)] for row, runs in zip(named, kept, strict=True)]
+    columns += [FigureColumn(each, "measured") for each in ("tokens/s", "relative TFLOPS a GPU", "mean step s")]
     return table(title, columns, rows, NOT_THE_PAPER_S, *remarks)

@@ -11,13 +11,27 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
 ERRNO = re.compile(r"\[Errno -?\d+\] ")
+CALLED_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("gpu", "nvidia", "cuda:0"), "cuda"),
+        **dict.fromkeys(("host", "emulated", "cpu:0", "mps", "tpu", "xpu"), "cpu"),
+        **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+        **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+        **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
+    }
+)
+"""What others call a choice that there is here, or what is nearest to it; in lower case."""
 ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+ESTIMATE = "`systems.estimate`"  # a command line says which of its commands does that
+LEAST_OF_A_BATCH = f"{ESTIMATE} tells the least that a batch fits in"
+"""Of refusals before there was a step, and in the first: what its activations take is known to neither."""
 
 
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
@@ -70,8 +84,16 @@ def invalid_value(error: ValidationError, label: Callable[[str, Any], str]) -> s
     told = label(str(first["loc"][0]), given)
     line = message if message.startswith(told) else f"{told}: {message}"
     choices = _choices(first.get("ctx", {}).get("expected", ""))
-    near = difflib.get_close_matches(given, choices, n=1, cutoff=0.5) if isinstance(given, str) else []
-    return one_line(line + (f"; did you mean {near[0]}?" if near else ""))
+    near = _meant(given, choices) if isinstance(given, str) else None
+    return one_line(line + (f"; did you mean {near}?" if near else ""))
+
+
+def _meant(given: str, choices: list[str]) -> str | None:
+    """By its meaning, where that is known, before how it is spelled: gpu is near cpu in letters alone."""
+    plain = re.sub(r"(?<=^cuda:)\d+$", "0", given.strip().lower())
+    called = plain if plain in choices else CALLED_ELSEWHERE.get(plain)
+    near = [called] if called in choices else difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
+    return near[0] if near else None
 
 
 def _choices(expected: str) -> list[str]:

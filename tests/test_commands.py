@@ -105,6 +105,9 @@ def commands_of(path: Path) -> Iterator[Command]:
     yield from (Command(path, span, False) for span in spans if BEGINS.match(span))
 
 
+TABLES = [
+    block for path in DOCUMENTS for kind, block in FENCED.findall(text_of(path)) if kind == "toml" and "[[groups]]" in block
+]
 COMMANDS = [command for path in DOCUMENTS for command in commands_of(path)]
 
 
@@ -123,10 +126,11 @@ def of_program(program: str, *, whole: bool | None = None) -> list[Command]:
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Sequence[str]], list[Any]]:
     """What the command line hands on, when all that would do the work is exchanged. For commands without a launcher, in a
-    folder with the profile that one of them would have written.
+    folder with the profile that one of them would have written, and with the kept records.
     """
     found: list[Any] = []
     (tmp_path / "machine.json").write_text(json.dumps({"like": "h100-80g-x1"}))
+    (tmp_path / "results").symlink_to(ROOT / "results")
     monkeypatch.chdir(tmp_path)
 
     def take(*given: Any) -> int:
@@ -189,6 +193,22 @@ def test_parts_of_harness_commands_are_understood(command: Command, parsed: Call
 
 def test_all_commands_of_the_harness_are_looked_at() -> None:
     assert SPECS.keys() == cli.COMMANDS.keys() == {command.words[1] for command in of_program("harness")}
+
+
+# ---- tables of a sweep
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_tables_of_the_documents_can_be_swept(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they stand: every row is complete, and its system, model and options are known."""
+    (tmp_path / "table.toml").write_text(text)
+    code = cli.main(["sweep", str(tmp_path / "table.toml"), "--dry-run", "--results", str(tmp_path / "none")])
+    assert code == 0, capsys.readouterr().err
+    assert "to run" in capsys.readouterr().out
+
+
+def test_there_are_tables_in_the_documents() -> None:
+    assert len(TABLES) == 2
 
 
 # ---- make, python, torchrun

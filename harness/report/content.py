@@ -71,11 +71,13 @@ class NotedRun:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """folder: of the records. options, doubts: legends of the core table. never: groups without a run. missing: what is not
-    here, a line each. newest: when the last run began, "" where there is none.
+    """folder: of the records. below: what lies in folders below it, of which nothing is here, "" where there are none. options,
+    doubts: legends of the core table. never: groups without a run. missing: what is not here, a line each. newest: when the
+    last run began, "" where there is none.
     """
 
     folder: str
+    below: str
     newest: str
     answers: tuple[Answer, ...]
     machines: tuple[MachineKind, ...]
@@ -117,6 +119,7 @@ def gathered(
     step, no_step = timeline(folder, records)
     return ReportContent(
         folder=str(folder),
+        below=store.said_below(store.counts_below(folder)),
         newest=max((record.started_at for record in records), default=""),
         answers=tuple(answers(leaders, claims, curves, spreads, models)),
         machines=tuple(machine_kinds(records)),

@@ -82,8 +82,10 @@ def write_report(spec: ReportSpec) -> int:
     console = result_console()
     for answer in content.answers:
         console.print(printable(f"{answer.question} {answer.text}"), markup=False)
-    console.print(printable(f"The page is {out}, of {len(content.runs)} records."), markup=False)
-    told = {"schema_version": 1, "kind": "report", "out": str(out), "records": len(content.runs)}
+    below = f"; {content.below}, of which it is not" if content.below else ""
+    console.print(printable(f"The page is {out}, of {len(content.runs)} records in {folder} itself{below}."), markup=False)
+    counts = {"records": len(content.runs), "below": store.counts_below(folder)}
+    told = {"schema_version": 1, "kind": "report", "out": str(out), **counts}
     say_json(json.dumps({**told, "answers": {one.question: one.text for one in content.answers}}))
     return 0
 

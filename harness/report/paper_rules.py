@@ -55,7 +55,7 @@ def _of(system: str, table: ResultsTable, shown: ShownGroup, records: Sequence[R
             table=table.title,
             options=short_label(cell),
             budget=budget(cell),
-            paper_s=row.median_step_time_s,
+            paper_s=row.mean_step_time_s,
             paper_n=row.n,
             note="no run by default",
             runs=tuple(row.runs),
@@ -66,7 +66,7 @@ def _of(system: str, table: ResultsTable, shown: ShownGroup, records: Sequence[R
         against = row_against(beside[0], cell, records, table.hardware)
         yield replace(
             told,
-            default_s=beside[1].median_step_time_s,
+            default_s=beside[1].mean_step_time_s,
             default_n=beside[1].n,
             ratio=against.speed_ratio,
             note="; ".join(str(one) for one in against.refused) if against.speed_ratio is None else "",

@@ -27,6 +27,7 @@ from systems.device.watch.events import EventLog
 from systems.device.watch.labels import labelled
 from systems.errors import BudgetError, UnsupportedError
 from systems.machine.budgets import device_budget
+from systems.messages import LEAST_OF_A_BATCH
 from systems.optimizers.choice import chosen
 from systems.ranks.beginnings import ALONE, FirstValuesAlike, begin_alike
 from systems.ranks.expert_exchange import exchange_experts
@@ -439,7 +440,8 @@ def _state_bytes(found: FoundModel, settings: Settings) -> int:
     if need > have:
         raise BudgetError(
             f"resident needs {format_need(need, have)} of device memory for model states, {format_size(have)} are there: "
-            "raise `device_memory`, take a smaller model, or a system that offloads",
+            f"activations come on top: raise `device_memory` well above this ({LEAST_OF_A_BATCH}), take a smaller model, or a "
+            "system that offloads",
             tier="device",
             need=need,
             have=have,

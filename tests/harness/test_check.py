@@ -16,6 +16,7 @@ from harness.claims import ClaimData, LedgerData, PartData, read_claims
 from harness.history import GitHistory, NoHistory, find
 from harness.ledger import read_forecasts
 from harness.record import Record
+from harness.report.page import ReportSpec, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -404,3 +405,17 @@ def test_a_number_changed_in_a_copy_is_told(tmp_path: Path, capsys: pytest.Captu
     assert any(one["where"] == names[-1].stem and "tokens_per_s" in one["what"] for one in parts["derived"])
     assert any(one["where"].endswith(names[-1].name) and "is not what" in one["what"] for one in parts["digests"])
     assert parts["pages"]
+
+
+def test_the_report_and_the_check_say_of_which_records_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages are of a folder itself, the check of the folders below it too: both say both counts."""
+    (tmp_path / "pairs").mkdir()
+    one, other = sorted(RESULTS.glob("*.json"))[:2]
+    shutil.copy(one, tmp_path)
+    shutil.copy(other, tmp_path / "pairs")
+    assert write_report(ReportSpec(results=str(tmp_path), out=str(tmp_path / "page.html"))) == 0
+    told, page = capsys.readouterr(), (tmp_path / "page.html").read_text()
+    assert json.loads(told.out)["records"] == 1 and json.loads(told.out)["below"] == {"pairs": 1}
+    assert "1 more are in folders below it (pairs 1)" in page and "(pairs 1)" in " ".join(told.err.split())
+    (part,) = [part for part in check.checked(check.CheckSpec(results=str(tmp_path)), check.ROOT) if part.name == "records"]
+    assert part.checked == 2 and "1 in " in part.of and "1 in folders below it" in part.of

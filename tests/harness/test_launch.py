@@ -249,3 +249,20 @@ def test_a_reader_that_goes_away_ends_no_run(tmp_path: Path, pipe: str, code: in
     assert unreadable == []
     if "| tee" in pipe:
         assert json.loads(copy.read_text().splitlines()[-1])["run_id"] == records[-1].run_id
+
+
+def test_threads_of_the_emulated_device_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that spin made steps of resident twenty times as long where others use the cores. A GPU's runs stay as they are."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    cpu, any_device = make_spec(device="cpu"), make_spec(device=None)
+    monkeypatch.setattr("harness.store.DRIVER", tmp_path / "none")
+    assert launch.environment_of(cpu)["OMP_WAIT_POLICY"] == launch.environment_of(any_device)["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setattr("harness.store.DRIVER", tmp_path)
+    assert launch.environment_of(cpu)["OMP_WAIT_POLICY"] == "PASSIVE"
+    for spec in (any_device, make_spec(device="cuda")):
+        assert "OMP_WAIT_POLICY" not in launch.environment_of(spec)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "7")
+        assert launch.environment_of(cpu).get("OMP_WAIT_POLICY") in (None, "7")
+        monkeypatch.delenv(name)

@@ -33,7 +33,8 @@ FULL = {
         "device": "cpu", "device_label": "cpu-emulated", "parameters": 1255680, "tokens_per_step": 32, "timed_steps": 3,
     },
     "metrics": {
-        "step_time_s": [0.2, 0.1, 0.4], "median_step_time_s": 0.2, "tokens_per_s": 137.5, "loss": [6.0, None, 5.25],
+        "step_time_s": [0.2, 0.1, 0.4], "median_step_time_s": 0.2,
+        "mean_step_time_s": 0.25, "tokens_per_s": 137.5, "loss": [6.0, None, 5.25],
     },
     "memory": {
         "device_peak_bytes": 5 << 20, "device_budget_bytes": 6 << 20, "host_peak_bytes": 1 << 30,
@@ -163,7 +164,8 @@ def test_a_summary_has_what_a_person_asks_for(tmp_path: Path) -> None:
     record = make_record(**FULL)
     told = shown(lambda console: summary.show(record, tmp_path / "x.json", console))
     for part in (
-        "ok", "opt-tiny, 1,255,680 parameters", "dummy", "on cpu-emulated", "0.2 s (median, 0.1 to 0.4 s in 3 timed steps)",
+        "ok", "opt-tiny, 1,255,680 parameters", "dummy", "on cpu-emulated",
+        "0.25 s (mean; median 0.2 s, 0.1 to 0.4 s in 3 timed steps)",
         "137.5 tokens/s", "6.0000 to 5.2500", "5MiB at most of 6MiB", "1GiB at most of 2GiB", "7MiB at most",
         "3MiB to the device, a step", "0.15 s a step by simulation", "step_time_spread: 0.1 to 0.4 s", "x.json",
     ):  # fmt: skip
@@ -422,3 +424,27 @@ def test_json_asked_for_holds_within_alone(capsys: pytest.CaptureFixture[str], t
         say_json("1")
     say_json("2")
     assert capsys.readouterr().out == "1\n"
+
+
+def test_one_run_is_told_by_a_part_of_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As at its end; with --json its record. The page on the harness says of every list that a name tells all of one."""
+    for run_id in ("20261128T101530.123456Z-dummy-opt-tiny-9f3a61", "20261128T101530.123456Z-dummy-opt-tiny-77aa77"):
+        store.write(make_record(run_id=run_id, **FULL), tmp_path)
+    asked = ["ls", "runs", "--results", str(tmp_path)]
+    assert cli.main([*asked, "9f3a61"]) == 0
+    told = capsys.readouterr().out
+    for part in ("20261128T101530.123456Z-dummy-opt-tiny-9f3a61", "ok", "137.5 tokens/s", "step_time_spread", "9f3a61.json"):
+        assert part in told, part
+    assert cli.main([*asked, "9f3a61", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["tokens_per_s"] == 137.5
+    unlike = {"opt-tiny": "fits 2 runs", "none": "is not there", "9f3a61 --tag x": "--tag is of a list"}
+    for more, said in ((words.split(), said) for words, said in unlike.items()):
+        assert cli.main([*asked, *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_one_figure_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", "figures", "staleness"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert cli.main(["ls", "figures", "stalenes"]) == 2
+    assert "did you mean staleness?" in capsys.readouterr().err

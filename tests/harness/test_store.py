@@ -153,3 +153,16 @@ def test_a_frame_has_a_row_a_record_and_dotted_columns(tmp_path: Path) -> None:
     assert list(frame["metrics.tokens_per_s"]) == [0.0, 10.0, 20.0]
     assert frame["spec.system"].unique().tolist() == ["dummy"]
     assert len(store.frame(tmp_path / "nowhere")) == 0
+
+
+def test_records_in_folders_below_are_counted_and_not_read(tmp_path: Path) -> None:
+    """`harness report`, `harness ls runs` and `harness check` say of how many records they are; see where the others lie."""
+    run_id = store.new_run_id("elixir", "opt-tiny", datetime.now(UTC))
+    for place in ("", "pairs", "empty", "other"):
+        (tmp_path / place).mkdir(exist_ok=True)
+    store.write(make_record(run_id=run_id), tmp_path)
+    store.write(make_record(run_id=run_id), tmp_path / "pairs")
+    (tmp_path / "other" / "package.json").write_text("{}")
+    assert store.counts_below(tmp_path) == {"pairs": 1}
+    assert store.said_below({"losses": 2, "pairs": 1}) == "3 more are in folders below it (losses 2, pairs 1)"
+    assert len(store.read_all(tmp_path)[0]) == 1 and store.counts_below(tmp_path / "none") == {}

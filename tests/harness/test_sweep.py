@@ -21,6 +21,7 @@ from harness import cli, store, sweep
 from harness.cells import TableCell
 from harness.output import progress_console
 from harness.record import Record
+from harness.run_times import START_S
 from harness.spec import BadInputError, RunSpec
 from harness.sweep import Sweep, SweepSpec, table_of
 from tests.harness.conftest import make_record
@@ -180,9 +181,9 @@ def test_what_a_forecast_refuses_is_not_run(together: int, tmp_path: Path) -> No
 
 
 def test_forecasts_are_asked_for_what_will_likely_run_in_time(tmp_path: Path) -> None:
-    """Two runs of 120 s, by a guess, in five minutes."""
+    """Two runs of START_S, by a guess, in the time of two and a half."""
     found, forecasts = done(tmp_path), Forecasts(9)
-    run(found, Device(), foreseen=forecasts, minutes=5.0, stopped=lambda: bool(forecasts.asked))
+    run(found, Device(), foreseen=forecasts, minutes=2.5 * START_S / 60, stopped=lambda: bool(forecasts.asked))
     assert forecasts.asked == [["resident", "elixir"]]
 
 
@@ -220,7 +221,7 @@ rows = [{ system = "resident", processes = 3, timeout = 60 }, { system = "reside
 def test_a_cell_of_two_groups_is_missing_once(tmp_path: Path) -> None:
     """With as many runs as the group that wants more; its time limit makes no other work of it."""
     found, device = done(tmp_path, TWICE), Device()
-    assert found.missing == 3 + 1 + 1 and found.left_s == 5 * sweep.GUESS_S
+    assert found.missing == 3 + 1 + 1 and found.left_s == pytest.approx(5 * START_S, rel=0.01)
     counted: list[int] = []
     while (expected := found.missing) and len(counted) < 9:
         run(found, device, stopped=iter([False, True, True]).__next__)
@@ -252,12 +253,12 @@ def test_a_cell_without_a_run_likely_takes_what_its_system_took_with_other_optio
 
 
 def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
-    """Each takes ten seconds by its record; the first is a guess of two minutes."""
+    """Each takes ten seconds by its record; of the first it is a guess."""
     found, device = done(tmp_path, group="first"), Device()
-    assert run(found, device, minutes=1.0) is not None and device.ran == []
+    assert run(found, device, minutes=START_S / 61) is not None and device.ran == []
     assert run(found, device, minutes=3.0) is None  # they take no time here
     found = done(tmp_path, group="first", processes=1)
-    assert found.left_s == 3 * sweep.GUESS_S
+    assert found.left_s == pytest.approx(3 * START_S, rel=0.01)
     found.add(device.execute(first(found)[0].spec, 0))
     assert found.left_s == 20.0
     assert str(run(found, device, minutes=0.1)).startswith("the next run would likely take 10 s, and 0.1 minutes")

@@ -141,6 +141,77 @@ def test_rows_are_medians_over_processes_with_their_range(table: cells.ResultsTa
     assert shown["elixir 1GiB"][-1] == "0.8x (0.143 to 4.48)"  # budgets differ, as the table asks
 
 
+def test_columns_of_a_row_are_of_one_quantity_and_agree(table: cells.ResultsTable) -> None:
+    """A step that leaves much behind its last boundary: by their medians the two would be in the other order."""
+
+    def ran(system: str, number: int, step_s: float, median_s: float, **changes: Any) -> Record:
+        made = record(system, number, step_s, **changes)
+        return made.model_copy(update={"metrics": made.metrics.model_copy(update={"median_step_time_s": median_s})})
+
+    records = [ran("resident", 1, 0.2, 0.19), ran("elixir", 2, 0.4, 0.1, device_memory=GIB)]
+    by_name = [dict(zip(results_page.COLUMNS[2:], row, strict=True)) for row in rows(table, records).values()]
+    assert [row["mean step s"] for row in by_name] == ["0.2", "0.4"]
+    assert [row["speed"] for row in by_name] == ["1", "0.5x"]
+    for row in by_name:
+        assert float(row["mean step s"]) * float(row["tokens/s"]) == pytest.approx(32)
+
+
+def test_what_makes_columns_disagree_is_said(table: cells.ResultsTable) -> None:
+    """Steps that were skipped, and runs on a machine that the other row has not."""
+
+    def on(machine: str, useful: int = 10) -> dict[str, Any]:
+        return {
+            "environment": {"hardware": {"boot_id": machine}},
+            "resolved": {"device_label": DEVICE, "batch_size": 2, "seq_len": 16, "clock": "a", "timed_steps": 10},
+            "metrics": {"mean_step_time_s": 0.2, "tokens_per_s": 16.0 * useful, "useful_steps": useful},
+        }
+
+    ran = [record("resident", 1, 0.2, record=on("here")), record("resident", 2, 0.2, record=on("there"))]
+    ran += [record("elixir", 3, 0.2, device_memory=GIB, record=on("here", useful=7))]
+    told = [line for line in page(table, ran) if line.startswith("elixir:")]
+    assert [line.partition(":")[2].strip()[:40] for line in told] == [
+        "3 of the timed steps were skipped: the m",
+        "speed leaves out 1 of the two rows' runs",
+    ]
+    assert not [line for line in page(table, ran[:1]) if "skipped" in line or "leaves out" in line]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ('dtype = "fp32"', "dtype fp32"), ('recompute = "full"', "recompute full"), ("recompute = [0, 2]", "recompute 0,2"),
+        ('optimizer = "sgd"', "optimizer sgd"),
+        ('hyper = ["eps=1e-6"]', "eps=1e-6"), ('set = ["num_layers=2"]', "num_layers=2"),
+        ("clip = 1.0", "clip 1.0"), ("accumulate = 2", "accumulate 2"), ("batch_size = 4", "batch size 4"),
+        ('disk = "there"', "disk"), ("seed = 7", "seed 7"), ("steps = 9", "steps 9"),
+        ('host_memory = "4GiB"', "host memory 4GiB"),
+        ("phases = true", "phases"), ('data = "synthetic"', "data synthetic"),
+    ],
+)  # fmt: skip
+def test_rows_that_differ_in_one_setting_say_so(row: str, told: str, tmp_path: Path) -> None:
+    """What no column has stands behind the name, in the page and in what a sweep lists."""
+    table = with_groups(tmp_path, one='{ system = "resident" }, { system = "elixir" }, { system = "elixir", ' + row + " }")
+    plain, other = table.groups[0].cells[1:]
+    assert told in results_page.short_label(other) and told in other.name
+    assert results_page.short_label(plain) != results_page.short_label(other) and plain.name != other.name
+
+
+def test_rows_that_differ_in_budget_or_ranks_alone_have_names_of_their_own(tmp_path: Path) -> None:
+    rows = '{ system = "resident" }, { system = "elixir", device_memory = "1GiB" }, { system = "elixir", ranks = 2 }'
+    cells = with_groups(tmp_path, one=rows).groups[0].cells
+    assert [cell.name for cell in cells] == ["resident", "elixir (device memory 1GiB)", "elixir (ranks 2)"]
+    assert [results_page.short_label(cell) for cell in cells] == ["resident", "elixir", "elixir (2 ranks)"]
+
+
+def test_a_row_can_be_the_reference_by_its_full_name(tmp_path: Path) -> None:
+    (tmp_path / "table.toml").write_text(
+        TABLE.replace('{ system = "dummy" }', '{ system = "resident", dtype = "fp32" }').replace(
+            'reference = "resident"', 'reference = "resident (dtype fp32)"'
+        )
+    )
+    assert cells.read_table(tmp_path / "table.toml").groups[0].reference.spec.dtype == "fp32"
+
+
 def test_other_work_other_devices_and_older_code_do_not_mix_in(table: cells.ResultsTable) -> None:
     def code(sha: str) -> dict[str, Any]:
         return {"record": {"environment": {"code": {"source_sha256": sha}}}}
@@ -257,7 +328,9 @@ def test_it_writes_between_the_marks_and_checks(
     ("text", "said"),
     [
         (TABLE.replace('"resident"\nrows', '"residnt"\nrows'), "table.toml: group 'A group': no row is called 'residnt'"),
-        (TABLE.replace("batch_size = 2, ", ""), "table.toml: a row of resident names no batch_size"),
+        (TABLE.replace("batch_size = 2, ", ""), "table.toml: a row of resident names no batch_size: give it in"),
+        (TABLE.replace('model = "opt-tiny", ', ""), "table.toml: a row names no model: give it in the row, or in `work`"),
+        (TABLE.replace('hardware = "a device"', ""), "table.toml: hardware is missing: see Sweeps in docs/harness.md"),
         (TABLE.replace('system = "dummy"', 'sistem = "dummy"'), "table.toml: "),
         (TABLE.replace("hardware", "hardwear"), "table.toml: "),
         (TABLE + "=", "table.toml: "),

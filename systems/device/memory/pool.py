@@ -18,6 +18,7 @@ from systems.device.memory.account import Account
 from systems.device.memory.granule import Fit, Granule
 from systems.device.watch.events import Extent
 from systems.errors import OutOfMemoryError
+from systems.messages import LEAST_OF_A_BATCH
 from systems.planning.layout import ALIGN_BYTES, round_up
 from systems.sizes import format_size
 
@@ -162,7 +163,7 @@ class Pool:
         return OutOfMemoryError(
             f"out of device memory{self._where}: {what} needs {format_size(nbytes)}, {format_size(have)} of "
             f"{format_size(self.account.budget)} are free and nothing more {can_go}: raise `device_memory`, or lower "
-            "the batch or the sequence length",
+            f"the batch or the sequence length ({LEAST_OF_A_BATCH})",
             tier=self.account.tier.value,
             need=nbytes,
             have=have,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from systems.errors import BudgetError
+from systems.messages import LEAST_OF_A_BATCH
 from systems.planning.step.profiles import Need
 from systems.planning.strategy import PlanningContext
 from systems.planning.trace import NO_UNIT
@@ -37,7 +38,7 @@ def check_need(
     else:
         if need.non_model_bytes:
             parts[1] = f"{format_size(need.gradient_bytes + need.non_model_bytes)} of gradients"
-        advice = "activations come on top: raise `device_memory` well above this"
+        advice = f"activations come on top: raise `device_memory` well above this ({LEAST_OF_A_BATCH})"
         if smaller is not None:
             advice += f", or give a smaller {smaller} in `options`"
     raise refusal(need.total_bytes, need.unit, parts, advice, context, system, unit_name)
