@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from systems.errors import PeerGoneError
+from systems.machine.uncounted import uncounted
 from systems.messages import one_line
 from systems.ranks.link import Link, check_tags, shard_of
 from systems.ranks.stuck import Waits
@@ -72,15 +73,16 @@ class GlooLink(Link):
                 piece.add_up()
 
     def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
+        """A pass's own thread calls it; the library's may hold what it was given for a while longer."""
         _come_to([source])
         with self._waits.of(self._queue, tag):
-            self._check(tag)
-            here = source.detach().cpu()
-            came = into if into.is_cpu else torch.empty_like(here)
-            with with_peers(tag):
-                dist.all_to_all_single(came, here, group=self._group)
-            if came is not into:
-                into.copy_(came)
+            with uncounted():
+                self._check(tag)
+                here = source.detach().to("cpu", copy=True)
+                came = torch.empty_like(here)
+                with with_peers(tag):
+                    dist.all_to_all_single(came, here, group=self._group)
+            into.copy_(came)
 
 
 def _come_to(wholes: Sequence[torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from systems.device import device as devices
 from systems.device.emulated import EmulatedDevice
@@ -233,6 +234,32 @@ def test_what_one_rank_cannot_bring_is_told_on_all() -> None:
         return "told"
 
     assert as_threads(3, work) == ["told"] * 3
+
+
+class Seen(TorchDispatchMode):
+    """names: of operations, those with tensors that would count as activations of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def swapped(ranks: Ranks) -> tuple[list[str], list[float]]:
+    source, into = torch.arange(4.0) + 10 * ranks.rank, torch.empty(4)
+    with Seen() as seen:
+        ranks.link.swap("a", into, source)
+    return seen.names, into.tolist()
+
+
+def test_a_pass_sees_nothing_of_a_swap_but_what_comes(tmp_path: Path) -> None:
+    """What the library works with is host memory, which it may hold for a while longer: peaks would differ by it."""
+    copies = ["aten.copy_.default"]
+    expected = [(copies, [0.0, 1.0, 10.0, 11.0]), (copies, [2.0, 3.0, 12.0, 13.0])]
+    assert of_processes(2, tmp_path, "swapped(ranks)") == expected
 
 
 def test_processes_that_differ_are_told_by_name(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from systems.device.memory.account import Account, uncounted
+from systems.device.memory.account import Account
 from systems.device.meter import ActivationMeter, AllocatorMeter
 from systems.device.watch.events import EventLog
+from systems.machine.uncounted import uncounted
 from systems.planning.plan import Tier
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
-
-from torch.utils._python_dispatch import _disable_current_modes
 
 from systems.device.watch.events import EventLog
 from systems.planning.plan import Tier
@@ -73,11 +70,3 @@ class Account:
         self.pool_peak = max(self.pool_peak, self.pool)
         self.other_peak = max(self.other_peak, self.other)
         self._log.live_bytes(self.tier.value, live, self.pool, label)
-
-
-def uncounted() -> AbstractContextManager[object]:
-    """Around tensors that a pass makes and that are no activations: host memory, which has an account of its own.
-
-    The emulated device's memory is the host's too, so that its meter would count them; inside this nobody sees operations.
-    """
-    return _disable_current_modes()

@@ -23,11 +23,12 @@ import torch
 from systems.device.lanes.lane import Lane
 from systems.device.lanes.ticket import Ticket
 from systems.device.lanes.transfers import TrackedMemory, Transfers
-from systems.device.memory.account import Account, uncounted
+from systems.device.memory.account import Account
 from systems.device.memory.host import HostMapping
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError
 from systems.machine.durable import beside
+from systems.machine.uncounted import uncounted
 from systems.planning.disk_layout import BLOCK, BUFFERS, buffer_of, disk_bytes, part_bytes, segments_on_disk
 from systems.planning.layout import Layout
 from systems.planning.plan import LaneKind, Tier

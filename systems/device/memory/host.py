@@ -18,9 +18,10 @@ from collections.abc import Callable
 import torch
 
 from systems.device.lanes.transfers import TrackedMemory
-from systems.device.memory.account import Account, uncounted
+from systems.device.memory.account import Account
 from systems.device.watch.events import EventLog, Extent
 from systems.errors import BudgetError, OutOfMemoryError
+from systems.machine.uncounted import uncounted
 from systems.planning.layout import ALIGN_BYTES, PAGE, round_up
 from systems.planning.plan import Tier
 from systems.sizes import format_size

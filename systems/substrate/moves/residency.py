@@ -12,9 +12,9 @@ import torch
 
 from systems.device.device import Device
 from systems.device.lanes.transfers import TrackedMemory
-from systems.device.memory.account import uncounted
 from systems.device.memory.pool import Allocation
 from systems.device.watch.labels import labelled
+from systems.machine.uncounted import uncounted
 from systems.planning.layout import Layout, space_of
 from systems.planning.plan import LaneKind
 from systems.planning.step.operations import Work, of_bundle
