@@ -178,9 +178,14 @@ def _times(records: Iterable[Record]) -> list[float]:
     return [record.wall_s for record in records if record.wall_s and record.status not in DECIDED]
 
 
+def _named(folder: Path = FOLDER) -> dict[str, Path]:
+    """Results tables."""
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
 def table_of(spec: SweepSpec, folder: Path = FOLDER) -> ResultsTable:
     """Raises BadInputError for one that is not there, or cannot be read, or has nothing of what is asked for."""
-    named = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    named = _named(folder)
     path = named.get(spec.table, Path(spec.table))
     if path.suffix != ".toml" and not path.exists():
         raise BadInputError(f"{unknown_name('results table', spec.table, named)}; a file's name ends in .toml")
@@ -334,16 +339,18 @@ def sweep_table(spec: SweepSpec) -> int:
     """Run what is missing of a table. The exit code: 1 if a run failed, else 3 if runs are missing still, else 0."""
     folder, table = Path(spec.results), table_of(spec)
     if spec.dry_run:
-        for line in listed(_so_far(table, folder)):
+        for line in listed(_so_far(spec, table, folder)):
             say(printable(line))
         return COMPLETE
     store.prepare(folder)
     with _alone(folder):
-        return _go_on(spec, _so_far(table, folder))
+        return _go_on(spec, _so_far(spec, table, folder))
 
 
-def _so_far(table: ResultsTable, folder: Path) -> Sweep:
-    """Raises BadInputError for a cell that wants its first run, and cannot have it. One that has runs may be of old options."""
+def _so_far(spec: SweepSpec, table: ResultsTable, folder: Path) -> Sweep:
+    """Raises BadInputError for a cell that wants its first run, and cannot have it. One that has runs may be of old options,
+    and so may any of a results table.
+    """
     records, unreadable = store.read_all(folder)
     for one in unreadable:
         complain(f"{one.path} is no record: {one.why}")
@@ -352,7 +359,7 @@ def _so_far(table: ResultsTable, folder: Path) -> Sweep:
         try:
             names.check_run(cell.spec)
         except BadInputError as error:
-            if not done.runs(cell):
+            if not done.runs(cell) and spec.table not in _named():
                 raise BadInputError(f"{group.title}: {cell.name}: {error}") from None
             done.closed[work_of(cell)] = str(error)
     return done
