@@ -114,7 +114,7 @@ class LockFree:
             self._made[b.index] = BufferedBundle(b.index, b.stretches, two, totals, behind=self._behind, most=self._most)
 
     def add(self, bundle: ManagedBundle, fired: frozenset[int]) -> None:
-        """The gradient of a step, complete, is on its way to the slots, or in the accumulators. fired: parameters that have one,
+        """The gradient of a step, complete, is on its way to the slots, or in the accumulators. fired: parameters with one,
         be they of other bundles.
         """
         buffered, fired = bundle.buffering.now, fired.intersection(bundle.gradients.parameters)
