@@ -129,6 +129,14 @@ def test_gradients_that_are_missing(model: str) -> None:
     assert_equal(expected, train(engine, ids, CASES[model].loss))
 
 
+def test_a_step_of_fewer_micro_batches() -> None:
+    """No bundle is then updated before the step's end, and all are at once."""
+    engine, whole = begun(Setup("opt", accumulate=2), 0), start(RESIDENT, build("opt"), settings(accumulate=2))
+    steps = [tokens(1, 1 if seed == 3 else 2, seed=seed)[0] for seed in range(5)]
+    runs = [finished(each, [one_step(each, batches) for batches in steps]) for each in (whole, engine)]
+    assert_equal(*runs)
+
+
 # ---- no gradient is lost, and none is counted twice
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks
 from systems.system import Engine
 from tests.planning.races import find_races
+from tests.systems import experts
 from tests.systems.models_small import next_token_loss, tokens
-from tests.systems.running import AMPLE, assert_equal, managed, parameters_of
+from tests.systems.running import AMPLE, RESIDENT, assert_equal, managed, parameters_of
 from tests.systems.test_lock_free import ANGEL, Kept, lock_free, slow_updates
 from tests.systems.test_memory import check_segments
 from tests.systems.test_ordering import as_issued, sleeps
@@ -51,6 +53,20 @@ def test_at_zero_no_bit_changes(asked: Asked, states: str, tmp_path: Path) -> No
         assert statistics.staleness_max == statistics.staleness_mean == 0
         assert statistics.updates_behind > 0, "void: nothing was updated behind the steps"
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("fixed", [None, 1])
+@pytest.mark.parametrize("size", [2, 4])
+def test_at_zero_no_bit_of_experts_that_ranks_share_changes(size: int, fixed: int | None) -> None:
+    """fixed: the expert that gets all tokens; what the others' bundles are reduced to is zeros."""
+    built = partial(experts.toy, fixed=fixed)
+    expected = experts.on_ranks(RESIDENT, size, 2, build=built)
+    budget = int(0.8 * max(run.memory.device_peak_bytes or 0 for run in expected))
+    found = experts.on_ranks(ANGEL, size, 2, of_options(0, page=4096), build=built, device_memory=budget, jitter=True)
+    for one, mine in zip(expected, found, strict=True):
+        assert_equal(one, mine)
+        statistics: Any = mine.engine.statistics()
+        assert statistics.updates_behind > 0, "void: nothing was updated behind the steps"
 
 
 class Trained:

@@ -114,8 +114,10 @@ class LockFree:
             self._made[b.index] = BufferedBundle(b.index, b.stretches, two, totals, behind=self._behind, most=self._most)
 
     def add(self, bundle: ManagedBundle, fired: frozenset[int]) -> None:
-        """The gradient of a step, complete, is on its way to the slots, or in the accumulators. fired: what there is of it."""
-        buffered = bundle.buffering.now
+        """The gradient of a step, complete, is on its way to the slots, or in the accumulators. fired: parameters with one,
+        be they of other bundles.
+        """
+        buffered, fired = bundle.buffering.now, fired.intersection(bundle.gradients.parameters)
         assert buffered is not None
         use = buffered.leaves()
         added = of_bundle(self._layout, Work.ACCUMULATE, LaneKind.CPU, bundle.index)
