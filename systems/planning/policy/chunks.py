@@ -6,15 +6,19 @@ elements unless they say bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
-from systems.planning.layout import FlatSpace, ModelIndex, Parameter, align_elements, round_up
+from systems.planning.layout import FlatSpace, Layout, ModelIndex, Parameter, align_elements, round_up
+from systems.planning.plan import UpdateRule
+from systems.planning.policy.homes import host_need, left_unused
 from systems.planning.policy.packing import ChunkRange, candidate_sizes
 from systems.planning.strategy import PlanningContext
 
 GATHERED_BYTES = 128 << 20  # about what GPUs of one host move while a gather and a reduction keep the host, 0.2 and 1 ms
 GATHERED_SHARE = 64  # of the device's budget at most
+UNUSED_SHARE = 16  # of the device's budget: so much of the host's may be left unused before another size is looked for
 
 Run = tuple[Parameter, ...]
 Piece = tuple[FlatSpace, Run]  # what a segment holds
@@ -137,3 +141,38 @@ class ChunkCutter:
             return quarter
         worth = min(GATHERED_BYTES, context.device_budget // GATHERED_SHARE) // context.itemsize
         return max(quarter, min(whole, worth))
+
+
+class LaidOut(Protocol):
+    """A ChunkCutter that has cut. chunk: elements of a chunk."""
+
+    chunk: int
+    layout: Layout
+
+    def candidates(self) -> list[int]: ...
+
+
+Cutter = TypeVar("Cutter", bound=LaidOut)
+
+
+def for_short_host(make: Callable[[int | None], Cutter], context: PlanningContext, rule: UpdateRule) -> Cutter:
+    """What cuts a model into chunks of the size that wastes least. What the host lacks room for lives on the device by whole
+    chunks with their states, be it a small part of one: where that leaves much of the host's memory unused, or does not fit,
+    into chunks of the size that leaves least, the largest of equals.
+
+    make: with a size, or with None for the one that wastes least.
+    """
+    first = make(None)
+    lacks = host_need(replace(first.layout, moments=context.moments), context) - context.host_budget
+    if not 0 < lacks <= context.device_budget:
+        return first
+    left = left_unused(first.layout, context, rule)
+    if left is not None and left * UNUSED_SHARE <= context.device_budget:
+        return first
+    best, least = first, context.host_budget + 1 if left is None else left
+    for chunk in reversed(first.candidates()):
+        found = make(chunk)
+        left = left_unused(found.layout, context, rule)
+        if left is not None and left < least:
+            best, least = found, left
+    return best

@@ -160,6 +160,17 @@ def _keep_on_device(layout: Layout, context: PlanningContext, rule: UpdateRule) 
     return found
 
 
+def left_unused(layout: Layout, context: PlanningContext, rule: UpdateRule) -> int | None:
+    """Bytes of the host's budget that have no use as whole bundles are kept on the device for what the host lacks: 0 where none
+    is kept. None where both memories are not enough.
+    """
+    try:
+        found = within_host(layout, context, rule)
+    except BudgetError:
+        return None
+    return 0 if unmovable(found) == unmovable(layout) else context.host_budget - host_need(found, context)
+
+
 def _kept(layout: Layout, bundles: Sequence[Bundle]) -> Layout:
     """With these on the device for good."""
     kept = frozenset(b.index for b in bundles)

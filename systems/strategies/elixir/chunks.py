@@ -19,12 +19,13 @@ FUSED_SHARE = 16  # a fused group may take this part of the device budget for go
 
 
 class ElixirChunker(ChunkCutter):
-    """layout: the result, in chunks of `chunk` elements. statistics: fields of ElixirStatistics, what the search found.
+    """layout: the result, in chunks of `chunk` elements, by default of the size that wastes least. statistics: fields of
+    ElixirStatistics, what the search found.
 
     staying: fused bundles that stay on the device in a step though the host updates them, so that they may move for that.
     """
 
-    def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext) -> None:
+    def __init__(self, index: ModelIndex, options: ElixirOptions, context: PlanningContext, chunk: int | None = None) -> None:
         self._options = options
         self._scattered = options.scatter or context.ranks == 1
         groups = chunk_groups(index, context, scattered=self._scattered)
@@ -32,7 +33,7 @@ class ElixirChunker(ChunkCutter):
         runs = [run for group in groups for run in group.runs]
         super().__init__(index, groups, [run for run in runs if blocks.intersection(run[0].users)] or runs, options, context)
         self._totals = {group.space: sum(map(self.size, group.parameters())) for group in groups}
-        self.chunk = self.best()
+        self.chunk = self.best() if chunk is None else chunk
         self.layout, self.staying, self.statistics = self._build(index)
 
     def cuts(self, group: ChunkGroup, chunk: int) -> bool:

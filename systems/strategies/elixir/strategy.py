@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import OpKind, Plan, PlannedOperation
 from systems.planning.policy.base import FittedStrategy
 from systems.planning.policy.caching import CachePlan, CacheRequest, demanding, plan_cache
+from systems.planning.policy.chunks import for_short_host
 from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import RandomOrder
 from systems.planning.policy.homes import check_host
@@ -62,7 +64,8 @@ class Elixir(FittedStrategy):
         return layout
 
     def cut(self, index: ModelIndex) -> Layout:
-        chunker = ElixirChunker(index, self._options, self._context)
+        make, context = partial(ElixirChunker, index, self._options, self._context), self._context
+        chunker = make(None) if self._options.keeps_to_paper else for_short_host(make, context, self.update_rule)
         self._staying = chunker.staying
         self.tell(**chunker.statistics, num_bundles=len(chunker.layout.bundles))
         return chunker.layout

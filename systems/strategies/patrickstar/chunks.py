@@ -33,7 +33,9 @@ SMALLEST, LARGEST, STEP = 128 << 20, 512 << 20, 32 << 20  # elements: the range 
 class PatrickStarChunker(ChunkCutter):
     """layout: the result. chunk: elements of a chunk. statistics: fields of PatrickStarStatistics, what the search found."""
 
-    def __init__(self, index: ModelIndex, options: PatrickStarOptions, context: PlanningContext) -> None:
+    def __init__(
+        self, index: ModelIndex, options: PatrickStarOptions, context: PlanningContext, chunk: int | None = None
+    ) -> None:
         found = group_parameters(index, context)
         lists = [ChunkGroup(each.space, tuple((p,) for p in each.single), each.shared) for each in found]
         blocks = [[index.parameters[p] for p in u.parameters] for u in index.units if u.block is not None]
@@ -44,7 +46,7 @@ class PatrickStarChunker(ChunkCutter):
             bounds = (elements * context.itemsize for elements in (SMALLEST, LARGEST, STEP))
             self._given = ChunkRange(**dict(zip(("chunk_min", "chunk_max", "chunk_step"), bounds, strict=True)))
         tensors = options.variant == "spongebob"
-        self.chunk = 0 if tensors else self.best()
+        self.chunk = 0 if tensors else self.best() if chunk is None else chunk
         self.layout, self.statistics = self._build(index)
 
     def _is_large(self, options: PatrickStarOptions) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from pydantic import BaseModel
@@ -11,6 +12,7 @@ from systems.planning.layout import Layout, ModelIndex
 from systems.planning.plan import OpKind, Plan
 from systems.planning.policy.base import FittedStrategy
 from systems.planning.policy.caching import CacheRequest, demanding, plan_cache
+from systems.planning.policy.chunks import for_short_host
 from systems.planning.policy.division import Division
 from systems.planning.policy.eviction import ModelOrder
 from systems.planning.policy.options import StrategyStatistics
@@ -50,7 +52,8 @@ class PatrickStar(FittedStrategy):
         return layout
 
     def cut(self, index: ModelIndex) -> Layout:
-        chunker = PatrickStarChunker(index, self._options, self._context)
+        make, context = partial(PatrickStarChunker, index, self._options, self._context), self._context
+        chunker = make(None) if self._options.as_published else for_short_host(make, context, self.update_rule)
         self._chunk, self._lists_bytes = chunker.chunk, sum(chunker.statistics["chunk_lists"].values())
         self.tell(**chunker.statistics, num_bundles=len(chunker.layout.bundles))
         return chunker.layout
