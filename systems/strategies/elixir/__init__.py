@@ -38,7 +38,8 @@ Where this departs from the paper, and why, with every variant
   chunk.
 * Without a range given, sizes from a quarter of the largest block (but no less than its largest parameter) to the whole
   block are tested; among equals the larger wins, for longer transfers. Of several ranks small blocks are gathered whole:
-  `ChunkCutter.least` in `systems/planning/policy/chunks.py`.
+  `ChunkCutter.least` in `systems/planning/policy/chunks.py`. Where the host is short the size is that by which least stays
+  on the device beyond what the host lacks: `for_short_host` there.
 * Shards are in pinned memory always; the paper has that as an option ("Optimizations for Offloading").
 * C is a constant as in the paper, yet never more than what activations leave at each moment: there the paper's run ends for
   want of memory.
