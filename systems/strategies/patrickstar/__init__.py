@@ -76,7 +76,7 @@ Where this departs from the paper, and why
 | ADAM after BWD (6.1.2) | run_ahead=False, nonfinite=skip | updates run ahead of the norm in spare host memory | - |
 | grad chunk stays in the param chunk until ADAM (6.1.2) | Plan.staying | leaves as it is complete | - |
 | OS chunks in the margin beside peak non-model data (7.2) | one margin for the step | what is free at each moment | - |
-| chunk size: 128 to 512 Mi elements, step 32 Mi (8.1) | where a block is that large | a range that suits the model | - |
+| chunk size: 128 to 512 Mi elements, step 32 Mi (8.1) | where a block is that large | a range that suits model and host | - |
 | largest model: (0.2 L + host) x utilization / 14 (8.2.1) | the same | (L + host) x utilization / 14 less activations | - |
 | OSC: optimizer chunks fixed on the CPU (8.2.4) | variant=osc, all else as `paper` | - | - |
 | SP: no tracer, 20 % fixed for model data (8.2.4) | variant=static-partition, chunk-list order | - | - |
