@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -26,23 +27,44 @@ FOLDER = "staleness"  # below that of the records
 BOUND = "max_staleness="
 ENOUGH = 95.0  # percent of the synchronous decrease
 MAKE = "harness sweep paper_figures/staleness.toml --results results/staleness runs what is missing."
-Runs = Mapping[tuple[int, int], Record]
-"""By bound on staleness and seed."""
 
 
-def runs(results: str) -> tuple[list[int], list[int], Runs]:
-    """Bounds, seeds and the last run of each pair that went well."""
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Runs of so many steps: of each bound on staleness and each seed the last one that went well, where there is one."""
+
+    steps: int
+    bounds: tuple[int, ...]
+    seeds: tuple[int, ...]
+    there: Mapping[tuple[int, int], Record]
+
+    def of(self, bound: int) -> list[Record]:
+        """By seed."""
+        return [run for seed in self.seeds if (run := self.there.get((bound, seed))) is not None]
+
+
+def courses(results: str) -> list[Course]:
+    """As many as lengths, the shortest first."""
     asked, (found, _) = read_table(TABLE), store.read_all(Path(results) / FOLDER)
     good = [record for record in found if record.status == "ok"]
-    there: dict[tuple[int, int], Record] = {}
-    bounds, seeds = set[int](), set[int]()
+    there: dict[int, dict[tuple[int, int], Record]] = {}
+    wanted: dict[int, set[tuple[int, int]]] = {}
     for cell in (cell for group in asked.groups for cell in group.cells):
         (bound,) = (int(option.removeprefix(BOUND)) for option in cell.spec.option if option.startswith(BOUND))
-        bounds.add(bound)
-        seeds.add(cell.spec.seed)
+        steps, which = cell.spec.steps or 0, (bound, cell.spec.seed)
+        wanted.setdefault(steps, set()).add(which)
+        mine = there.setdefault(steps, {})
         for run in replicates(good, cell, asked.hardware)[-1:]:
-            there[bound, cell.spec.seed] = run
-    return sorted(bounds), sorted(seeds), there
+            mine[which] = run
+    return [
+        Course(
+            steps=steps,
+            bounds=tuple(sorted({bound for bound, _ in wanted[steps]})),
+            seeds=tuple(sorted({seed for _, seed in wanted[steps]})),
+            there=there[steps],
+        )
+        for steps in sorted(wanted)
+    ]
 
 
 def decrease(run: Record) -> float | None:
@@ -51,34 +73,39 @@ def decrease(run: Record) -> float | None:
     return None if None in (*first, *last) or not (first and last) else float(first[0] or 0.0) - float(last[0] or 0.0)
 
 
-def kept(there: Runs, bound: int, seed: int) -> float | None:
+def kept(course: Course, bound: int, seed: int) -> float | None:
     """Percent of the synchronous run's decrease after the same samples; None where one of the two is missing."""
-    pair = [there.get((each, seed)) for each in (bound, 0)]
+    pair = [course.there.get((each, seed)) for each in (bound, 0)]
     falls = [None if run is None else decrease(run) for run in pair]
     return None if falls[0] is None or not falls[1] else 100 * falls[0] / falls[1]
 
 
 def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
-    bounds, seeds, there = runs(asked.results)
+    for course in courses(asked.results):
+        yield _shares(course)
+        yield _losses(course)
+
+
+def _shares(course: Course) -> PaperTable:
     rows: list[list[FigureCell]] = []
-    for bound in bounds:
-        mine = [run for seed in seeds if (run := there.get((bound, seed))) is not None]
-        shares = [kept(there, bound, seed) for seed in seeds]
+    for bound in course.bounds:
+        mine = course.of(bound)
+        shares = [kept(course, bound, seed) for seed in course.seeds]
         known = [share for share in shares if share is not None]
         stale = [float(run.strategy["staleness_mean"]) for run in mine if run.strategy]
         cells = [_cell(mine, statistics.fmean(stale)) if stale else None]
         cells += [
-            None if share is None else _cell([there[bound, seed]], round(share, 1))
-            for seed, share in zip(seeds, shares, strict=True)
+            None if share is None else _cell([course.there[bound, seed]], round(share, 1))
+            for seed, share in zip(course.seeds, shares, strict=True)
         ]
         cells += [_cell(mine, round(of(known), 1)) if known else None for of in (statistics.fmean, min, max)]
         rows.append([bound, *cells])
-    data = next((run.resolved.data for run in there.values()), None)
+    data = next((run.resolved.data for run in course.there.values()), None)
     columns = [FigureColumn("steps behind, at most"), FigureColumn("steps behind, mean", "measured")]
-    columns += [FigureColumn(f"seed {seed}, %", "measured") for seed in seeds]
+    columns += [FigureColumn(f"seed {seed}, %", "measured") for seed in course.seeds]
     below = [f"{row[0]}" for row in rows if isinstance(row[-3], MeasuredCell) and float(row[-3].value) < ENOUGH]
-    yield table(
-        "Decrease of the validation loss at equal samples, of the synchronous one's",
+    return table(
+        f"Decrease of the validation loss in {course.steps} steps, of the synchronous one's",
         [*columns, *(FigureColumn(each, "measured") for each in ("mean, %", "least, %", "most, %"))],
         rows,
         *([] if data is None else [f"{data.source}, sha256 {(data.sha256 or '')[:12]}; a token is a byte."]),
@@ -86,51 +113,51 @@ def tables(name: str, asked: FigureSpec) -> Iterator[PaperTable]:
         "The paper's 0.861 over 0.853 (table 6) is of a bound that it does not name, and of no seeds that it names.",
         MAKE,
     )
-    yield _course(bounds, seeds, there)
 
 
 def _cell(found: list[Record], value: float) -> MeasuredCell:
     return MeasuredCell(value, tuple(run.run_id for run in found), machine_of(found[-1]))
 
 
-def _course(bounds: list[int], seeds: list[int], there: Runs) -> PaperTable:
-    steps = sorted({step for run in there.values() for step in run.metrics.eval_step})
+def _losses(course: Course) -> PaperTable:
+    steps = sorted({step for run in course.there.values() for step in run.metrics.eval_step})
     rows: list[list[FigureCell]] = []
     for step in steps:
         row: list[FigureCell] = [step]
-        for bound in bounds:
-            mine = [run for seed in seeds if (run := there.get((bound, seed))) is not None and step in run.metrics.eval_step]
+        for bound in course.bounds:
+            mine = [run for run in course.of(bound) if step in run.metrics.eval_step]
             values = [run.metrics.eval_loss[run.metrics.eval_step.index(step)] for run in mine]
             finite = [value for value in values if value is not None]
             row.append(_cell(mine, statistics.fmean(finite)) if mine and len(finite) == len(mine) else None)
         rows.append(row)
-    columns = [FigureColumn(f"at most {bound} behind", "measured") for bound in bounds]
-    return table("Validation loss after a step, mean of the seeds", [FigureColumn("step"), *columns], rows)
+    columns = [FigureColumn(f"at most {bound} behind", "measured") for bound in course.bounds]
+    title = f"Validation loss after a step of {course.steps}, mean of the seeds"
+    return table(title, [FigureColumn("step"), *columns], rows)
 
 
 def picture(name: str, asked: FigureSpec) -> Figure:
-    """Validation over steps, a colour a bound and a line a seed; beside it what is kept of the decrease."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    course, shares = figure.subplots(1, 2)
-    bounds, seeds, there = runs(asked.results)
-    for number, bound in enumerate(bounds):
-        for seed in seeds:
-            run = there.get((bound, seed))
-            if run is None:
-                continue
-            label = f"at most {bound} behind" if seed == seeds[0] else None
-            losses = [float("nan") if loss is None else loss for loss in run.metrics.eval_loss]
-            course.plot(run.metrics.eval_step, losses, color=f"C{number}", marker="o", ms=3, lw=1, alpha=0.8, label=label)
-            share = kept(there, bound, seed)
-            if share is not None:
-                shares.plot([number], [share], color=f"C{number}", marker="o", ls="")
-    course.set_xlabel("step, each of as many samples")
-    course.set_ylabel("validation loss, nats a token")
-    if course.lines:
-        course.legend(fontsize=8)
-    shares.axhline(ENOUGH, color="gray", lw=0.8)
-    shares.set_xticks(range(len(bounds)), [str(bound) for bound in bounds])
-    shares.set_xlabel("steps behind, at most")
-    shares.set_ylabel("decrease of the loss, % of the synchronous one's")
-    course.set_title("measured on the emulated device, opt-tiny, three seeds", fontsize=9)
+    """Validation over steps, a colour a bound and a line a seed; beside it what is kept of the decrease. A row a length."""
+    found = courses(asked.results)
+    figure = Figure(figsize=(10, 4.5 * len(found)), layout="constrained")
+    for course, (losses, shares) in zip(found, figure.subplots(len(found), 2, squeeze=False), strict=True):
+        for number, bound in enumerate(course.bounds):
+            for seed in course.seeds:
+                run = course.there.get((bound, seed))
+                if run is None:
+                    continue
+                label = f"at most {bound} behind" if seed == course.seeds[0] else None
+                values = [float("nan") if loss is None else loss for loss in run.metrics.eval_loss]
+                losses.plot(run.metrics.eval_step, values, color=f"C{number}", marker="o", ms=3, lw=1, alpha=0.8, label=label)
+                share = kept(course, bound, seed)
+                if share is not None:
+                    shares.plot([number], [share], color=f"C{number}", marker="o", ls="")
+        losses.set_xlabel("step, each of as many samples")
+        losses.set_ylabel("validation loss, nats a token")
+        if losses.lines:
+            losses.legend(fontsize=8)
+        shares.axhline(ENOUGH, color="gray", lw=0.8)
+        shares.set_xticks(range(len(course.bounds)), [str(bound) for bound in course.bounds])
+        shares.set_xlabel("steps behind, at most")
+        shares.set_ylabel("decrease of the loss, % of the synchronous one's")
+        losses.set_title(f"measured on the emulated device, opt-tiny, {course.steps} steps, three seeds", fontsize=9)
     return figure

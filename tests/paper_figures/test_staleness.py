@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,28 +17,31 @@ from tests.test_docs import ROOT
 RESULTS = str(ROOT / "results")
 
 
+@cache
+def courses() -> list[staleness.Course]:
+    return staleness.courses(RESULTS)
+
+
 def test_every_run_is_there_and_was_as_far_behind_as_it_might() -> None:
-    bounds, seeds, there = staleness.runs(RESULTS)
-    assert (bounds, seeds) == ([0, 1, 2, 4], [0, 1, 2])
-    assert there.keys() == {(bound, seed) for bound in bounds for seed in seeds}
-    for (bound, _), run in there.items():
-        assert run.strategy is not None and run.strategy["staleness_max"] == bound
-        mean = run.strategy["staleness_mean"]
-        assert (
-            mean == 0 if bound == 0 else mean >= 0.45 * bound
-        )  # an update that takes K + 1 gradients leaves K / 2 in the mean
+    """An update that takes K + 1 gradients leaves K / 2 in the mean."""
+    assert [course.steps for course in courses()] == [300, 1000]
+    for course in courses():
+        bounds, seeds = (0, 1, 2, 4), (0, 1, 2)
+        assert (course.bounds, course.seeds) == (bounds, seeds)
+        assert course.there.keys() == {(bound, seed) for bound in bounds for seed in seeds}
+        for (bound, _), run in course.there.items():
+            assert run.strategy is not None and run.strategy["staleness_max"] == bound
+            mean = run.strategy["staleness_mean"]
+            assert mean == 0 if bound == 0 else mean >= 0.45 * bound
 
 
 def test_all_of_a_seed_begin_alike_and_learn() -> None:
-    _, seeds, there = staleness.runs(RESULTS)
-    for seed in seeds:
-        mine = [run for (_, each), run in there.items() if each == seed]
-        assert (
-            len({run.metrics.loss[0] for run in mine})
-            == len({run.resolved.data and run.resolved.data.sha256 for run in mine})
-            == 1
-        )
-        assert all((staleness.decrease(run) or 0) > 1 for run in mine)
+    for course in courses():
+        for seed in course.seeds:
+            mine = [run for (_, each), run in course.there.items() if each == seed]
+            assert len({run.metrics.loss[0] for run in mine}) == 1
+            assert len({run.resolved.data and run.resolved.data.sha256 for run in mine}) == 1
+            assert all((staleness.decrease(run) or 0) > 1 for run in mine)
 
 
 def made(first: float | None, last: float | None) -> Record:
@@ -47,9 +51,10 @@ def made(first: float | None, last: float | None) -> Record:
 
 def test_what_is_kept_of_the_decrease() -> None:
     there = {(0, 5): made(6.0, 2.0), (4, 5): made(6.0, 3.0), (1, 5): made(6.0, None), (4, 6): made(6.0, 3.0)}
-    assert staleness.kept(there, 4, 5) == 75
-    assert staleness.kept(there, 0, 5) == 100
-    assert staleness.kept(there, 1, 5) is staleness.kept(there, 2, 5) is staleness.kept(there, 4, 6) is None
+    course = staleness.Course(steps=1, bounds=(0, 1, 2, 4), seeds=(5, 6), there=there)
+    assert staleness.kept(course, 4, 5) == 75
+    assert staleness.kept(course, 0, 5) == 100
+    assert staleness.kept(course, 1, 5) is staleness.kept(course, 2, 5) is staleness.kept(course, 4, 6) is None
 
 
 @pytest.mark.parametrize("results", [RESULTS, "none"])
