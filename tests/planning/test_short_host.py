@@ -16,6 +16,7 @@ from systems.planning.policy.chunks import UNUSED_SHARE, for_short_host
 from systems.planning.policy.homes import host_need, left_unused
 from systems.strategies import elixir, patrickstar
 from systems.strategies.elixir.chunks import ElixirChunker
+from systems.strategies.elixir.options import ElixirOptions
 from systems.strategies.patrickstar.chunks import PatrickStarChunker
 from tests.planning.synthetic import PLENTY, context, model_of, models
 
@@ -28,7 +29,8 @@ CHUNKERS = [(elixir.STRATEGY, ElixirChunker), (patrickstar.STRATEGY, PatrickStar
 def short_by(index: ModelIndex, share: float, *, device: int = PLENTY) -> Any:
     """A context whose host has all of the model but this share."""
     whole = context(device=device)
-    need = host_need(replace(elixir.STRATEGY(elixir.STRATEGY.Options(), whole).layout(index), moments=whole.moments), whole)
+    layout = elixir.STRATEGY(ElixirOptions(), whole).layout(index)
+    need = host_need(replace(layout, moments=whole.moments), whole)
     return replace(whole, host_budget=int((1 - share) * need))
 
 
