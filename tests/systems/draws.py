@@ -201,11 +201,12 @@ def _part(system: str, model: str, luck: random.Random) -> Part:
     if "activations" in type(options).model_fields and BLOCKS.get(model) == 0:
         options = options.model_copy(update={"activations": "device"})
     managed = system in MANAGED
+    share, on_disk = luck.uniform(0.35, 1.1), getattr(options, "states", None) == "disk"
     return Part(
         system=system,
         options=options,
-        share=luck.uniform(0.35, 1.1),
-        disk=managed and MANAGED[system].abilities.disk and luck.random() < 0.15,
+        share=share,
+        disk=(managed and MANAGED[system].abilities.disk and luck.random() < 0.15) or on_disk,
         jitter=managed and luck.random() < 0.15,
         spare=luck.choice((None, 0.0, 0.05, 0.2, 0.5)) if managed else None,
     )

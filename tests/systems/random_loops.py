@@ -213,7 +213,9 @@ class Trial:
             return start(system, model, settings(**given))
         asked = settings(**given, log_events=True, device_memory=int(self._peak_bytes * part.share * self.more))
         if part.disk:
-            needed = host_need(system, self._draw.build(0), part.options, **self._draw.given, device_memory=asked.device_memory)
+            at_home = {"states": "host"} if hasattr(part.options, "states") else {}
+            options = part.options.model_copy(update=at_home)  # what the host would need without the disk
+            needed = host_need(system, self._draw.build(0), options, **self._draw.given, device_memory=asked.device_memory)
             asked = replace(asked, disk=self._folder / "disk", host_memory=int(needed * self._host))
         elif part.spare is not None:
             needed = host_need(system, self._draw.build(0), part.options, **self._draw.given, device_memory=asked.device_memory)
