@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks
 from tests.systems.every import MANAGED
-from tests.systems.running import RESIDENT, Run, assert_equal, finished, settings
+from tests.systems.running import RESIDENT, Run, angel_ptm, assert_equal, finished, settings
 
 STEPS = 3
 
@@ -46,12 +47,14 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
 )
 
 
-def trained(system: Any, model: str, size: int, accumulate: int) -> list[Run]:
-    asked = settings(ranks=size, accumulate=accumulate, clip=0.5, device_memory=1 << 20)
+def trained(
+    system: Any, model: str, size: int, accumulate: int, options: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> list[Run]:
+    asked = settings(**{"ranks": size, "accumulate": accumulate, "clip": 0.5, "device_memory": 1 << 20} | more)
     models = [MODELS[model]() for _ in range(size)]
 
     def work(ranks: Ranks) -> Run:
-        engine = system.initialize(models[ranks.rank], asked, system.Options(), ranks=ranks)
+        engine = system.initialize(models[ranks.rank], asked, system.Options(**options), ranks=ranks)
         losses = []
         for step in range(STEPS):
             for micro in range(accumulate):
@@ -72,3 +75,16 @@ def test_few_elements_or_none(system: str, model: str, size: int, accumulate: in
     expected = trained(RESIDENT, model, size, accumulate)
     for one, other in zip(expected, trained(MANAGED[system], model, size, accumulate), strict=True):
         assert_equal(one, other)
+
+
+@pytest.mark.parametrize("behind", [None, 0])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(2)
+def test_their_states_on_a_disk(model: str, size: int, behind: int | None, tmp_path: Path) -> None:
+    """Those of nothing are nowhere."""
+    options = {"states": "disk", "cache": 0, "max_staleness": behind, "nonfinite": "stop"}
+    found = trained(angel_ptm(), model, size, 2, options, clip=0.0, disk=tmp_path, disk_memory=1 << 20)
+    for one, other in zip(trained(RESIDENT, model, size, 2, clip=0.0), found, strict=True):
+        assert_equal(one, other)
+        assert other.counters.get("disk_write_bytes", 0) == 0 or "one" in model

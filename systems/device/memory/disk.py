@@ -253,8 +253,8 @@ def _settle(place: DiskPlace) -> None:
 
 
 def _aligned(nbytes: int) -> torch.Tensor:
-    """fp32, on a page of its own, as direct I/O wants it."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.float32)
+    """fp32, on a page of its own, as direct I/O wants it; of a segment without elements there is nothing to map."""
+    return torch.empty(0) if nbytes == 0 else torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.float32)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

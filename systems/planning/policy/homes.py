@@ -91,7 +91,7 @@ def all_on_disk(layout: Layout, context: PlanningContext) -> Layout:
     """With all states of what may move at home there. UnsupportedError without a disk, BudgetError (disk) on a small one."""
     if not context.disk_budget:
         raise UnsupportedError("`options=dict(states='disk')` needs room on a disk: name a folder there with `disk`")
-    chosen = frozenset(b.index for b in layout.bundles if b.movable and b.trainable)
+    chosen = frozenset(b.index for b in layout.bundles if b.movable and b.trainable and b.numel)
     found = replace(layout, on_disk=chosen, moments=context.moments)
     need, have = disk_bytes(found), context.disk_budget
     if need > have:
@@ -122,7 +122,9 @@ def _to_disk(layout: Layout, context: PlanningContext) -> Layout:
     buffers, so they go only where the smaller ones are not enough.
     """
     whole = HostNeed.of(layout, context)
-    bundles = sorted((b for b in layout.bundles if b.movable and b.trainable), key=lambda b: (-min(b.units), -b.index))
+    bundles = sorted(
+        (b for b in layout.bundles if b.movable and b.trainable and b.numel), key=lambda b: (-min(b.units), -b.index)
+    )
     places = {b.index: [part_bytes(layout.segments[s]) for s in b.segments] for b in bundles}
     parts = parts_of(layout)
     best, least = frozenset[int](), whole.total
