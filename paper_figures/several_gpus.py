@@ -29,13 +29,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Host:
-    """table: of results. profile: of the whole host. gpus: that it has. depth: whose layers are counted up, and depth_least the
+    """table: of results. gpus: that the host has. depth: of the whole host, whose layers are counted up, and depth_least the
     parameters that it is to have. weak: the least that all GPUs together are to reach over one, of each strategy; weak_best: of
     the best one. tflops: that opt-30b on all GPUs is to have, a GPU.
     """
 
     table: str
-    profile: str
     gpus: int
     depth: Depth
     depth_least: float
@@ -43,11 +42,14 @@ class Host:
     weak_best: float
     tflops: float
 
+    @property
+    def profile(self) -> str:
+        return self.depth.hardware
+
 
 HOSTS = {
     "two-gpus": Host(
         table="25-h200-two",
-        profile="h200-141g-x2",
         gpus=2,
         depth=Depth("opt-30b", "h200-141g-x2", 240 * GIB),
         depth_least=33e9,
@@ -57,7 +59,6 @@ HOSTS = {
     ),
     "four-gpus": Host(
         table="26-h200-four",
-        profile="h200-141g-x4",
         gpus=4,
         depth=Depth("opt-30b", "h200-141g-x4", 480 * GIB),
         depth_least=54e9,

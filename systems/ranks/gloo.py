@@ -73,7 +73,9 @@ class GlooLink(Link):
                 piece.add_up()
 
     def swap(self, tag: str, into: torch.Tensor, source: torch.Tensor) -> None:
-        """A pass's own thread calls it; the library's may hold what it was given for a while longer."""
+        """The library may hold what it was given for a while longer: it gets copies, which are no activations of the pass that
+        calls this.
+        """
         _come_to([source])
         with self._waits.of(self._queue, tag):
             with uncounted():

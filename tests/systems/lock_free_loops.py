@@ -23,14 +23,13 @@ from systems.device.emulated import EmulatedDevice
 from systems.errors import BudgetError, OutOfMemoryError
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks
-from tests.planning.races import find_races
 from tests.systems.models_small import build, next_token_loss, tokens
 from tests.systems.random_loops import JITTER_S, MORE
 from tests.systems.running import AMPLE, Run, angel_ptm, assert_equal, finished, managed, settings
 from tests.systems.setups import blocks_of
-from tests.systems.test_lock_free import Kept
+from tests.systems.test_lock_free import Kept, races_of
 from tests.systems.test_memory import check_segments
-from tests.systems.test_ordering import as_issued, sleeps
+from tests.systems.test_ordering import sleeps
 
 STEPS = ("step", "step", "step", "uneven", "fewer", "silent")
 BETWEEN = ("evaluate", "drain", "one drains", "read", "write", "save", "load", "discard", "rate")
@@ -224,5 +223,4 @@ def _look(drawn: LockFreeDraw, found: Sequence[Run], budget: int) -> None:
         assert (statistics.staleness_max or 0) <= (drawn.most or 0)
         log = managed(mine.engine).log
         assert all(0 <= each.pool <= each.live <= budget for each in log.bytes if each.tier == "device")
-        races = find_races(as_issued(log.operations))
-        assert not [each for each in races if not each.resource.startswith("disk:")]  # those change hands at rest: no ticket
+        assert not races_of(mine.engine)

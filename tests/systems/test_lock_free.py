@@ -30,6 +30,7 @@ from systems.planning.step.schedule import expand
 from systems.substrate.bundle.buffered import BufferedBundle
 from systems.substrate.moves.updating import UpdatingThread
 from systems.system import Engine
+from tests.planning.races import Race, find_races
 from tests.systems.models_plain import CASES
 from tests.systems.models_plain import build as plain
 from tests.systems.models_small import build, next_token_loss, tokens
@@ -48,7 +49,7 @@ from tests.systems.running import (
 )
 from tests.systems.setups import Setup, budget_of, reference
 from tests.systems.test_memory import check_segments
-from tests.systems.test_ordering import sleeps
+from tests.systems.test_ordering import as_issued, sleeps
 
 ANGEL = angel_ptm()
 SETUPS = [
@@ -191,6 +192,12 @@ class Kept:
                 most = max(most, steps)
             assert next(left, None) is None, f"bundle {bundle}: a gradient is in no update"
         return most
+
+
+def races_of(engine: Engine) -> list[Race]:
+    """Of what tickets order. States on the disk change hands at rest, with the updating thread's own tickets for them."""
+    found = find_races(as_issued(managed(engine).log.operations))
+    return [race for race in found if not race.resource.startswith("disk:")]
 
 
 @contextmanager

@@ -21,13 +21,12 @@ from systems.planning.step.residence import lock_free_bytes
 from systems.ranks.loopback import as_threads
 from systems.ranks.ranks import Ranks
 from systems.system import Engine
-from tests.planning.races import find_races
 from tests.systems import experts
 from tests.systems.models_small import next_token_loss, tokens
 from tests.systems.running import AMPLE, RESIDENT, assert_equal, managed, parameters_of
-from tests.systems.test_lock_free import ANGEL, Kept, lock_free, slow_updates
+from tests.systems.test_lock_free import ANGEL, Kept, lock_free, races_of, slow_updates
 from tests.systems.test_memory import check_segments
-from tests.systems.test_ordering import as_issued, sleeps
+from tests.systems.test_ordering import sleeps
 from tests.systems.test_ranks import Asked, asked_of, make, on_ranks, resident, tight
 
 CASES = [Asked("opt", 2), Asked("gpt2", 2, 2, "bf16"), Asked("stack", 3)]
@@ -47,8 +46,7 @@ def test_at_zero_no_bit_changes(asked: Asked, states: str, tmp_path: Path) -> No
     found = on_ranks(ANGEL, *asked[:3], options, jitter=True, log_events=True, **more)
     for one, mine in zip(resident(*asked[:4], 0.0, "none"), found, strict=True):
         assert_equal(one, mine)
-        races = find_races(as_issued(managed(mine.engine).log.operations))
-        assert not [each for each in races if not each.resource.startswith("disk:")]  # those change hands at rest: no ticket
+        assert not races_of(mine.engine)
         statistics: Any = mine.engine.statistics()
         assert statistics.staleness_max == statistics.staleness_mean == 0
         assert statistics.updates_behind > 0, "void: nothing was updated behind the steps"

@@ -144,9 +144,8 @@ class ChunkCutter:
 
 
 class LaidOut(Protocol):
-    """A ChunkCutter that has cut. chunk: elements of a chunk."""
+    """A ChunkCutter that has cut."""
 
-    chunk: int
     layout: Layout
 
     def candidates(self) -> list[int]: ...
