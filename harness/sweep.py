@@ -91,7 +91,13 @@ class Sweep:
 
     def runs(self, cell: TableCell) -> list[Record]:
         """Those that count."""
-        return [r for r in replicates(self.records, cell, self.table.hardware) if r.status != "interrupted"]
+        return list(filter(self._counts, replicates(self.records, cell, self.table.hardware)))
+
+    def _counts(self, record: Record) -> bool:
+        """What was unavailable to an earlier call may be installed by now: each call asks once."""
+        if record.status == "unavailable":
+            return any(record is one for one in self.made)
+        return record.status != "interrupted"
 
     def wanted(self, cell: TableCell) -> int:
         """Runs that are missing."""

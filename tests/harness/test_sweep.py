@@ -156,6 +156,16 @@ def test_what_ends_badly_is_a_cell_too(status: str, runs: int, tmp_path: Path) -
     assert all((each.device_label, each.batch_size, each.seq_len) == (DEVICE, 2, 16) for each in known)
 
 
+def test_what_was_unavailable_is_asked_again_by_the_next_call(tmp_path: Path) -> None:
+    """It may be installed by then. A refusal stays one."""
+    for status, runs in (("unavailable", 3), ("refused", 0)):
+        found = done(tmp_path, group="first")
+        run(found, Device(elixir=status))
+        again, device = Sweep(found.table, found.records, HERE), Device()
+        assert run(again, device) is None and again.missing == 0
+        assert device.ran == [("elixir", number) for number in range(runs)]
+
+
 class Forecasts:
     """Of elixir alone a refusal. together: how many specs are answered at once."""
 

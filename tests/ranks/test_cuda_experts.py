@@ -22,7 +22,7 @@ WORK = """
 import os, pickle, sys, systems, torch
 import torch.distributed as dist
 from tests.systems import experts
-folder, where, system, dtype, expert_ranks, budget = sys.argv[1:]
+folder, where, system, dtype, expert_ranks, budget, eps = sys.argv[1:]
 experts.WIDTH = 512
 rank, size, shared = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(expert_ranks)
 torch.cuda.set_device(0 if where == "shared" else rank)
@@ -33,6 +33,8 @@ model = experts.toy(shared, rank % shared, blocks=8)
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.mul_((16 / experts.WIDTH) ** 0.5)  # as large a sum as the toy's width gives, else it grows block by block
+if float(eps):
+    given["optimizer"] = torch.optim.AdamW(model.parameters(), eps=float(eps))
 engine = systems.initialize(
     model, system=system, dtype=dtype, clip=1.0, expert_ranks=shared, host_memory="8GiB", **given,
 )
@@ -57,10 +59,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @cache
-def trained(where: str, system: str, dtype: str, expert_ranks: int, budget: int = 0) -> list[Any]:
-    """Of each rank: its losses, the norms, the parameters, the device's peak and the bytes that it exchanged."""
+def trained(where: str, system: str, dtype: str, expert_ranks: int, budget: int = 0, eps: float = 0.0) -> list[Any]:
+    """Of each rank: its losses, the norms, the parameters, the device's peak and the bytes that it exchanged.
+
+    eps: of an AdamW; 0 for the engine's own settings.
+    """
     with TemporaryDirectory() as folder:
-        arguments = [sys.executable, "-c", WORK, folder, where, system, dtype, str(expert_ranks), str(budget)]
+        arguments = [sys.executable, "-c", WORK, folder, where, system, dtype, *map(str, (expert_ranks, budget, eps))]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         more = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         started = [subprocess.Popen(arguments, env=os.environ | more | {"RANK": str(rank)}, cwd=ROOT) for rank in range(2)]
@@ -91,10 +96,15 @@ def test_ranks_that_share_experts_have_the_bits_of_resident(where: str, strategy
 
 @pytest.mark.parametrize("where", [SHARED, APART])
 def test_experts_on_two_ranks_train_as_all_on_each(where: str) -> None:
+    """To rounding: tokens that an expert has from both ranks are one product here, and two there.
+
+    Where a gradient is hardly more than rounding, Adam's division by its size makes a step of the rounding: after four steps
+    norms are 1e-4 apart, on a CPU too. Its eps lies above that here, and far below what parameters move, 2e-4 to 5e-4.
+    """
     needs_devices(where)
-    whole, shared = trained(where, "resident", "fp32", 1), trained(where, "resident", "fp32", 2)
+    whole, shared = (trained(where, "resident", "fp32", expert_ranks, eps=1e-5) for expert_ranks in (1, 2))
     for mine, theirs in zip(shared, whole, strict=True):
         assert mine[4] > theirs[4] == 0
         torch.testing.assert_close(torch.tensor(mine[:2]), torch.tensor(theirs[:2]), rtol=1e-5, atol=0)
         for name, value in mine[2].items():
-            torch.testing.assert_close(value, theirs[2][name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(value, theirs[2][name], rtol=1e-5, atol=1e-6)
