@@ -243,6 +243,9 @@ def _comparable(spec: RunSpec, field: str) -> Any:
 
 
 def replicates(records: Sequence[Record], cell: TableCell, hardware: str) -> list[Record]:
-    """The cell's last run and those like it in every fact that is known of both, the code among them; oldest first."""
+    """The cell's last run, of those that were not interrupted if there are any, and those like it in every fact that is known
+    of both, the code among them; oldest first.
+    """
     found = sorted((record for record in records if belongs(record, cell, hardware)), key=lambda record: record.run_id)
-    return [record for record in found if record is found[-1] or alike(record, found[-1])]
+    told = [record for record in found if record.status != "interrupted"] or found
+    return [record for record in found if record is told[-1] or alike(record, told[-1])]

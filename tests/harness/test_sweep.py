@@ -50,10 +50,10 @@ rows = [{ system = "resident" }]
 
 
 class Device:
-    """What runs come to. statuses: by system, else ok."""
+    """What runs come to. source: of the code. statuses: by system, else ok."""
 
-    def __init__(self, boot: str | None = HERE, **statuses: str) -> None:
-        self.boot, self.statuses, self.ran = boot, statuses, list[tuple[str, int]]()
+    def __init__(self, boot: str | None = HERE, source: str | None = None, **statuses: str) -> None:
+        self.boot, self.source, self.statuses, self.ran = boot, source, statuses, list[tuple[str, int]]()
 
     def execute(self, spec: RunSpec, replicate: int) -> Record:
         self.ran.append((spec.system, replicate))
@@ -63,7 +63,7 @@ class Device:
 
     def record(self, spec: RunSpec, **given: Any) -> Record:
         number = len(self.ran)
-        environment = {"hardware": {"boot_id": self.boot}}
+        environment = {"hardware": {"boot_id": self.boot}, "code": {"source_sha256": self.source}}
         return make_record(run_id=f"2026-{self.boot}-{number:03}", spec=spec, wall_s=10.0, environment=environment, **given)
 
 
@@ -164,6 +164,15 @@ def test_what_was_unavailable_is_asked_again_by_the_next_call(tmp_path: Path) ->
         again, device = Sweep(found.table, found.records, HERE), Device()
         assert run(again, device) is None and again.missing == 0
         assert device.ran == [("elixir", number) for number in range(runs)]
+
+
+def test_a_run_that_was_interrupted_puts_none_aside(tmp_path: Path) -> None:
+    """Though it is the last, and of other code than those that ended."""
+    found = done(tmp_path, group="first")
+    assert run(found, Device(source="0" * 64)) is None
+    for status, missing in (("interrupted", 0), ("ok", 2)):
+        last = Device("until later", "1" * 64, resident=status).execute(first(found)[0].spec, 0)
+        assert Sweep(found.table, [*found.records, last], HERE).missing == missing
 
 
 class Forecasts:

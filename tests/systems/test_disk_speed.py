@@ -23,7 +23,7 @@ from systems.settings import Settings
 from systems.strategies.angel_ptm.options import AngelPTMOptions
 from systems.system import Engine
 from tests.systems.running import angel_ptm, managed, settings, start
-from tests.systems.test_lock_free_bound import seconds
+from tests.systems.test_lock_free_bound import Case, seconds
 
 LEAST = 0.9  # of the plain program's rate
 MIB = 1 << 20
@@ -207,7 +207,7 @@ def test_steps_ahead_are_nearly_as_fast_as_they_may_be(tmp_path: Path) -> None:
     compute, synchronous = step_s(16, 12, held=False), step_s(None, 6)
     disk = layers * width * width * 12 / RATE
     for most, steps in ((1, 30), (2, 30), (4, 60)):
-        possible = seconds(compute, disk, layers, most=most, steps=steps) / steps
+        possible = seconds(Case(compute, disk, [1] * layers), most=most, steps=steps)[0] / steps
         found = min(step_s(most, steps) for _ in range(2))
         assert synchronous / found >= LEAST * min(most + 1, synchronous / compute), (most, compute, synchronous, found)
         assert possible / found >= LEAST, (most, possible, found)

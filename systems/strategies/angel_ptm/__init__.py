@@ -57,9 +57,10 @@ Where this departs from the paper, and why
   are used again. As printed it loses gradients that arrive between lines 5 and 12; here there are two sums,
   which change places as an update begins. Line 20 may read a layer in backward as another than in forward; here what a step
   has read it reads again, in all its micro-batches. Nothing bounds what is printed; here a fetch waits until the layer lacks
-  the gradients of K steps at most. Line 3 goes over the layers in reverse; here that with the most gradients is next, of
-  several the one that is used first: steps wait for it first. Sums are added up in 16 bits, as the paper's (in fp32 with
-  several micro-batches), and an update is one step of the optimizer at the learning rate of the newest gradient in its sum.
+  the gradients of K steps at most. Line 3 goes over the layers in reverse; here a layer is next that steps wait for, the one
+  that is used first, and where they wait for none that whose size times the gradients that it could still take is least. Sums
+  are added up in 16 bits, as the paper's (in fp32 with several micro-batches), and an update is one step of the optimizer at
+  the learning rate of the newest gradient in its sum.
 * Lock-free on several ranks, each updates its shards behind its steps. A gather brings together the versions that each has
   come to, K steps behind at most: so shards of a layer may be of several, but all ranks compute with the same values.
 * Lock-free, a gradient that is not finite ends the run (nonfinite=stop), for it cannot be taken out of a sum; nothing is

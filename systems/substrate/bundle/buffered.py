@@ -87,6 +87,8 @@ class BufferedBundle:
         most: int,
     ) -> None:
         self.index, self.stretches, self._behind, self._most = index, list(stretches), behind, most
+        on_disk = sum(each.slot.numel() for each in stretches if not each.state)
+        self._size = (on_disk, sum(each.slot.numel() for each in stretches))
         self.versions, self.sums = list(versions), [GradientSum(each) for each in sums]
         self._extent = Extent(f"versions of bundle {index}", 0, 1)
         self.read = self.stale = self.most_stale = 0
@@ -158,9 +160,12 @@ class BufferedBundle:
         return self._updating or self._adding or self.sums[self.taking].steps > 0
 
     @property
-    def uncleared_steps(self) -> int:
-        """In the sum that the next update takes."""
-        return self.sums[self.taking].steps
+    def waste(self) -> tuple[int, int]:
+        """Gradients that the sum could still take before a use waits, in elements of an update: on the disk, and all. Taken now
+        they come to that much more to update later.
+        """
+        missing = self._most + 1 - self.sums[self.taking].steps
+        return missing * self._size[0], missing * self._size[1]
 
     @property
     def ready(self) -> bool:

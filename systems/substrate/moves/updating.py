@@ -1,4 +1,4 @@
-"""The updating thread of Algorithm 2: updates what has gradients, the bundle with most of them first.
+"""The updating thread of Algorithm 2: updates what has gradients, the bundle first whose update now wastes least.
 
 Reads, updates and writes have lanes, so that the states of one segment are read while others are updated and written, from
 bundle to bundle. All that this thread touches is its own while bundles are buffered, but for the disk's lanes and buffers:
@@ -31,6 +31,13 @@ from systems.substrate.bundle.buffered import Behind, BufferedBundle, GradientSu
 from systems.substrate.bundle.segments import DiskState, Stretch
 
 Begun = tuple[BufferedBundle, GradientSum, list[Ticket]]
+
+
+def next_ready(bundles: Sequence[BufferedBundle]) -> BufferedBundle | None:
+    """What is updated next, of bundles in order of use: what wastes least, which is nothing where steps wait for an update; of
+    several of those the one that is used first.
+    """
+    return min((bundle for bundle in bundles if bundle.ready), key=lambda bundle: bundle.waste, default=None)
 
 
 class UpdatingThread:
@@ -116,7 +123,7 @@ class UpdatingThread:
         """The next bundle with gradients, and these. None: there is none now, or if it may wait, never any more."""
         while True:
             with self._behind.lock:
-                ready = None if self._paused or self._ends else self._next_ready()
+                ready = None if self._paused or self._ends else next_ready(self.bundles)
                 if ready is not None:
                     self._busy = True
                     return ready, ready.take()
@@ -131,11 +138,6 @@ class UpdatingThread:
                     continue
                 written = self._writes.popleft()
             written.wait()
-
-    def _next_ready(self) -> BufferedBundle | None:
-        """The one with the most gradients, for which steps wait first; of several the one that is used first."""
-        ready = [bundle for bundle in self.bundles if bundle.ready]
-        return max(ready, key=lambda bundle: bundle.uncleared_steps, default=None)
 
     def _end(self, bundle: BufferedBundle, taken: GradientSum, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
