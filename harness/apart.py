@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -24,7 +26,8 @@ def each_apart(work: Callable[[_Asked], Iterable[_Found]], asked: _Asked, stoppe
     context = get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(theirs, work, asked), daemon=True)
-    process.start()
+    with _unasked():
+        process.start()
     theirs.close()
     found: list[_Found] = []
     try:
@@ -38,6 +41,17 @@ def each_apart(work: Callable[[_Asked], Iterable[_Found]], asked: _Asked, stoppe
         process.join()
         mine.close()
     return found
+
+
+@contextmanager
+def _unasked() -> Iterator[None]:
+    """A process begun now never hears of Ctrl-C, from its first moment on: the terminal tells all, and its parent ends it."""
+    resource_tracker.ensure_running()  # else it is begun with this process, and takes the block away
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _once(work: Callable[[Any], Any], asked: Any) -> Sequence[Any]:

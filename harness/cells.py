@@ -26,6 +26,7 @@ from systems.sizes import format_size
 
 TEXT_LIMIT = 16 << 20  # bytes
 MOST_GROUPS = 1000  # that one grid makes
+MOST_PROCESSES = 1000  # of a cell
 
 # Of a run's flags those that decide which cell its record belongs to. Batch and sequence are looked up as resolved.
 WORK = (
@@ -72,7 +73,7 @@ class TableData(_Data):
     title: str
     hardware: str
     work: dict[str, Any] = {}
-    processes: int = Field(1, ge=1, strict=True)
+    processes: int = Field(1, ge=1, le=MOST_PROCESSES, strict=True)
     groups: tuple[GroupData, ...] = Field(min_length=1)
 
 
@@ -185,8 +186,8 @@ def _in_words(flag: str, value: Any) -> str:
 def made_cell(work: dict[str, Any], processes: int) -> TableCell:
     """Of the flags of a run, `processes` possibly among them. Raises ValueError, ValidationError."""
     given = work.pop("processes", processes)
-    if type(given) is not int or given < 1:
-        raise ValueError(f"processes = {given!r} of a row: write a whole number from 1 on")
+    if type(given) is not int or not 1 <= given <= MOST_PROCESSES:
+        raise ValueError(f"processes = {str(given)[:20]} of a row: write a whole number from 1 to {MOST_PROCESSES}")
     spec = RunSpec.model_validate(work)
     for name in RESOLVED_WORK:
         if getattr(spec, name) is None:

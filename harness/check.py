@@ -7,6 +7,7 @@ committed, the pages are what the records make of them, and claims were written 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,9 +73,9 @@ class KeptRecords:
 def check(spec: CheckSpec, root: Path = ROOT) -> int:
     """Exit code: 0 all of it holds, 1 something does not. Raises BadInputError. root: of the checkout."""
     folder = Path(spec.results)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise BadInputError(f"--results {folder} is no folder: name the one that the records are in")
-    if not Path(spec.docs).is_dir():
+    if not os.path.isdir(spec.docs):
         raise BadInputError(f"--docs {spec.docs} is no folder: name the one with results.md and claims.md")
     try:
         if spec.add:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def show_figure(spec: FigureSpec) -> int:
     suffix = None if spec.out is None else Path(spec.out).suffix
     if suffix not in (None, *TABLES, *PICTURES):
         raise BadInputError(f"--out {spec.out} ends in none of {', '.join(TABLES + PICTURES)}: name a file that does")
-    if not Path(spec.results).is_dir():
+    if not os.path.isdir(spec.results):
         why = f"--results {spec.results} is no folder"
         if "results" in spec.model_fields_set:
             raise BadInputError(f"{why}: name the one that the records are in")

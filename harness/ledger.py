@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def show_ledger(spec: LedgerSpec, data: LedgerData | None = None, forecasts: Pat
     if spec.check and spec.out is None:
         raise BadInputError("--check needs --out: name the page that is to be checked")
     folder = Path(spec.results)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise BadInputError(f"--results {folder} is no folder: name the one that the records are in")
     records, unreadable = store.read_all(folder)
     for one in unreadable:

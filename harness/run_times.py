@@ -6,6 +6,7 @@ third and three times the guess. A run that was made says more: harness/sweep.py
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 from harness.spec import RunSpec
@@ -34,10 +35,18 @@ def guessed_s(spec: RunSpec, device: str) -> float:
     parameters = _parameters(spec.model, spec.set)
     if parameters is None or spec.batch_size is None or spec.seq_len is None:
         return UNKNOWN_S
+    with suppress(OverflowError):
+        return start + _steps_s(spec, parameters, emulated=emulated)
+    return UNKNOWN_S
+
+
+def _steps_s(spec: RunSpec, parameters: int, *, emulated: bool) -> float:
+    """Building it and its steps. Raises OverflowError for sizes that no float has."""
+    assert spec.batch_size is not None and spec.seq_len is not None
     flops = 6.0 * parameters * spec.batch_size * spec.seq_len * spec.accumulate * spec.resolve_steps()[0]
     if emulated:  # whose ranks share the cores
-        return start + flops * spec.ranks / EMULATED_FLOPS_PER_S
-    return start + parameters * BUILD_S + flops / FLOPS_PER_S
+        return flops * spec.ranks / EMULATED_FLOPS_PER_S
+    return parameters * BUILD_S + flops / FLOPS_PER_S
 
 
 def _abilities(system: str) -> Abilities:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from harness import names, store
-from harness.cells import RESOLVED_WORK, Group, ResultsTable, TableCell, belongs, read_table, replicates, work_of
+from harness.cells import (
+    MOST_PROCESSES,
+    RESOLVED_WORK,
+    Group,
+    ResultsTable,
+    TableCell,
+    belongs,
+    read_table,
+    replicates,
+    work_of,
+)
 from harness.keeping import keep, tracker_of
 from harness.launch import launch
 from harness.likely import foreseen
@@ -59,7 +70,7 @@ class SweepSpec(BaseModel):
     table: str = Field(description="a TOML file (docs/harness.md says what is in it), or the name of a results table")
     results: str = Field(KEPT, min_length=1, description="folder of the records, those that count and those that are made")
     for_: float | None = Field(None, gt=0, description="minutes: no run begins that would likely end after them")
-    processes: int | None = Field(None, ge=1, description="runs of each cell; default: what the table says")
+    processes: int | None = Field(None, ge=1, le=MOST_PROCESSES, description="runs of each cell; default: what the table says")
     group: str | None = Field(None, min_length=1, description="part of a group's title: only groups that have it")
     dry_run: bool = Field(False, description="run nothing, and list what would be, with what is known of its time")
     archive: str | None = Field(None, min_length=1, description="a .tar.gz to put the records of this call in")
@@ -151,6 +162,13 @@ class Sweep:
     def add(self, record: Record) -> None:
         self.records.append(record)
         self.made.append(record)
+
+    def put_aside(self, record: Record, cell: TableCell) -> str | None:
+        """Why a run just made does not count, and so would be made for ever; None if it counts, or was interrupted."""
+        if not self._counts(record) or any(record is one for one in self.runs(cell)):
+            return None
+        last = max(r.run_id for r in self.records if belongs(r, cell, self.table.hardware))
+        return f"{last} seems to be later than the run just made, and puts it aside: its clock was ahead; move that record away"
 
     def expected_s(self, cell: TableCell, group: Group) -> float:
         """Of one run: as this cell's took, else as those of its system and model with other options, else as its group's, else
@@ -280,6 +298,8 @@ def sweep(
             return "its record could not be kept"
         if here := belongs(record, turn.cell, done.table.hardware):
             done.add(record)
+            if why := done.put_aside(record, turn.cell):
+                return why
         if stopped():
             return "it was stopped"
         if not here:
@@ -312,6 +332,15 @@ def closed(done: Sweep) -> Iterator[str]:
         for cell in group.cells:
             if why := left.pop(work_of(cell), None):
                 yield f"{group.title}: {cell.name}: cannot be run again: {why}"
+
+
+def _empty(path: Path) -> bool:
+    """An archive of no records, which a call that was killed leaves."""
+    try:
+        with tarfile.open(path) as archive:
+            return not archive.getnames()
+    except (OSError, tarfile.TarError):
+        return False
 
 
 def write_archive(records: Sequence[Record], path: Path) -> None:
@@ -390,7 +419,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _go_on(spec: SweepSpec, done: Sweep) -> int:
     console = progress_console()
     if spec.archive is not None:
-        if Path(spec.archive).exists():
+        if os.path.lexists(spec.archive) and not _empty(Path(spec.archive)):
             raise BadInputError(f"--archive {spec.archive} is there already: name another, for nothing is written over")
         write_archive([], Path(spec.archive))  # it can be
     for line in closed(done):
@@ -411,7 +440,7 @@ def _go_on(spec: SweepSpec, done: Sweep) -> int:
         finally:
             if spec.archive is not None:
                 write_archive(done.made, Path(spec.archive))
-    for line in shown(done.table, done.records):
+    for line in chain.from_iterable(lines.split("\n") for lines in shown(done.table, done.records)):
         result_console().print(printable(line), markup=False)
     if ended is not None:
         console.print(printable(f"{done.missing} runs are missing still: {ended}"), markup=False)

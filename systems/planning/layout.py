@@ -10,13 +10,16 @@ All offsets and lengths are elements. Master weights, moments and gradient of a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from systems.ranks.group_names import REPLICA, WORLD
 
 ALIGN_BYTES = 256
+TENSOR_BYTES = 512  # of which torch's CUDA allocator gives a tensor whole ones
 PAGE = 4096  # bytes of host memory, of which a mapping has whole ones
 
 
@@ -171,7 +174,7 @@ class Segment:
 @dataclass(frozen=True)
 class Bundle:
     """units: indices of the units that read any of its parameters. movable: False keeps it on the device for good. scattered:
-    see FlatSpace.
+    see FlatSpace. reads: elements of the parameters that each of the units reads, as tensors of their own, where it is known.
     """
 
     index: int
@@ -181,6 +184,7 @@ class Bundle:
     trainable: bool
     movable: bool = True
     scattered: bool = True
+    reads: tuple[int, ...] = ()
 
 
 ADAM = ("exp_avg", "exp_avg_sq")  # its moments
@@ -241,10 +245,15 @@ class Layout:
         for number, given in enumerate(bundles):
             mine = [replace(s, index=len(segments) + i) for i, s in enumerate(given)]
             segments += mine
-            users = {unit_of[user] for s in mine for p in s.placements for user in index.parameters[p.parameter].users}
+            reads = Counter[int]()
+            for p in chain.from_iterable(s.placements for s in mine):
+                size = round_up(p.numel, TENSOR_BYTES // itemsize)
+                reads.update(dict.fromkeys((unit_of[user] for user in index.parameters[p.parameter].users), size))
             numel, trainable = sum(s.numel for s in mine), mine[0].space.trainable
             numbers, scattered = tuple(s.index for s in mine), mine[0].space.scattered
-            made.append(Bundle(number, numbers, tuple(sorted(users)), numel, trainable, number not in unmovable, scattered))
+            units = tuple(sorted(reads))
+            movable, read = number not in unmovable, tuple(min(numel, reads[unit]) for unit in units)
+            made.append(Bundle(number, numbers, units, numel, trainable, movable, scattered, read))
         return cls(itemsize, tuple(segments), tuple(made), frozenset(in_place))
 
     @cached_property
@@ -259,7 +268,7 @@ class Layout:
     def add_user(self, bundle: int, unit: int) -> None:
         """A step has shown that the unit reads the bundle too: the one thing of a layout that is learned, in place."""
         mine = self.bundles[bundle]
-        changed = replace(mine, units=tuple(sorted({*mine.units, unit})))
+        changed = replace(mine, units=tuple(sorted({*mine.units, unit})), reads=())
         object.__setattr__(self, "bundles", (*self.bundles[:bundle], changed, *self.bundles[bundle + 1 :]))
         object.__setattr__(self, "in_place", self.in_place - {bundle})
         for derived in ("bundles_of_unit", "bundle_names"):
@@ -290,6 +299,11 @@ class Layout:
     @cached_property
     def bundle_of_parameter(self) -> dict[int, int]:
         return {p: place.bundle for p, place in self.places.items()}
+
+    def read_bytes(self, bundle: int, unit: int) -> int:
+        """Of the bundle's parameters that the unit reads, as tensors of their own; of all where it is not known."""
+        mine = self.bundles[bundle]
+        return dict(zip(mine.units, mine.reads, strict=False)).get(unit, mine.numel) * self.itemsize
 
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize

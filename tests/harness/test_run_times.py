@@ -29,6 +29,11 @@ def test_what_is_not_known_is_a_guess_all_the_same() -> None:
     assert guessed_s(make_spec(system="of another day", model="opt-tiny", batch_size=2, seq_len=16), "a device") > START_S
 
 
+def test_sizes_that_no_float_has_are_a_guess_too() -> None:
+    for huge in ({"steps": 10**400}, {"batch_size": 10**400}):
+        assert guessed_s(make_spec(system="elixir", **{"steps": 100, **TINY, **huge}), EMULATED) == UNKNOWN_S
+
+
 def test_it_is_near_what_kept_runs_took() -> None:
     """Of systems of this project on a GPU, in their middle and nine of ten within a factor of three."""
     records, _ = store.read_all(ROOT / "results")

@@ -175,6 +175,15 @@ def test_a_run_that_was_interrupted_puts_none_aside(tmp_path: Path) -> None:
         assert Sweep(found.table, [*found.records, last], HERE).missing == missing
 
 
+def test_a_record_of_a_clock_that_was_ahead_is_told_and_not_run_against_for_ever(tmp_path: Path) -> None:
+    found = done(tmp_path, group="first")
+    ahead = Device("zz of next year", "1" * 64).execute(first(found)[0].spec, 0)
+    device = Device(source="0" * 64)
+    told = run(Sweep(found.table, [ahead], HERE), device)
+    assert told is not None and ahead.run_id in told and "move that record away" in told
+    assert [system for system, _ in device.ran].count("resident") == 1
+
+
 class Forecasts:
     """Of elixir alone a refusal. together: how many specs are answered at once."""
 

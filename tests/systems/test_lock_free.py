@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as asked_of_hypothesis
 from hypothesis import strategies as st
@@ -338,6 +339,19 @@ def test_a_forecast_is_the_longer_of_two_steps_that_none_beats(tmp_path: Path) -
     assert 0 < least < found[0].step_time_s
     for most in (1, 4):
         assert found[most].step_time_s == max(least, found[0].step_time_s / (most + 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": 0}])
+def test_a_forecast_needs_no_disk(options: dict[str, object]) -> None:
+    """Nor any update on the host, where the device holds all."""
+    model = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=16)
+    given: dict[str, Any] = {
+        "hardware": "h200-141g-x1",
+        "batch_size": 2,
+        "seq_len": 16,
+        "options": options | {"max_staleness": 2},
+    }
+    assert systems.estimate(model, system="angel-ptm", **given).fits
 
 
 # ---- what others see is at rest

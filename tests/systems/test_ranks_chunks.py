@@ -116,6 +116,19 @@ def test_gradients_take_the_place_of_what_rests_as_a_shard(asked: Asked, nonfini
         assert plan.predicted_device_peak_bytes == mine.memory.device_peak_bytes
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_groups_of_several_units_have_the_gradients_of_one_beside_them(nonfinite: str) -> None:
+    """Not of all that read a group: the others' are in their place by then, or to come."""
+    asked, whole = Asked("stack", 2, share=0.35), resident("stack", 2, 1, "fp32", 0.0, "none")
+    budget = int(asked.share * (whole[0].memory.device_peak_bytes or 0))
+    large = {"chunk_min": 64 << 10, "chunk_max": 1 << 20, "chunk_step": 64 << 10, "nonfinite": nonfinite, "prefetch": 0}
+    for mine in trained(PATRICKSTAR, asked, large, budget):
+        layout = managed(mine.engine).layout
+        held = max(sum(map(layout.bundle_bytes, bundles)) for bundles in layout.bundles_of_unit.values())
+        assert plan_of(mine).in_place == {b.index for b in layout.bundles}
+        assert 2 * held > budget, "void: there is room for all gradients of what is held"
+
+
 @pytest.mark.parametrize("asked", [Asked("stack", 3, 2, clip=0.5), Asked("gpt2", 2, 2, "bf16"), Asked("never-called", 4, 2)])
 @pytest.mark.one_in(3)
 def test_micro_batches_are_added_up_chunk_by_chunk(asked: Asked) -> None:

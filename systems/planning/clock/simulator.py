@@ -95,7 +95,7 @@ def simulation_of(
     if most:
         free = clocked([_unread(o) for o in schedule.operations], len(trace), _UpdatesForNothing(**vars(costs)))
         step_time_s = max(free.step_time_s, step_time_s / (most + 1))
-        merged = {name: bounds_s[name] / (most + 1) for name in ("disk", "cpu-adam")}
+        merged = {name: seconds / (most + 1) for name, seconds in bounds_s.items() if name in ("disk", "cpu-adam")}
         bounds_s = _bounds(free.work, trace, plan, costs) | merged
     return Simulation(
         step_time_s=step_time_s,

@@ -59,7 +59,7 @@ def non_model_profile(trace: Trace, demand: Demand, residence: Residence) -> lis
 
 def non_model_bounds(trace: Trace, demand: Demand, residence: Residence) -> tuple[list[int], list[int]]:
     """Two bounds that hold for every plan, per moment. Adopted gradients count with their whole bundle once it has
-    begun, and those written in place likewise until the backward of its units ends.
+    begun, and those written in place with all that a unit has of them until its backward ends.
 
     The peak measured with ranges, plus the adopted gradients of bundles begun by now; and the peak measured with all
     gradients of the interval kept, plus those of bundles begun in earlier intervals.
@@ -70,11 +70,11 @@ def non_model_bounds(trace: Trace, demand: Demand, residence: Residence) -> tupl
         for span in residence.gradient_spans(demand, bundle):
             begun.add(span, size)
             earlier.add(Span(span.begin + 1, span.end), size)
-    open_before: set[int] = set()
+    open_before: frozenset[int] = frozenset()
     for moment, units in enumerate(demand.backward if residence.in_place else ()):
-        now = {b for unit in units for b in residence.layout.bundles_of_unit.get(unit, ()) if residence.reuses(b)}
-        for profile, bundles in ((begun, now), (earlier, now & open_before)):
-            profile.add(Span(moment, moment + 1), sum(map(residence.layout.bundle_bytes, bundles)))
+        now = frozenset(units)
+        for profile, those in ((begun, now), (earlier, now & open_before)):
+            profile.add(Span(moment, moment + 1), sum(map(residence.written_bytes, those)))
         open_before = now
     ranged = [sum(pair) for pair in zip(trace.non_model_bytes, begun.values(), strict=True)]
     if not trace.measured_adopted:

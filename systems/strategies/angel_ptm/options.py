@@ -43,7 +43,7 @@ class AngelPTMOptions(InputsOptions):
     cache: Annotated[int | Literal["auto"], BeforeValidator(_cache)] = "auto"
     states: Literal["host", "disk"] = "host"
     variant: Literal["base", "paper"] = "base"
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
     rules: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {"paper": {"cache": "auto", "nonfinite": "stop", "run_ahead": False, "max_staleness": None}}
