@@ -96,7 +96,10 @@ def place_buffers(model: nn.Module, device: torch.device) -> int:
             if buffer is None:
                 continue
             if buffer.is_meta:
-                raise UnsupportedError(f"buffer {name} of {type(module).__name__} is on the meta device: give it values")
+                raise UnsupportedError(
+                    f"buffer {name} of {type(module).__name__} is on the meta device: give it values, or build the model "
+                    "without torch.device('meta')"
+                )
             if id(buffer) not in moved:
                 moved[id(buffer)] = buffer.to(device)
             module._buffers[name] = moved[id(buffer)]
