@@ -186,6 +186,10 @@ class Bundle:
     scattered: bool = True
     reads: tuple[int, ...] = ()
 
+    def read_by(self, unit: int) -> int:
+        """Elements of the parameters that the unit reads, as tensors of their own; all where it is not known."""
+        return dict(zip(self.units, self.reads, strict=False)).get(unit, self.numel)
+
 
 ADAM = ("exp_avg", "exp_avg_sq")  # its moments
 
@@ -299,11 +303,6 @@ class Layout:
     @cached_property
     def bundle_of_parameter(self) -> dict[int, int]:
         return {p: place.bundle for p, place in self.places.items()}
-
-    def read_bytes(self, bundle: int, unit: int) -> int:
-        """Of the bundle's parameters that the unit reads, as tensors of their own; of all where it is not known."""
-        mine = self.bundles[bundle]
-        return dict(zip(mine.units, mine.reads, strict=False)).get(unit, mine.numel) * self.itemsize
 
     def bundle_bytes(self, bundle: int) -> int:
         return self.bundles[bundle].numel * self.itemsize

@@ -74,12 +74,19 @@ def non_model_bounds(trace: Trace, demand: Demand, residence: Residence) -> tupl
     for moment, units in enumerate(demand.backward if residence.in_place else ()):
         now = frozenset(units)
         for profile, those in ((begun, now), (earlier, now & open_before)):
-            profile.add(Span(moment, moment + 1), sum(map(residence.written_bytes, those)))
+            profile.add(Span(moment, moment + 1), sum(_waiting_bytes(residence, unit) for unit in those))
         open_before = now
     ranged = [sum(pair) for pair in zip(trace.non_model_bytes, begun.values(), strict=True)]
     if not trace.measured_adopted:
         return ranged, ranged
     return ranged, [sum(pair) for pair in zip(trace.adopted_peak_bytes, earlier.values(), strict=True)]
+
+
+def _waiting_bytes(residence: Residence, unit: int) -> int:
+    """Of the unit's gradients that take their parameters' place once its backward ends; until then they are beside them."""
+    layout = residence.layout
+    bundles = (layout.bundles[b] for b in layout.bundles_of_unit.get(unit, ()) if residence.reuses(b))
+    return sum(bundle.read_by(unit) for bundle in bundles) * layout.itemsize
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,6 @@ class Residence:
         """True if the gradient takes the parameters' place."""
         return bundle in self.in_place and bundle not in self.whole
 
-    def written_bytes(self, unit: int) -> int:
-        """Of the unit's gradients that take their parameters' place once its backward ends; until then they are beside them."""
-        bundles = self.layout.bundles_of_unit.get(unit, ())
-        return sum(self.layout.read_bytes(bundle, unit) for bundle in bundles if self.reuses(bundle))
-
     def adopted(self, bundle: int) -> bool:
         """True if the gradient stays in autograd's own buffers until the update."""
         return bundle in self.on_device and self.context.accumulate == 1 and self.context.ranks == 1
